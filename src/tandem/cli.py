@@ -1,0 +1,187 @@
+"""The command line: each verb is a function here that imports its work when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from tandem import __version__
+from tandem.errors import TandemError
+
+app = typer.Typer(
+    name="tandem",
+    help="GRPO post-training in which trainer and inference engine ride one copy of the weights.",
+    epilog="A recipe is a YAML file; its options can be overridden as in: tandem train recipe.yaml loss.clip_high=0.3",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich would double the time that help takes
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe, such as optimizer.lr=1e-5."),
+]
+Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also with TANDEM_DEBUG=1.")
+    ] = False,
+) -> None:
+    """Options of every verb; ``main`` reads --debug, wherever it stands."""
+
+
+@app.command()
+def train(
+    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run's folder to resume.")],
+    overrides: Overrides = None,
+) -> None:
+    """Train by a recipe, or resume a run by its folder."""
+    from tandem.verbs.train import train
+
+    typer.echo(train(target, overrides or []))
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    overrides: Overrides = None,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="Tasks whose gold answer is scored and whose prompt is measured.")
+    ] = 64,
+) -> None:
+    """Find what would go wrong, before loading weights.
+
+    Resolves every option, reads the data, scores gold answers, measures prompts, and plans memory.
+    """
+    from tandem.verbs.check import check
+
+    raise typer.Exit(check(recipe, overrides or [], tasks))
+
+
+@app.command("list")
+def list_parts(
+    slot: Annotated[str | None, typer.Argument(metavar="[SLOT]", help="losses, envs, ...; default: all slots.")] = None,
+) -> None:
+    """Show the parts recipes can name, and options."""
+    from tandem.verbs.list_parts import list_parts
+
+    list_parts(slot)
+
+
+@app.command()
+def new(
+    what: Annotated[str, typer.Argument(metavar="env", help="What to make.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, a Python module name.")],
+) -> None:
+    """Write a working environment to start from.
+
+    Makes NAME.py and NAME.yaml in this folder.
+    """
+    from tandem.verbs.new import new
+
+    typer.echo(new(what, name, Path()))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|RECIPE|MODEL", help="A run's folder, a recipe, or a model folder.")
+    ],
+    overrides: Overrides = None,
+    step: Step = None,
+) -> None:
+    """Measure mean@k and pass@k on held-out tasks.
+
+    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=...).
+    """
+    from tandem.verbs.evaluate import evaluate
+
+    evaluate(target, overrides or [], step)
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    report: Annotated[bool, typer.Option("--report", help="Write report.html anew and print where it is.")] = False,
+) -> None:
+    """Summarise a run."""
+    from tandem.verbs.show import show
+
+    show(run, report)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="A folder to make.")],
+    step: Step = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")
+    ] = False,
+) -> None:
+    """Copy the trained model out of a run.
+
+    The result is an ordinary Hugging Face folder, or a PEFT adapter's.
+    """
+    from tandem.verbs.export import export
+
+    typer.echo(export(run, destination, step, merge))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and lacks."""
+    from tandem.doctor import doctor
+
+    raise typer.Exit(doctor())
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    import json
+
+    from tandem.schema import schema
+
+    typer.echo(json.dumps(schema(), indent=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line: the one place where errors become messages and exit codes."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
+    try:
+        app([argument for argument in given if argument != "--debug"], prog_name="tandem")
+    except TandemError as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"tandem: {error}", err=True)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        typer.echo(
+            f"tandem: {type(error).__name__}: {error}\n"
+            "tandem: this is a bug, in Tandem or in a part of your own; the traceback above says where",
+            err=True,
+        )
+        sys.exit(1)
+    sys.exit(0)

@@ -1,0 +1,351 @@
+"""A recipe: YAML and dotted overrides in, a ``RunConfig`` of live parts out, and back."""
+
+# ruff: noqa: RUF009 - part() and parts() are calls to dataclasses.field
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem import resolve
+from tandem.envs.base import Environment
+from tandem.errors import ConfigError
+from tandem.recipe import override
+from tandem.recipe.build import Builder, RewardSpec, part, parts
+from tandem.recipe.encode import encode
+from tandem.recipe.tree import SHELL, Branch, Leaf, Problems, from_plain, parse, render
+from tandem.sinks.base import Sink
+from tandem.types import Json, Sampling
+
+if TYPE_CHECKING:
+    from tandem.advantages.base import Advantage
+    from tandem.engines.base import EngineSpec
+    from tandem.losses.base import Loss
+    from tandem.optimizers.base import Optimizer
+    from tandem.sync.base import WeightSync
+    from tandem.trains.base import Trains
+else:  # their bases import torch; a field made by ``part`` is built by its slot, not by its annotation
+    Advantage = EngineSpec = Loss = Optimizer = WeightSync = Trains = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Measuring on held-out tasks."""
+
+    every: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    tasks: int = 40
+    """Held-out tasks, the first of the test split; 0 never evaluates."""
+    samples: int = 4
+    """Answers per task: mean@k and pass@k are over these."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus of the evaluation's answers; 1 keeps every token."""
+    before: bool = True
+    """Evaluate the model as loaded."""
+    after: bool = True
+    """Evaluate after the last step."""
+
+    def __post_init__(self) -> None:
+        _require(
+            every=(self.every >= 0, "at least 0"),
+            tasks=(self.tasks >= 0, "at least 0"),
+            samples=(self.samples >= 1, "at least 1"),
+            temperature=(0 <= self.temperature < math.inf, "at least 0"),
+            top_p=(0 < self.top_p <= 1, "above 0 and at most 1"),
+        )
+
+    def inert(self) -> Mapping[str, str]:
+        """Without tasks or occasions nothing else is read; greedy answers are all alike."""
+        if self.tasks == 0:
+            return {
+                f.name: "tasks is 0, so nothing is evaluated" for f in resolve.options(Evaluate) if f.name != "tasks"
+            }
+        if not (self.before or self.after or self.every):
+            never = "before and after are false and every is 0, so nothing is evaluated"
+            return dict.fromkeys(("tasks", "samples", "temperature", "top_p"), never)
+        if self.temperature == 0:
+            greedy = "temperature is 0, so an answer is always the likeliest one"
+            return {"top_p": greedy, **({"samples": greedy} if self.samples > 1 else {})}
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What survives a crash. One is always written at the end."""
+
+    every: int = 50
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        _require(every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """How rewards are computed: in processes that can be killed."""
+
+    workers: int = 1
+    """Grader processes."""
+    timeout: float = 10.0
+    """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
+
+    def __post_init__(self) -> None:
+        _require(workers=(self.workers >= 1, "at least 1"), timeout=(0 < self.timeout < math.inf, "above 0 (seconds)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything about a run. Part fields hold live parts, not names."""
+
+    model: str
+    """Hugging Face id or a local folder."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    env: Environment = field(metadata={"slot": "envs"})
+    """Where tasks come from."""
+    rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
+    """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
+    groups_per_step: int = 8
+    """Groups (tasks) trained on in one step."""
+    group_size: int = 8
+    """Answers sampled per task."""
+    max_lag: int = 0
+    """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How training answers are sampled."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
+    truncated_penalty: float = 1.0
+    """What truncated: penalise subtracts from the reward."""
+    flat_groups: Literal["drop", "keep"] = "drop"
+    """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
+    advantage: Advantage = part("advantages", "dr_grpo")
+    """How much better an answer was than its group."""
+    loss: Loss = part("losses", "grpo")
+    """The objective, per token."""
+    optimizer: Optimizer = part("optimizers", "adamw")
+    """How weights are updated, and the learning rate."""
+    trains: Trains = part("trains", "full")
+    """What is trained: every weight, or an adapter."""
+    engine: EngineSpec = part("engines", "embedded")
+    """What samples the answers."""
+    sync: WeightSync = part("sync", "shared")
+    """How new weights reach the engine."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights; optimizers keep float32 masters where it is narrower."""
+    micro_batch_tokens: int = 1024
+    """Most tokens of one forward and backward; lowers memory, changes no result."""
+    context: int | None = None
+    """Most tokens of a prompt and its answer together; null: the model's own limit."""
+    seed: int = 0
+    """Fixes task order, sampling and initialisation."""
+    chat_template: str | None = None
+    """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    """Measuring on held-out tasks."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the run is saved."""
+    grading: Grading = field(default_factory=Grading)
+    """Processes that compute rewards."""
+    sinks: tuple[Sink, ...] = parts("sinks", ("console",))
+    """Where metrics go besides metrics.jsonl, which is always written."""
+    runs: str = "runs"
+    """Folder that holds the run's folder."""
+    name: str | None = None
+    """The run's folder name; null: <env>-<model>-<UTC time>."""
+    threads: int = 0
+    """CPU threads of torch; 0 uses every core."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        _require(
+            model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
+            steps=(self.steps >= 1, "at least 1"),
+            groups_per_step=(self.groups_per_step >= 1, "at least 1"),
+            group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
+            max_lag=(self.max_lag >= 0, "at least 0"),
+            truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
+            micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
+            context=(self.context is None or self.context >= 2, "at least 2, or null"),
+            seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+            threads=(self.threads >= 0, "at least 0"),
+            name=(self.name is None or _is_folder_name(self.name), "a folder's name, not a path"),
+            runs=(bool(self.runs.strip()), "a folder"),
+            **{
+                "sampling.temperature": (0 < sampling.temperature < math.inf, "above 0: greedy answers are all alike"),
+                "sampling.top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+                "sampling.top_k": (sampling.top_k >= 0, "at least 0"),
+                "sampling.min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
+                "sampling.max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+                "sampling.stop": (all(sampling.stop), "texts that are not empty"),
+            },
+        )
+        if not self.rewards:
+            object.__setattr__(self, "rewards", _default_rewards(self.env))
+
+    def inert(self) -> Mapping[str, str]:
+        """Options that change nothing, given the others."""
+        if self.truncated != "penalise":
+            return {"truncated_penalty": "it is read by truncated: penalise alone"}
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A recipe that was read."""
+
+    config: RunConfig
+    """The run it describes."""
+    source: Path
+    """The file."""
+    given: Mapping[str, str]
+    """Where each option that was set is written, by dotted path."""
+
+
+def load(source: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a recipe.
+
+    Raises:
+        ConfigError: with every mistake in it, each with file, line and a hint.
+        RewardError: if all that is wrong is a reward that cannot be imported.
+    """
+    problems = Problems()
+    tree = parse(_read(source), str(source), problems)
+    if tree is None and not problems:
+        tree = Branch(where=str(source))
+    if not isinstance(tree, Branch):
+        if tree is not None:
+            problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")
+        problems.raise_if_any(str(source))
+        raise AssertionError("a tree that is no mapping has a problem")
+    tree.where = str(source)
+    return _build(tree, source, overrides, problems)
+
+
+def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: Path) -> Loaded:
+    """A run described without a recipe's file: ``options`` as a recipe would hold them, said to be from ``source``.
+
+    Raises:
+        ConfigError, RewardError: as ``load``.
+    """
+    tree = from_plain(dict(options), str(source))
+    assert isinstance(tree, Branch)
+    return _build(tree, source, overrides, Problems())
+
+
+def _build(tree: Branch, source: Path, overrides: Sequence[str], problems: Problems) -> Loaded:
+    """Overrides laid over a tree, and the whole of it built."""
+    own_rewards = "rewards" in tree.entries
+    override.apply(tree, RunConfig, overrides, problems)
+    if not own_rewards:
+        _complete_rewards(tree)
+    builder = Builder(problems)
+    config = builder.dataclass(RunConfig, tree, "")
+    problems.raise_if_any(str(source))
+    assert isinstance(config, RunConfig)
+    return Loaded(config=config, source=source, given=builder.given)
+
+
+def _read(source: Path) -> str:
+    """Text of a recipe."""
+    if source.is_dir():
+        if (source / "config.yaml").is_file():
+            raise ConfigError(f"{source} is a run's folder, not a recipe; its recipe is {source / 'config.yaml'}")
+        raise ConfigError(f"{source} is a folder without a config.yaml; give a recipe or a run's folder")
+    try:
+        return source.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe {source}{_nearby(source)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not a recipe: it is not UTF-8 text ({error.reason})") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}") from error
+
+
+def _nearby(source: Path) -> str:
+    """Recipes that may have been meant."""
+    folders = (source.parent, Path("recipes"), Path())
+    found = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
+    by_stem = {Path(path).stem: path for path in reversed(list(found))}
+    close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {by_stem[close[0]]}?"
+    return f"; there are {', '.join(list(found)[:8])}" if found else f" (looked in {Path.cwd()})"
+
+
+def dump(config: RunConfig) -> str:
+    """Complete YAML that loads to an equal config; options that are inert are left out."""
+    return render(encode(config, complete=False))
+
+
+def as_json(config: RunConfig) -> dict[str, Json]:
+    """The whole recipe as plain data, inert options included."""
+    encoded = encode(config)
+    assert isinstance(encoded, dict)
+    return encoded
+
+
+RESUMABLE = frozenset({"steps", "evaluate", "checkpoint", "sinks", "threads", "grading"})
+"""Options that a resumed run may change: they do not decide what a training step computes."""
+
+
+def digest(config: RunConfig) -> str:
+    """Hex digest of everything that decides what a training step computes."""
+    trained = {key: value for key, value in as_json(config).items() if key not in RESUMABLE | {"runs", "name"}}
+    return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
+
+
+def _require(**checks: tuple[bool, str]) -> None:
+    """Raise ValueError with one line for each option that is out of range."""
+    wrong = [f"{name} must be {expected}" for name, (fine, expected) in checks.items() if not fine]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def _is_folder_name(name: str) -> bool:
+    return bool(name.strip()) and name not in (".", "..") and not set(name) & set("/\\\0")
+
+
+def _default_rewards(env: Environment) -> Mapping[str, RewardSpec]:
+    """Reward specs of an environment's own choice."""
+    problems = Problems()
+    where = f"the default rewards of {env.name}"
+    specs = Builder(problems).rewards("rewards", from_plain(dict(env.default_rewards), where), "rewards")
+    problems.raise_if_any(where)
+    if not specs:
+        known = ", ".join(resolve.names("rewards"))
+        raise ValueError(f"rewards must name at least one, since {env.name} has none of its own; known: {known}")
+    return dict(specs)
+
+
+def _complete_rewards(tree: Branch) -> None:
+    """Overrides of single rewards change the environment's own set, so that set goes beneath them."""
+    changed, env_tree = tree.entries.get("rewards"), tree.entries.get("env")
+    if not isinstance(changed, Branch) or env_tree is None or changed.where == f"{SHELL}rewards":
+        return
+    env = Builder(Problems()).part("envs", env_tree, "env", None)
+    if not isinstance(env, Environment):
+        return  # the mistake in it is found when the whole recipe is built
+    merged = from_plain(dict(env.default_rewards), f"the default rewards of {env.name}")
+    assert isinstance(merged, Branch)
+    for name, value in changed.entries.items():
+        own = merged.entries.get(name)
+        if isinstance(own, Branch) and isinstance(value, Leaf):
+            own.put("weight", value, value.where)
+        elif isinstance(own, Branch) and isinstance(value, Branch):
+            for key, inner in value.entries.items():
+                own.put(key, inner, value.key_where[key])
+        else:
+            merged.put(name, value, changed.key_where[name])
+    tree.put("rewards", merged, tree.key_where["rewards"])

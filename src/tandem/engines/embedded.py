@@ -1,0 +1,307 @@
+"""The default engine: the policy's own module, sampled in process by a running batch.
+
+There is one copy of the weights by construction. Requests join the batch as others finish, each stops on its
+own, and each draws from its own counter-based random stream, so that its tokens do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.engines.base import Engine, EngineSpec, Health
+from tandem.errors import EngineError
+from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
+from tandem.policy.policy import Policy
+from tandem.policy.sampling import draw, restrict, uniform
+from tandem.types import Completion, Finish, PolicyVersion, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded(EngineSpec):
+    """transformers in process; needs nothing but the base install."""
+
+    max_rows: int = 64
+    """Most requests sampled at once; more wait."""
+    prefill_tokens: int = 4096
+    """Most prompt tokens computed in one forward pass."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1 or self.prefill_tokens < 1:
+            raise ValueError("max_rows and prefill_tokens must be at least 1")
+
+    @property
+    def in_process(self) -> bool:
+        """True: it samples from the trainer's module."""
+        return True
+
+    @asynccontextmanager
+    async def open(self, policy: Policy, *, context: int) -> AsyncIterator[Engine]:
+        """Start the sampling task; it ends with the block."""
+        engine = _Engine(self, policy, context)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One row of the running batch."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    key: int
+    limit: int
+    future: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are computed: all but the last sampled."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), versions=tuple(self.versions), finish=finish
+        )
+
+
+class _Engine(Engine):
+    def __init__(self, spec: Embedded, policy: Policy, context: int):
+        self._spec = spec
+        self._policy = policy
+        self._context = context
+        self._version = PolicyVersion(step=0, digest="")
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._work = asyncio.Event()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._stepping = asyncio.Lock()
+        self._failure: str | None = None
+        self._cache = _cache(policy, spec.max_rows)
+        self._task = asyncio.create_task(self._run(), name="embedded engine")
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        room = self._context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
+                "shorten the prompt or raise context"
+            )
+        limit = min(sampling.max_tokens, room)
+        request = _Request(tuple(prompt), sampling, key, limit, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._work.set()
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            request.future.cancel()
+            raise
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        async with self._stepping:
+            return await self._policy.compute(self._policy.score, tokens)
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def stamp(self, version: PolicyVersion) -> None:
+        self._version = version
+
+    async def pause(self) -> None:
+        self._gate.clear()
+        async with self._stepping:  # the step under way ends first
+            pass
+
+    async def resume(self) -> None:
+        self._gate.set()
+
+    async def health(self) -> Health:
+        return Health(
+            ok=self._failure is None,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            detail=self._failure or "",
+        )
+
+    async def close(self) -> None:
+        if self._failure is None:
+            self._failure = "the engine is closed"
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        async with self._stepping:
+            self._fail(EngineError(self._failure))
+            self._cache.clear()
+
+    def lent(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight it samples from: the module's own parameters."""
+        yield from self._policy.model.named_parameters()
+
+    async def _run(self) -> None:
+        """Consumes: waiting requests. Waits for: work, and the gate. Unblocks: whoever awaits a completion."""
+        while True:
+            await self._work.wait()
+            await self._settle()
+            await self._gate.wait()
+            async with self._stepping:
+                if not self._gate.is_set():
+                    continue
+                self._drop_cancelled()
+                if not self._running and not self._waiting:
+                    self._work.clear()
+                    # An idle engine keeps no cache: the trainer's activations need the memory.
+                    self._cache.clear()
+                    continue
+                try:
+                    finished = await self._policy.compute(self._step)
+                except Exception as error:
+                    # A child boundary of sorts: whatever broke inside the model belongs to all who wait for it.
+                    self._failure = f"the embedded engine failed: {type(error).__name__}: {error}"
+                    self._fail(EngineError(self._failure), error)
+                    return
+            for request, finish in finished:
+                if not request.future.done():
+                    request.future.set_result(request.completion(finish))
+
+    async def _settle(self) -> None:
+        """Let everything that is ready to ask do so, so that a batch does not depend on the moment of asking."""
+        seen = -1
+        while seen != len(self._waiting):
+            seen = len(self._waiting)
+            for _ in range(8):
+                await asyncio.sleep(0)
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
+        for row in [i for i, r in enumerate(self._running) if r.future.cancelled()][::-1]:
+            self._remove(row)
+
+    def _fail(self, error: EngineError, cause: BaseException | None = None) -> None:
+        error.__cause__ = cause
+        for request in (*self._waiting, *self._running):
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._waiting.clear()
+        self._running.clear()
+
+    # Below: on the compute thread.
+
+    @torch.inference_mode()
+    def _step(self) -> list[tuple[_Request, Finish]]:
+        """Prefill what fits, or sample one token for every running row; returns the requests that ended."""
+        done = self._prefill()
+        if self._running:
+            done += self._decode()
+        return done
+
+    def _prefill(self) -> list[tuple[_Request, Finish]]:
+        """Compute waiting prompts, each distinct one once, and sample every newcomer's first token."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        budget = self._spec.prefill_tokens
+        first = len(self._running)
+        while self._waiting and len(self._running) < self._spec.max_rows:
+            prompt = self._waiting[0].prompt
+            cost = 0 if prompt in rows_of else len(prompt)
+            if cost > budget and rows_of:
+                break
+            budget -= cost
+            rows_of.setdefault(prompt, []).append(len(self._running))
+            self._running.append(self._waiting.popleft())
+        if not rows_of:
+            return []
+        self._cache.reserve(max(map(len, rows_of)) + 1)
+        plan = Packed(
+            lengths=tuple(map(len, rows_of)),
+            parents=(None,) * len(rows_of),
+            store=(self._cache, tuple(map(tuple, rows_of.values()))),
+        )
+        device = self._policy.device
+        tokens = torch.tensor([t for prompt in rows_of for t in prompt], device=device)
+        positions = torch.tensor(sequential_positions(plan), device=device)
+        hidden = self._policy.hidden(tokens[None], positions[None], plan)[0]
+        last, end = [0] * (len(self._running) - first), 0
+        for prompt, rows in rows_of.items():
+            end += len(prompt)
+            for row in rows:
+                last[row - first] = end - 1
+        return self._sample(hidden[last], self._running[first:])
+
+    def _decode(self) -> list[tuple[_Request, Finish]]:
+        device = self._policy.device
+        plan = decode_plan(self._cache, [r.cached for r in self._running], device, self._policy.dtype)
+        tokens_R1 = torch.tensor([[r.tokens[-1]] for r in self._running], device=device)
+        hidden = self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)
+        return self._sample(hidden[:, 0], list(self._running))
+
+    def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
+        """Draw one token for each request, record it, and take out those that ended."""
+        logits = self._policy.head(hidden_RH).float()
+        temperatures = torch.tensor([r.sampling.temperature or 1.0 for r in requests], device=logits.device)
+        logits = restrict(
+            logits.div_(temperatures[:, None]),
+            top_p=[r.sampling.top_p for r in requests],
+            top_k=[r.sampling.top_k for r in requests],
+            min_p=[r.sampling.min_p for r in requests],
+        )
+        uniforms = uniform([r.key for r in requests], [len(r.tokens) for r in requests]).to(logits.device)
+        greedy = [r.sampling.temperature == 0 for r in requests]
+        tokens, logprobs = draw(logits, uniforms, greedy=greedy)
+        step = self._version.step
+        ended: list[tuple[_Request, Finish]] = []
+        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(step)
+            if finish := self._finish(request):
+                ended.append((request, finish))
+        for request, _ in ended:
+            self._remove(self._running.index(request))
+        return ended
+
+    def _finish(self, request: _Request) -> Finish | None:
+        if request.tokens[-1] in self._policy.end_tokens:
+            return "stop"
+        if request.sampling.stop:
+            # A token adds at least one character of a stop text that it completes, so the tail is enough.
+            tail = request.tokens[-(max(map(len, request.sampling.stop)) + 8) :]
+            text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
+            if any(stop in text for stop in request.sampling.stop):
+                return "stop"
+        return "length" if len(request.tokens) >= request.limit else None
+
+    def _remove(self, row: int) -> None:
+        """Close the gap that a finished row leaves with the last row."""
+        last = len(self._running) - 1
+        if row != last:
+            self._cache.move(last, row, self._running[last].cached)
+            self._running[row] = self._running[last]
+        self._running.pop()
+
+
+def _cache(policy: Policy, rows: int) -> KVCache:
+    config = policy.config
+    heads = config.num_attention_heads
+    return KVCache(
+        layers=config.num_hidden_layers,
+        rows=rows,
+        heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=policy.dtype,
+        device=policy.device,
+    )

@@ -1,0 +1,273 @@
+"""Rows of a data set with the place each came from: a local JSONL, CSV or Parquet file, or the hub."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.envs._split import check_share, split_of
+from tandem.envs.base import Split
+from tandem.errors import ConfigError, EnvError
+from tandem.types import Json
+
+logger = logging.getLogger(__name__)
+
+_INSTALL = "pip install 'tandem-rl[data]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row and where it stands."""
+
+    where: str
+    """``path:line``, or the data set's name, split and row."""
+    number: int
+    """Line of the file, or row of the split, from 1."""
+    columns: dict[str, Json]
+    """Its values."""
+
+    def text(self, column: str) -> str:
+        """A column that must hold text; a number is written out.
+
+        Raises:
+            EnvError: there is no such column, or it holds something else.
+        """
+        value = self.value(column)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            raise EnvError(f"{self.where}: column {column!r} should hold text, got {_kind(value)}")
+        return value
+
+    def value(self, column: str) -> Json:
+        """A column that must be there.
+
+        Raises:
+            EnvError: there is no such column; lists those there are.
+        """
+        if column not in self.columns:
+            has = ", ".join(self.columns) or "no columns"
+            raise EnvError(f"{self.where}: no column {column!r}{_suggest(column, self.columns)}; the row has: {has}")
+        return self.columns[column]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where train and test rows come from."""
+
+    path: str
+    """A local file, or a data set's name on the hub."""
+    subset: str | None = None
+    """The hub's configuration name."""
+    train_split: str = "train"
+    """The hub's split to train on."""
+    test_split: str | None = None
+    """The hub's split to hold out; None: hold out a share of the train split."""
+    test_path: str | None = None
+    """A local file to hold out; None: hold out a share of ``path``."""
+    test_share: float = 0.1
+    """Share held out by hash where there is neither test split nor test file."""
+
+    def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ConfigError("path must name a local file or a data set on the hub, got an empty text")
+        check_share(self.test_share)
+
+    @property
+    def is_local(self) -> bool:
+        """True if the path means a file of this machine, whether or not it is there."""
+        return Path(self.path).expanduser().exists() or _looks_local(self.path)
+
+    @property
+    def shared(self) -> bool:
+        """True if both splits come out of the same rows."""
+        return self.test_path is None and (self.is_local or self.test_split is None)
+
+    def rows(self, split: Split, key: Callable[[Row], str]) -> Iterator[Row]:
+        """Rows of a split; ``key`` gives the text whose hash divides shared rows.
+
+        Raises:
+            EnvError: they cannot be read; names the file and line.
+        """
+        if not self.shared:
+            yield from self._all(split)
+            return
+        for row in self._all("train"):
+            if split_of(key(row), self.test_share) == split:
+                yield row
+
+    def inert(self) -> dict[str, str]:
+        """Options that change nothing, and why."""
+        notes = {}
+        if self.is_local:
+            notes = dict.fromkeys(("subset", "train_split", "test_split"), f"{self.path} is a local file")
+        if not self.shared:
+            notes["test_share"] = "a test set is named"
+        return notes
+
+    def _all(self, split: Split) -> Iterator[Row]:
+        name = self.path
+        if split == "test" and self.test_path is not None:
+            name, rows = self.test_path, read_file(self.test_path)
+        elif self.is_local:
+            rows = read_file(self.path)
+        else:
+            wanted = self.test_split if split == "test" and self.test_split is not None else self.train_split
+            rows = _read_hub(self.path, self.subset, wanted)
+        row = None
+        for row in rows:
+            yield row
+        if row is None:
+            raise EnvError(f"{name} is empty; expected at least one row")
+
+
+def read_file(path: str) -> Iterator[Row]:
+    """Rows of a local JSONL, CSV or Parquet file.
+
+    Raises:
+        EnvError: it is not there, not of a known kind, or a row is malformed.
+    """
+    file = Path(path).expanduser()
+    reader = _READERS.get(file.suffix.lower())
+    if file.is_dir():
+        inside = [child.name for child in sorted(file.iterdir()) if child.suffix.lower() in _READERS]
+        raise EnvError(f"{path} is a folder; name one file in it" + (f": {', '.join(inside[:8])}" if inside else ""))
+    if not file.exists():
+        raise EnvError(f"there is no file {path}{_nearby(file)}; relative paths start at {Path.cwd()}")
+    if reader is None:
+        raise EnvError(f"{path}: cannot read {file.suffix or 'a file without a suffix'}; use {', '.join(_READERS)}")
+    try:
+        yield from reader(file)
+    except OSError as error:
+        raise EnvError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            where = f"{file}:{number}"
+            line = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, where)
+            if not line.strip():
+                continue
+            try:
+                columns = json.loads(line)
+            except ValueError as error:
+                at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                raise EnvError(f"{where}: not valid JSON: {at}; each line must be one JSON object") from error
+            if not isinstance(columns, dict):
+                raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")
+            yield Row(where, number, columns)
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+    with file.open("rb") as raw:
+        lines = (
+            _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, f"{file}:{number}")
+            for number, line in enumerate(raw, 1)
+        )
+        reader = csv.reader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            header: list[str] = []
+            for values in reader:
+                if not any(values):
+                    continue
+                if not header:
+                    header = values
+                    continue
+                where = f"{file}:{reader.line_num}"
+                if len(values) != len(header):
+                    raise EnvError(f"{where}: {len(values)} fields, expected {len(header)} ({', '.join(header)})")
+                yield Row(where, reader.line_num, dict(zip(header, values, strict=True)))
+        except csv.Error as error:
+            raise EnvError(f"{file}:{reader.line_num}: not valid CSV: {error}") from error
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise EnvError(f"reading {file} needs pyarrow; {_INSTALL}") from error
+    try:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, columns in enumerate(rows, 1):
+            yield Row(f"{file}: row {number}", number, _plain(columns))
+    except pyarrow.ArrowException as error:
+        raise EnvError(f"{file} is not a readable Parquet file: {_first_line(error)}") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise EnvError(f"{name} is not a local file, and loading it from the hub needs datasets; {_INSTALL}") from error
+    try:
+        loaded = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # the library raises anything from OSError to its own; the message carries it
+        raise EnvError(
+            f"data set {name!r} (subset {subset or 'default'}, split {split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {_first_line(error)}. It is not a local file, so it was looked for on the "
+            f"Hugging Face hub: check the name and the network, or set path to a local JSONL, CSV or Parquet file"
+        ) from error
+    for number, columns in enumerate(loaded, 1):
+        yield Row(f"{name}[{split}] row {number}", number, _plain(columns))
+
+
+def _decoded(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise EnvError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
+
+
+def _plain(value: Any) -> Json:
+    """The value as JSON would hold it; dates and the like as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _looks_local(path: str) -> bool:
+    return Path(path).suffix.lower() in _READERS or path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def _nearby(file: Path) -> str:
+    folder = file.parent
+    if not folder.is_dir():
+        return f"; there is no folder {folder} either"
+    return _suggest(file.name, [child.name for child in folder.iterdir()])
+
+
+def _suggest(given: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` if something known is close, else nothing."""
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _kind(value: Json) -> str:
+    """A JSON value's kind in words."""
+    words = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return "nothing" if value is None else words.get(type(value), type(value).__name__)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,117 @@
+"""Countdown: reach a target from given numbers. Every puzzle has a solution, and many do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tandem.envs._split import Tasks, check_share, opening, some, split_of
+from tandem.envs.base import Environment, Split
+from tandem.errors import ConfigError
+from tandem.types import Json, Task
+
+_INSTRUCTION = "Put the expression between <answer> and </answer>, for example <answer>(1 + 2) * 3</answer>."
+_GIVE_UP_AFTER = 2000
+"""Attempts without a new puzzle after which the options allow no more."""
+
+_Puzzle = tuple[tuple[int, ...], int, str]
+"""Numbers, target, an expression that solves it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown(Environment):
+    """Write an expression over given numbers that equals a target; no data needed."""
+
+    min_numbers: int = 3
+    """Fewest numbers in a puzzle."""
+    max_numbers: int = 4
+    """Most numbers in a puzzle."""
+    max_number: int = 99
+    """Largest given number; the smallest is 1."""
+    max_target: int = 999
+    """Largest target; the smallest is 1."""
+    operators: tuple[str, ...] = ("+", "-", "*", "/")
+    """Any of + - * /."""
+    use_all: bool = True
+    """True: each number exactly once. False: each at most once."""
+    instruction: str = _INSTRUCTION
+    """Added beneath every question."""
+    system: str = ""
+    """System message; empty: none."""
+    size: int = 2000
+    """Most puzzles, both splits together; fewer if the options allow no more."""
+    test_share: float = 0.1
+    """Share of puzzles held out."""
+    seed: int = 0
+    """Which puzzles are made."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_numbers <= self.max_numbers:
+            raise ConfigError(f"min_numbers must be from 2 to max_numbers ({self.max_numbers}), got {self.min_numbers}")
+        if self.max_number < 1 or self.max_target < 1:
+            raise ConfigError(f"max_number and max_target must be at least 1, got {self.max_number}, {self.max_target}")
+        if not self.operators or not set(self.operators) <= set("+-*/"):
+            raise ConfigError(f"operators must be some of + - * /, got {list(self.operators)}")
+        if self.size < 1:
+            raise ConfigError(f"size must be at least 1, got {self.size}")
+        check_share(self.test_share)
+
+    @property
+    def default_rewards(self) -> Mapping[str, Json]:
+        return {"countdown": {"weight": 1.0, "use": "all" if self.use_all else "some"}}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        rows = [(key, puzzle) for key, puzzle in self._puzzles.items() if split_of(key, self.test_share) == split]
+        remedy = f"{len(self._puzzles)} puzzles were found in all: widen the numbers, or change size or test_share"
+        return Tasks(some(rows, self.name, split, remedy), lambda row: self._task(*row))
+
+    def check(self, task: Task) -> str:
+        return f"<answer>{task.answer}</answer>"
+
+    @cached_property
+    def _puzzles(self) -> dict[str, _Puzzle]:
+        """Puzzles by a key that ignores the order of the numbers."""
+        rng = random.Random(self.seed)
+        found: dict[str, _Puzzle] = {}
+        vain = 0
+        while len(found) < self.size and vain < _GIVE_UP_AFTER:
+            numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(self.min_numbers, self.max_numbers))]
+            target, solution = _combine(numbers, self.operators, rng)
+            key = f"{'+'.join(map(str, sorted(numbers)))}={target}"
+            if not 1 <= target <= self.max_target or key in found:
+                vain += 1
+                continue
+            vain = 0
+            found[key] = (tuple(numbers), target, solution)
+        return found
+
+    def _task(self, key: str, puzzle: _Puzzle) -> Task:
+        numbers, target, solution = puzzle
+        use = "Use each number exactly once" if self.use_all else "Use each number at most once"
+        question = (
+            f"Using the numbers {', '.join(map(str, numbers))}, write an expression that equals {target}. "
+            f"{use}, with the operators {' '.join(self.operators)} and parentheses."
+        )
+        return Task(
+            id=key,
+            env=self.name,
+            prompt=opening(question, self.system, self.instruction),
+            answer=solution,
+            meta={"numbers": list(numbers), "target": target},
+        )
+
+
+def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Random) -> tuple[int, str]:
+    """Join numbers at random until one value is left; 0 if an operator does not fit."""
+    pool = [(number, str(number)) for number in numbers]
+    while len(pool) > 1:
+        (left, left_text), (right, right_text) = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
+        symbol = rng.choice(operators)
+        if symbol == "/" and (not right or left % right):
+            return 0, ""
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}[symbol]
+        pool.append((value, f"({left_text} {symbol} {right_text})"))
+    value, text = pool[0]
+    return value, text[1:-1]

@@ -1,0 +1,162 @@
+"""Any data set: JSONL, CSV or Parquet on disk, or a name on the hub. Bring rewards by name or import path."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.envs._rows import Row, Source
+from tandem.envs._split import opening, some
+from tandem.envs.base import Environment, Split
+from tandem.errors import ConfigError, EnvError
+from tandem.types import Json, Message, Task
+
+_PLACE = re.compile(r"\{([^{}\n]+)\}")
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset(Environment):
+    """Rows of a JSONL, CSV or Parquet file or of a hub data set, one task a row."""
+
+    path: str
+    """A local .jsonl, .csv, .tsv or .parquet file, or a data set's name on the hub."""
+    prompt: str = "prompt"
+    """Column with the question or a list of messages; or a text with {column} in it."""
+    answer: str = "answer"
+    """Column with the gold answer, for rewards that compare; empty: the data has none."""
+    system: str = ""
+    """System message; empty: none."""
+    instruction: str = ""
+    """Added beneath every question."""
+    subset: str | None = None
+    """The hub's configuration name."""
+    train_split: str = "train"
+    """The hub's split to train on."""
+    test_split: str | None = None
+    """The hub's split to hold out; none: test_share of the train split."""
+    test_path: str | None = None
+    """A local file to hold out; none: test_share of path."""
+    test_share: float = 0.1
+    """Share of rows held out where no test set is named; equal prompts (with a transform: equal rows) stay together."""
+    max_rows: int | None = None
+    """Most tasks of a split; none: all."""
+    transform: str = ""
+    """``pkg.mod:fn`` that takes a row's columns and returns them changed, or None to leave the row out."""
+
+    def __post_init__(self) -> None:
+        self._source()
+        if not self.prompt:
+            raise ConfigError("prompt must name a column or be a text with {column} in it, got an empty text")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ConfigError(f"max_rows must be at least 1, got {self.max_rows}")
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        tasks: list[Task] = []
+        for row in self._rows(split):
+            tasks.append(self._task(row, split))
+            if len(tasks) == self.max_rows:
+                break
+        remedy = "add rows, change test_share, name a test set, or look at what transform leaves out"
+        return some(tasks, f"{self.name} ({self.path})", split, remedy)
+
+    def check(self, task: Task) -> str | None:
+        return task.answer if self.answer else None
+
+    def inert(self) -> Mapping[str, str]:
+        """Options that change nothing, and why."""
+        return self._source().inert()
+
+    def _source(self) -> Source:
+        return Source(
+            path=self.path,
+            subset=self.subset,
+            train_split=self.train_split,
+            test_split=self.test_split,
+            test_path=self.test_path,
+            test_share=self.test_share,
+        )
+
+    def _rows(self, split: Split) -> Iterator[Row]:
+        """Rows of a split, transformed after the split is decided."""
+        change = _function(self.transform) if self.transform else None
+        for row in self._source().rows(split, self._key):
+            changed = _changed(row, change, self.transform) if change else row
+            if changed is not None:
+                yield changed
+
+    def _key(self, row: Row) -> str:
+        """What the split hashes: the data beneath the prompt, so that new wording moves no row into training."""
+        if self.transform:
+            return repr(sorted(row.columns.items()))
+        return repr([row.value(column) for column in _PLACE.findall(self.prompt) or [self.prompt]])
+
+    def _task(self, row: Row, split: Split) -> Task:
+        return Task(
+            id=f"{split}/{row.number}",
+            env=self.name,
+            prompt=self._prompt(row),
+            answer=row.text(self.answer) if self.answer else "",
+            meta=row.columns,
+        )
+
+    def _prompt(self, row: Row) -> tuple[Message, ...]:
+        if _PLACE.search(self.prompt):
+            return opening(_PLACE.sub(lambda m: row.text(m[1]), self.prompt), self.system, self.instruction)
+        value = row.value(self.prompt)
+        if not isinstance(value, list):
+            return opening(row.text(self.prompt), self.system, self.instruction)
+        messages = tuple(_message(item, row, self.prompt) for item in value)
+        if not messages or messages[-1].role == "assistant":
+            last = "an assistant's message" if messages else "nothing"
+            raise EnvError(f"{row.where}: column {self.prompt!r} should end with a user's message, got {last}")
+        if self.instruction:
+            last_content = f"{messages[-1].content}\n{self.instruction}"
+            messages = (*messages[:-1], replace(messages[-1], content=last_content))
+        if self.system and messages[0].role != "system":
+            messages = (Message(role="system", content=self.system), *messages)
+        return messages
+
+
+def _message(item: Json, row: Row, column: str) -> Message:
+    expected = f"{row.where}: column {column!r} should be a list of messages, each with role and content (text)"
+    if not isinstance(item, dict) or not isinstance(item.get("content"), str):
+        raise EnvError(f"{expected}, got {str(item)[:80]!r}")
+    if item.get("role") not in _ROLES:
+        raise EnvError(f"{expected}; role must be one of {', '.join(_ROLES)}, got {item.get('role')!r}")
+    return Message(role=item["role"], content=item["content"])
+
+
+def _function(path: str) -> Callable[[dict[str, Json]], Any]:
+    """Import the transform.
+
+    Raises:
+        EnvError: it cannot be imported or is no function.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = pkgutil.resolve_name(path)
+    except Exception as error:  # user code may raise anything while it is imported; the message carries it
+        raise EnvError(f"transform {path!r} cannot be imported: {error}; write pkg.module:function") from error
+    if not callable(found):
+        raise EnvError(f"transform {path!r} is a {type(found).__name__}, expected a function of a row's columns")
+    return found  # type: ignore[no-any-return]
+
+
+def _changed(row: Row, change: Callable[[dict[str, Json]], Any], path: str) -> Row | None:
+    """The row after its transform; None if that leaves it out."""
+    try:
+        columns = change(dict(row.columns))
+    except Exception as error:  # user code; one row's failure names that row
+        raise EnvError(f"{row.where}: transform {path} raised {type(error).__name__}: {error}") from error
+    if columns is None:
+        return None
+    if not isinstance(columns, dict):
+        raise EnvError(f"{row.where}: transform {path} returned {type(columns).__name__}, expected the row or None")
+    return replace(row, columns=columns)

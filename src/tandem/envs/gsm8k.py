@@ -1,0 +1,83 @@
+"""GSM8K: grade-school word problems (Cobbe et al. 2021), from the hub or a local JSONL file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.envs._rows import Row, Source
+from tandem.envs._split import opening, some
+from tandem.envs.base import Environment, Split
+from tandem.errors import EnvError
+from tandem.types import Json, Task
+
+_INSTRUCTION = "Think in a few short steps. Then end with one last line: '#### ' and the answer as a number."
+
+_LAST_LINE = r"(?m)^#### *-?\$? ?-?[0-9][0-9,.]*[^0-9\n]{0,20}\Z"
+"""A last line of four hashes and a number; a unit may follow, since small models rarely leave it out."""
+
+_NOTES = re.compile(r"<<[^>]*>>")
+"""Calculator annotations in the gold solutions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8k(Environment):
+    """Grade-school word problems, solved in words and ended with a line "#### 72"."""
+
+    path: str = "openai/gsm8k"
+    """A data set on the hub, or a local JSONL file with question and answer (the number after ####)."""
+    subset: str = "main"
+    """The hub's configuration name."""
+    test_path: str | None = None
+    """A local file to hold out; none: the hub's test split, or test_share of a local path."""
+    test_share: float = 0.1
+    """Share of a local path's questions held out when there is no test_path."""
+    instruction: str = _INSTRUCTION
+    """Added beneath every question."""
+    system: str = ""
+    """System message; empty: none."""
+
+    def __post_init__(self) -> None:
+        self._source()
+
+    @property
+    def default_rewards(self) -> Mapping[str, Json]:
+        return {"math_verify": 1.0, "format": {"weight": 0.1, "pattern": _LAST_LINE}}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        rows = self._source().rows(split, lambda row: row.text("question"))
+        tasks = [self._task(row, split) for row in rows]
+        return some(tasks, f"{self.name} ({self.path})", split, "add rows, change test_share or set test_path")
+
+    def check(self, task: Task) -> str:
+        solution: str = task.meta["solution"]
+        return solution
+
+    def inert(self) -> Mapping[str, str]:
+        """Options that change nothing, and why."""
+        return {name: why for name, why in self._source().inert().items() if name in ("subset", "test_share")}
+
+    def _source(self) -> Source:
+        return Source(
+            path=self.path,
+            subset=self.subset,
+            test_split="test",
+            test_path=self.test_path,
+            test_share=self.test_share,
+        )
+
+    def _task(self, row: Row, split: Split) -> Task:
+        question = row.text("question")
+        solution, marker, answer = _NOTES.sub("", row.text("answer")).rpartition("####")
+        if not marker or not answer.strip():
+            raise EnvError(
+                f"{row.where}: answer should end with '#### ' and a number, got {row.text('answer')[-40:]!r}"
+            )
+        return Task(
+            id=f"{split}/{row.number}",
+            env=self.name,
+            prompt=opening(question, self.system, self.instruction),
+            answer=answer.strip(),
+            meta={"question": question, "solution": f"{solution.rstrip()}\n#### {answer.strip()}".lstrip()},
+        )

@@ -1,0 +1,105 @@
+"""The tree of errors. Each message says what happened, what was expected and what to do.
+
+TandemError                 exit code
+├── ConfigError (ValueError)        2   a recipe or an option is wrong
+│   └── UnsupportedPair             2   two parts that cannot work together
+├── EnvError                        3   an environment or its data set
+├── RewardError                     4   a reward function
+├── EngineError                     5   the inference engine
+├── SyncError                       6   weights did not travel
+│   ├── StaleWeights                6     the engine holds another version
+│   ├── TornWeights                 6     the engine holds a mixture
+│   └── TransportError              6     the way between them broke
+├── BrokerError                     7   the rollout broker
+├── CheckpointError                 8   a checkpoint cannot be read or written
+├── Starved                         9   nothing to train on
+├── Deadline                       10   somebody was waited for too long
+└── DoesNotFit                     11   the memory plan exceeds the machine
+
+Ctrl-C exits with 130 after saving. Raise at the source; catch at four boundaries only: one rollout, one
+HTTP request, one child process, the command line.
+"""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Any failure that Tandem understands. ``exit_code`` is the process's."""
+
+    exit_code = 1
+
+
+class ConfigError(TandemError, ValueError):
+    """A recipe, an override or a part's option is wrong."""
+
+    exit_code = 2
+
+
+class UnsupportedPair(ConfigError):
+    """Two parts that cannot work together; the message names the ones that can."""
+
+
+class EnvError(TandemError):
+    """An environment cannot be built or its data set cannot be read."""
+
+    exit_code = 3
+
+
+class RewardError(TandemError):
+    """A reward function cannot be found or failed."""
+
+    exit_code = 4
+
+
+class EngineError(TandemError):
+    """The inference engine failed."""
+
+    exit_code = 5
+
+
+class SyncError(TandemError):
+    """A publish of weights failed."""
+
+    exit_code = 6
+
+
+class StaleWeights(SyncError):
+    """The engine does not hold the weights that were published."""
+
+
+class TornWeights(SyncError):
+    """The engine holds part of one version and part of another."""
+
+
+class TransportError(SyncError):
+    """The way from trainer to engine broke."""
+
+
+class BrokerError(TandemError):
+    """The rollout broker failed or refused."""
+
+    exit_code = 7
+
+
+class CheckpointError(TandemError):
+    """A checkpoint cannot be written or read."""
+
+    exit_code = 8
+
+
+class Starved(TandemError):
+    """Rollouts arrive but none can be trained on."""
+
+    exit_code = 9
+
+
+class Deadline(TandemError):
+    """A registered wait passed its deadline; the message says who was waited for."""
+
+    exit_code = 10
+
+
+class DoesNotFit(TandemError):
+    """The memory plan exceeds what the machine has."""
+
+    exit_code = 11

@@ -1,0 +1,91 @@
+"""What this machine has: processors, memory, disk, accelerators."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The memory that a run may use."""
+
+    name: str
+    """For a person: ``this machine`` or the accelerator's name."""
+    free: int
+    """Bytes that can still be taken."""
+    total: int
+    """Bytes in all."""
+    is_host: bool
+    """True if weights live in the host's own memory, beside Python and its libraries."""
+
+
+def host(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Machine:
+    """The host's memory, or what the container it runs in allows."""
+    total, free = _physical(meminfo)
+    limit = _number(cgroup / "memory.max") or _number(cgroup / "memory" / "memory.limit_in_bytes")
+    if limit is not None and limit < total:
+        used = _number(cgroup / "memory.current") or _number(cgroup / "memory" / "memory.usage_in_bytes") or 0
+        total, free = limit, min(free, max(0, limit - used + _reclaimable(cgroup)))
+    return Machine(name="this machine", free=free, total=total, is_host=True)
+
+
+def accelerator() -> Machine | None:
+    """The first CUDA device, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    return Machine(name=torch.cuda.get_device_name(0), free=free, total=total, is_host=False)
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes where a folder is or would be made."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def readable(amount: float) -> str:
+    """Bytes as a person reads them: ``1.25 GB`` (10^9 bytes), ``38 MB`` or ``4 kB``."""
+    if amount >= 1e9:
+        return f"{amount / 1e9:.2f} GB"
+    return f"{amount / 1e6:.0f} MB" if amount >= 1e6 else f"{amount / 1e3:.0f} kB"
+
+
+def _physical(meminfo: Path) -> tuple[int, int]:
+    """Total and available bytes."""
+    if not meminfo.exists():  # not Linux: what is available cannot be asked without more libraries
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    return tuple(int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+
+
+def _number(path: Path) -> int | None:
+    """A cgroup file's number; None if there is none or it says max."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(cgroup: Path) -> int:
+    """Bytes of page cache that count as used but would be given up."""
+    try:
+        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(rows.get("inactive_file", 0))

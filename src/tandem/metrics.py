@@ -1,0 +1,133 @@
+"""Metrics are values that add up: parts of a step report theirs, and merging gives the step's.
+
+A mean is kept as a sum and a count, so that a mean of means can never be written by accident.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+
+class Value(Protocol):
+    """A number that merges with its own kind."""
+
+    def merge(self, other: Self) -> Self:
+        """The value over both populations."""
+        ...
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """What is written to a sink."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over ``n`` things."""
+
+    sum: float
+    n: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Mean:
+        """Mean of the values; an empty iterable gives n = 0, which is not written."""
+        items = list(values)
+        return cls(math.fsum(items), len(items))
+
+    def merge(self, other: Mean) -> Mean:
+        """Pooled mean."""
+        return Mean(self.sum + other.sum, self.n + other.n)
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """``{name: mean}``, nothing if n is 0."""
+        return {name: self.sum / self.n} if self.n else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total: tokens, seconds, dropped groups."""
+
+    value: float
+
+    def merge(self, other: Sum) -> Sum:
+        """Total of both."""
+        return Sum(self.value + other.value)
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """``{name: total}``."""
+        return {name: self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest seen: a lag, a ratio, a gigabyte."""
+
+    value: float
+
+    def merge(self, other: Max) -> Max:
+        """Larger of both."""
+        return Max(max(self.value, other.value))
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """``{name: maximum}``."""
+        return {name: self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """A population, kept whole within a step; written as mean, std and quartiles."""
+
+    values: tuple[float, ...]
+
+    def merge(self, other: Histogram) -> Histogram:
+        """Both populations."""
+        return Histogram(self.values + other.values)
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """``name`` (mean), ``name/std`` (population), ``name/min``, ``/p25``, ``/p50``, ``/p75``, ``/max``."""
+        if not self.values:
+            return {}
+        ordered = sorted(self.values)
+        n = len(ordered)
+        mean = math.fsum(ordered) / n
+        at = {f"{name}/{q}": _quantile(ordered, x) for q, x in _QUARTILES.items()}
+        return {name: mean, f"{name}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in ordered) / n), **at}
+
+
+_QUARTILES = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "max": 1.0}
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    """Linear interpolation between order statistics, as numpy's default."""
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+Metrics = Mapping[str, Value]
+"""Names to values; a name is ``area/thing`` and never changes its kind."""
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, Value]:
+    """Merge metrics of several parts of one step."""
+    out: dict[str, Value] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in out:
+                out[name] = value
+            elif type(out[name]) is type(value):
+                out[name] = out[name].merge(value)
+            else:
+                raise TypeError(f"metric {name!r} is a {type(out[name]).__name__} and a {type(value).__name__}")
+    return out
+
+
+def flatten(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers by name, for sinks."""
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        out.update(value.scalars(name))
+    return out

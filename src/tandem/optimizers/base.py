@@ -1,0 +1,94 @@
+"""What an optimizer is, and how a learning rate moves."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Stepper(Protocol):
+    """An optimizer bound to parameters."""
+
+    def accumulate(self, parameter: Parameter) -> None:
+        """Add ``parameter.grad`` to the float32 gradient of the step and set it to None."""
+        ...
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        """Clip, update, write the parameters in place, forget the gradients; returns the norm before clipping."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of an unfinished step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-exact resume needs, as tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(ABC):
+    """A frozen dataclass whose fields are its options."""
+
+    lr: float = 1e-6
+    """Peak learning rate. LoRA wants about ten times a full fine-tune's."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from lr/warmup_steps to lr."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after warm-up, down to min_lr_ratio at the last step."""
+    min_lr_ratio: float = 0.0
+    """Last rate as a share of lr; read by linear and cosine."""
+    max_grad_norm: float = 1.0
+    """Gradients whose global L2 norm is larger are scaled down to it; 0 never clips."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "warmup_steps", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError("min_lr_ratio must be between 0 and 1")
+
+    def inert(self) -> Mapping[str, str]:
+        """Options that change nothing given the others, and why."""
+        return {"min_lr_ratio": "schedule: constant never lowers the rate"} if self.schedule == "constant" else {}
+
+    @abstractmethod
+    def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
+        """Make states for the trainable parameters, float32 masters where the weights are narrower."""
+
+    def rate(self, step: int, total: int) -> float:
+        """Learning rate of optimizer step ``step`` (from 1) of ``total``."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, total - self.warmup_steps))
+        decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * decay)
+
+    @abstractmethod
+    def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
+        """Bytes held beside the weights (masters, moments, float32 gradient), for the memory plan."""
+
+
+def global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all gradients: float32 along rows, float64 over them. A 0-d tensor, so that nothing waits.
+
+    A float32 sum over a whole embedding matrix, which ``torch._foreach_norm`` takes on a CPU, is wrong in the
+    fourth digit.
+    """
+    import torch
+
+    rows = [torch.linalg.vector_norm(g.reshape(-1, g.shape[-1] if g.dim() else 1), dim=-1) for g in grads]
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64)
+    return norm

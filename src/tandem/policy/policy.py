@@ -1,0 +1,169 @@
+"""The policy: one causal language model that both the trainer and an in-process engine run, and its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tandem.errors import ConfigError
+from tandem.policy.attention import NAME, Packed, Plan, sequential_positions
+from tandem.policy.logprobs import token_logprobs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Compute:
+    """The one thread that touches tensors.
+
+    Engine steps and training passes take turns on it: on a CPU two threads of products would only fight for
+    the same cores, and on one device nothing is ever sampled while weights are being written.
+    """
+
+    def __init__(self, threads: int = 0):
+        self.threads = threads or len(os.sched_getaffinity(0))
+        # Thread counts are per calling thread in OpenMP, so they are set inside.
+        self._pool = ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,))
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` there and await its result."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Let the current call finish and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Policy:
+    """Model, tokenizer and the thread they run on."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, compute: Compute):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.compute = compute
+
+    @property
+    def causal(self) -> Any:
+        """The transformers model itself, adapters injected but unwrapped."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration of the text model."""
+        return self.causal.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.head.weight.dtype
+
+    @property
+    def head(self) -> nn.Linear:
+        """Hidden states to logits."""
+        head: nn.Linear = self.causal.get_output_embeddings()
+        return head
+
+    @property
+    def context(self) -> int:
+        """Most tokens the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        ids: set[int] = set()
+        for value in (self.causal.generation_config.eos_token_id, self.tokenizer.eos_token_id):
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        return frozenset(ids)
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
+        """Last hidden states, (B, T, hidden size)."""
+        backbone = getattr(self.causal, self.causal.base_model_prefix)
+        out = backbone(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Logprob of each token but the first given those before it, at temperature 1, as the trainer computes it."""
+        plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
+        ids = torch.tensor(tokens, device=self.device)
+        positions = torch.tensor(sequential_positions(plan), device=self.device)
+        with torch.no_grad():
+            hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
+            logprobs, _ = token_logprobs(hidden, self.head.weight, ids[1:], 1.0, bias=self.head.bias)
+        return logprobs.tolist()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End its thread."""
+        self.compute.close()
+
+
+def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
+    """Tokenizer of a hub id or folder.
+
+    Raises:
+        ConfigError: there is none, or it has no chat template and none was given.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_missing(name, "tokenizer", error)) from error
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"model {name!r} has no chat template; give one with chat_template: (Jinja text or a path)")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config")
+    return tokenizer
+
+
+def load_config(name: str) -> Any:
+    """transformers configuration of a hub id or folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_missing(name, "configuration", error)) from error
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """Weights of a hub id or folder, with Tandem's attention.
+
+    Raises:
+        ConfigError: they cannot be read, or some of the model's weights are missing from the folder.
+    """
+    try:
+        # loading reports what was not found instead of leaving random weights unnoticed
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(_missing(name, "weights", error)) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"model {name!r} lacks {len(missing)} weights, first {missing[0]}; is the folder complete?")
+    return model.to(device).eval()
+
+
+def _missing(name: str, what: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        return f"model folder {name!r} does not exist; give a local Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+    return f"the {what} of model {name!r} cannot be read: {first}"

@@ -1,0 +1,236 @@
+"""YAML and dotted overrides as one tree in which every value knows where it was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import yaml
+
+from tandem.errors import ConfigError
+from tandem.types import Json
+
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+"""1e-6: a number to everybody but YAML 1.1."""
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Text with line breaks and the like in double quotes, where they are written as escapes and survive."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+SHELL = "command line: "
+"""What the location of an override starts with; the option's path follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A value without parts."""
+
+    value: bool | int | float | str | None
+    """As YAML reads it."""
+    text: str
+    """As it was written."""
+    where: str
+    """``recipe.yaml:12`` or ``command line: loss.clip_high``."""
+    from_shell: bool = False
+    """True if typed as an override, where quotes do not survive: any text may then be text."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Branch:
+    """A mapping; keys keep the order in which they were written."""
+
+    entries: dict[str, Tree] = field(default_factory=dict)
+    """Values by key."""
+    key_where: dict[str, str] = field(default_factory=dict)
+    """Where each key was written."""
+    where: str
+    """Where the mapping begins."""
+
+    def put(self, key: str, value: Tree, where: str) -> None:
+        """Add or replace an entry."""
+        self.entries[key] = value
+        self.key_where[key] = where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """A list."""
+
+    items: tuple[Tree, ...]
+    """Values in order."""
+    where: str
+    """Where the list begins."""
+
+
+Tree = Leaf | Branch | Items
+
+_Locate = Callable[[yaml.Mark | None], str]
+
+
+class Problems:
+    """Everything wrong with a recipe, gathered so that it is told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, type[Exception]]] = []
+
+    def add(self, where: str, message: str, kind: type[Exception] = ConfigError) -> None:
+        """Note a problem; ``kind`` is the error it would be if it were the only one."""
+        option = where.removeprefix(SHELL)
+        named = where.startswith(SHELL) and re.match(rf"{re.escape(option)}[:. ]", message)
+        line = f"{SHELL}{message}" if named else f"{where}: {message}"
+        if all(line != known for known, _ in self._found):
+            self._found.append((line, kind))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(line for line, _ in self._found)
+
+    def raise_if_any(self, source: str) -> None:
+        """One error for all of them, of the kind they share or else ConfigError."""
+        if not self._found:
+            return
+        kinds = {kind for _, kind in self._found}
+        kind = kinds.pop() if len(kinds) == 1 else ConfigError
+        if len(self._found) == 1:
+            raise kind(self._found[0][0])
+        lines = "".join(f"\n  {line}" for line, _ in self._found)
+        raise kind(f"{source} has {len(self._found)} problems:{lines}")
+
+
+def parse(text: str, source: str, problems: Problems) -> Tree | None:
+    """The tree of a YAML document; None if it is empty or cannot be read."""
+    return _compose(text, lambda mark: f"{source}:{mark.line + 1}" if mark else source, problems)
+
+
+def parse_override(text: str, where: str, problems: Problems) -> Tree | None:
+    """The value of an override: YAML flow syntax for lists, mappings and quoted text, else one plain value."""
+    if text[:1] in ("[", "{", '"', "'"):
+        return _compose(text, lambda mark: where, problems)
+    loader = _Loader("")
+    try:
+        tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+        value = _scalar(text, tag, loader)
+    finally:
+        loader.dispose()
+    return Leaf(value=value, text=text, where=where, from_shell=True)
+
+
+def _compose(text: str, locate: _Locate, problems: Problems) -> Tree | None:
+    """The tree of a text, located by whoever knows where the text stands."""
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            return None if node is None else _convert(node, _Reading(locate, loader, problems), ())
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        detail = ", ".join(part for part in (error.context, error.problem) if part)
+        problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}")
+    except (yaml.YAMLError, RecursionError) as error:
+        problems.add(locate(None), f"this is not YAML: {' '.join(str(error).split())}")
+    return None
+
+
+def plain(tree: Tree) -> Json:
+    """The values alone."""
+    if isinstance(tree, Branch):
+        return {key: plain(value) for key, value in tree.entries.items()}
+    return [plain(item) for item in tree.items] if isinstance(tree, Items) else tree.value
+
+
+def from_plain(value: Json, where: str) -> Tree:
+    """A tree of plain data, all of it written in one place."""
+    if isinstance(value, dict):
+        branch = Branch(where=where)
+        for key, inner in value.items():
+            branch.put(str(key), from_plain(inner, where), where)
+        return branch
+    if isinstance(value, list | tuple):
+        return Items(items=tuple(from_plain(item, where) for item in value), where=where)
+    return Leaf(value=value, text=str(value), where=where)
+
+
+def render(data: Json) -> str:
+    """YAML text with innermost collections on one line, keys in the order given."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    locate: _Locate
+    loader: _Loader
+    problems: Problems
+
+
+def _convert(node: yaml.Node, reading: _Reading, parents: tuple[yaml.Node, ...]) -> Tree | None:
+    """One composed node as a tree."""
+    where = reading.locate(node.start_mark)
+    if any(node is parent for parent in parents):
+        reading.problems.add(where, "an alias may not contain itself")
+        return None
+    parents = (*parents, node)
+    if isinstance(node, yaml.SequenceNode):
+        found = (_convert(item, reading, parents) for item in node.value)
+        return Items(items=tuple(item for item in found if item is not None), where=where)
+    if isinstance(node, yaml.MappingNode):
+        return _convert_mapping(node, reading, parents)
+    try:
+        return Leaf(value=_scalar(node.value, node.tag, reading.loader), text=node.value, where=where)
+    except ValueError as error:
+        reading.problems.add(where, str(error))
+        return None
+
+
+def _convert_mapping(node: yaml.MappingNode, reading: _Reading, parents: tuple[yaml.Node, ...]) -> Branch:
+    """A mapping whose keys are words, each once."""
+    branch = Branch(where=reading.locate(node.start_mark))
+    for key_node, value_node in node.value:
+        where = reading.locate(key_node.start_mark)
+        if not isinstance(key_node, yaml.ScalarNode):
+            reading.problems.add(where, "a key must be a word, not a list or a mapping")
+            continue
+        key = key_node.value
+        if key in branch.entries:
+            first = branch.key_where[key]
+            reading.problems.add(where, f"duplicate key {key!r}, already given at {first}; remove one")
+            continue
+        value = _convert(value_node, reading, parents)
+        if value is not None:
+            branch.put(key, value, where)
+    return branch
+
+
+def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | None:
+    """The value YAML gives a scalar; dates stay text."""
+    kind = tag.rpartition(":")[2]
+    node = yaml.ScalarNode(tag, text)
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return bool(loader.construct_yaml_bool(node))
+    if kind == "int":
+        return int(loader.construct_yaml_int(node))
+    if kind == "float":
+        return float(loader.construct_yaml_float(node))
+    if kind in ("str", "timestamp", "value", "merge"):
+        return text
+    raise ValueError(f"the tag {tag!r} is not understood; write plain values")

@@ -1,0 +1,51 @@
+"""An expression over given numbers that must equal a target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from tandem.errors import ConfigError
+from tandem.expression import BadExpression, evaluate
+from tandem.rewards._answers import final_message, last_tag
+from tandem.rewards.base import Reward
+from tandem.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown(Reward):
+    """1 if the expression equals meta["target"] with the numbers of meta["numbers"]; else ``partial`` or 0."""
+
+    use: Literal["all", "some"] = "all"
+    """all: each number exactly once. some: each at most once."""
+    partial: float = 0.0
+    """For an expression that uses the numbers rightly but has another value."""
+    tag: str = "answer"
+    """The expression stands in the last <tag>...</tag>; without one, or if empty, on the last line."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.partial < 1:
+            raise ConfigError(f"partial must be at least 0 and less than 1, got {self.partial}")
+
+    def __call__(self, rollout: Rollout) -> float:
+        meta = rollout.task.meta
+        if "numbers" not in meta or "target" not in meta:
+            raise ValueError(
+                f"task {rollout.task.id} needs meta['numbers'] and meta['target']; it has: {', '.join(meta)}"
+            )
+        try:
+            found = evaluate(self._written(final_message(rollout)), "+-*/")
+        except BadExpression:
+            return 0.0
+        given, allowed = Counter(found.numbers), Counter(map(Fraction, meta["numbers"]))
+        if not (given == allowed if self.use == "all" else given <= allowed):
+            return 0.0
+        return 1.0 if found.value == meta["target"] else self.partial
+
+    def _written(self, reply: str) -> str:
+        """The expression as written; of an equation, the side before the equals sign."""
+        tagged = last_tag(reply, self.tag) if self.tag else None
+        lines = (reply if tagged is None else tagged).strip().splitlines() or [""]
+        return lines[-1].partition("=")[0].strip()

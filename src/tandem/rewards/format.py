@@ -1,0 +1,38 @@
+"""The shape of a reply: a regular expression, or tags in order."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tandem.errors import ConfigError
+from tandem.rewards._answers import final_message
+from tandem.rewards.base import Reward
+from tandem.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(Reward):
+    """1 if the reply has the asked-for shape, else 0. Set pattern or tags."""
+
+    pattern: str = ""
+    """Regular expression to be found somewhere in the trimmed reply; (?s) and (?m) work."""
+    tags: tuple[str, ...] = ()
+    """Names of tags such as think and answer: each <tag>...</tag> once, closed, in this order."""
+
+    def __post_init__(self) -> None:
+        if bool(self.pattern) == bool(self.tags):
+            raise ConfigError("format needs either pattern or tags" + (", not both" if self.pattern else ""))
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+
+    def __call__(self, rollout: Rollout) -> float:
+        reply = final_message(rollout).strip()
+        return float(re.search(self.pattern, reply) is not None if self.pattern else self._tagged(reply))
+
+    def _tagged(self, reply: str) -> bool:
+        marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        places = [reply.find(mark) for mark in marks]
+        return min(places) >= 0 and places == sorted(places) and all(reply.count(mark) == 1 for mark in marks)

@@ -1,0 +1,36 @@
+"""The last number of the reply against the gold answer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.errors import ConfigError
+from tandem.rewards._answers import final_message, last_number, same_number
+from tandem.rewards.base import Reward
+from tandem.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number(Reward):
+    """1 if the last number in the reply is the gold answer's; $, thousands separators and full stops are ignored."""
+
+    tolerance: float = 1e-6
+    """Largest difference, as a share of the gold number (of 1 if that is smaller)."""
+    after: str = ""
+    """Only numbers after the last such text count, for example ####; empty: all do."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ConfigError(f"tolerance must be at least 0 and less than 1, got {self.tolerance}")
+
+    def __call__(self, rollout: Rollout) -> float:
+        gold = last_number(rollout.task.answer)
+        if gold is None:
+            raise ValueError(f"the gold answer {rollout.task.answer!r} of task {rollout.task.id} holds no number")
+        reply = final_message(rollout)
+        if self.after:
+            _, marker, reply = reply.rpartition(self.after)
+            if not marker:
+                return 0.0
+        given = last_number(reply)
+        return float(given is not None and same_number(given, gold, self.tolerance))

@@ -1,0 +1,33 @@
+"""A punishment for saying the same thing again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.errors import ConfigError
+from tandem.rewards.base import Reward
+from tandem.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition(Reward):
+    """Minus the share of word n-grams that were said before: 0 for none, close to -1 for a loop."""
+
+    ngram: int = 3
+    """Words in one n-gram."""
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise ConfigError(f"ngram must be at least 1, got {self.ngram}")
+
+    def __call__(self, rollout: Rollout) -> float:
+        words = rollout.text.lower().split()
+        total = len(words) - self.ngram + 1
+        if total < 1:
+            return 0.0
+        distinct = {tuple(words[at : at + self.ngram]) for at in range(total)}
+        return len(distinct) / total - 1
+
+    @property
+    def full_marks(self) -> None:
+        return None

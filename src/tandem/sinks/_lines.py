@@ -1,0 +1,136 @@
+"""JSON-lines files that a killed process can always be picked up from."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tandem.types import Json
+
+logger = logging.getLogger(__name__)
+
+
+def encode(row: Mapping[str, Json]) -> bytes:
+    """One line of strict JSON, newline included; numbers that are not finite become null."""
+    try:
+        return _encoder.encode(row) + b"\n"
+    except UnicodeEncodeError:
+        return _encoder.encode(_without_surrogates(row)) + b"\n"
+
+
+def _plain(value: object) -> Json:
+    """Numbers of other libraries as numbers, the rest (a path, an enum) as text: no log is lost over a type."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+def _without_surrogates(value: Json) -> Json:
+    """Half of a surrogate pair (data sets hold such) cannot be written as UTF-8; a question mark stands for it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def read(path: Path) -> Iterator[dict[str, Json]]:
+    """Rows of a JSON-lines file, oldest first; nothing if there is no file.
+
+    A torn last line (a killed writer) is skipped, a broken one elsewhere is skipped with a warning.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if line.endswith(b"\n"):
+                    logger.warning("%s:%d is not JSON and is skipped: %s", path, number, error)
+                continue
+            if isinstance(row, dict):
+                yield row
+            else:
+                logger.warning("%s:%d is not a JSON object and is skipped", path, number)
+
+
+def replace(path: Path, rows: Iterable[Mapping[str, Json]], *, durable: bool = False) -> None:
+    """Write a whole file aside and rename it, so that it exists complete or not at all.
+
+    Args:
+        path: what to write; its folder must exist.
+        rows: one line each.
+        durable: also wait until the disk has it, for what must survive a power cut.
+    """
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with aside.open("wb") as file:
+            file.writelines(encode(row) for row in rows)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop the rows of later steps and a torn last line."""
+    if path.exists():
+        rows = [row for row in read(path) if isinstance(row.get("step"), int) and row["step"] <= step]
+        replace(path, rows, durable=True)
+
+
+class Lines:
+    """A file that grows by whole lines: one system call each, so a reader never sees half of one."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending; what a killed writer left of its last line is cut off first."""
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._cut_torn_line()
+
+    def append(self, row: Mapping[str, Json]) -> None:
+        """Add a row.
+
+        Raises:
+            OSError: it could not be written; the file is as it was before.
+        """
+        data = encode(row)
+        size = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, data)
+            if written != len(data):
+                raise OSError(f"only {written} of {len(data)} bytes of a line fit into {self._path}: is the disk full?")
+        except OSError:
+            os.ftruncate(self._fd, size)  # a full disk takes part of a line; it must not glue to the next one
+            raise
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._fd)
+
+    def _cut_torn_line(self) -> None:
+        end = os.fstat(self._fd).st_size
+        at = end
+        while at > 0:
+            start = max(0, at - 4096)
+            newline = os.pread(self._fd, at - start, start).rfind(b"\n")
+            if newline >= 0:
+                at = start + newline + 1
+                break
+            at = start
+        if at != end:
+            os.ftruncate(self._fd, at)

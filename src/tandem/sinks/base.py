@@ -1,0 +1,117 @@
+"""What a sink is: somewhere numbers go, once per step. One that fails warns once and never stops training."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.errors import ConfigError
+from tandem.types import Json
+
+
+class Waiting(Protocol):
+    """Somebody who waits for somebody else right now."""
+
+    @property
+    def owner(self) -> str:
+        """Who waits."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """What for."""
+        ...
+
+    @property
+    def on(self) -> str:
+        """Who has to deliver it."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted, in seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a run is doing at this moment, for a live display."""
+
+    phases: tuple[tuple[str, float], ...] = ()
+    """Open spans, outermost first: name and seconds since it began."""
+    waits: Sequence[Waiting] = ()
+    """Open waits, longest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What every sink is told when it opens."""
+
+    name: str
+    """The run's name."""
+    folder: Path
+    """The run's folder."""
+    steps: int
+    """Optimizer steps the run will take."""
+    config: Mapping[str, Json]
+    """The resolved recipe as plain JSON."""
+    resumed_step: int = 0
+    """Step the run starts from; 0 for a fresh one."""
+    activity: Callable[[], Activity] = Activity
+    """Asks what the run is doing now; safe from any thread. Telemetry fills it in."""
+
+
+class Writer(Protocol):
+    """An open sink."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Numbers of one step; called once per step."""
+        ...
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        """An evaluation: the whole record, and the numbers of it under ``eval/``."""
+        ...
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        """Something happened between steps: phase changes, waits, saves, dropped groups."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+class Sink(ABC):
+    """A frozen dataclass whose fields are its options."""
+
+    def check(self) -> None:
+        """Find out now, before weights load, whether it could open.
+
+        Raises:
+            ConfigError: a library is missing; names the extra to install.
+        """
+        return
+
+    @abstractmethod
+    def open(self, info: RunInfo) -> Writer:
+        """Open it for one run; a resumed run appends after ``resumed_step``."""
+
+
+def require(module: str, extra: str) -> Any:
+    """Import a sink's library.
+
+    Raises:
+        ConfigError: it is not installed; names the extra to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        top = module.partition(".")[0]
+        raise ConfigError(
+            f"the {extra} sink needs the Python package {top!r}, which cannot be imported ({error}); "
+            f"install it with: pip install 'tandem-rl[{extra}]', or take {extra} out of sinks"
+        ) from error

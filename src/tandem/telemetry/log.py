@@ -1,0 +1,88 @@
+"""Logging of a run: everything worth keeping goes to logs/run.log, warnings also to the terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
+    """Log to ``path/logs/run.log`` while the block lasts, and warnings and errors to stderr too.
+
+    Tandem's own records are kept from ``level`` on, other libraries' from WARNING on. Python warnings are
+    logged. Everything is put back as it was at the end.
+
+    Args:
+        path: the run folder.
+        level: the lowest level kept of Tandem's own records.
+
+    Yields:
+        The log file; it is appended to, so a resumed run continues it.
+    """
+    file = path / "logs" / "run.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(file, encoding="utf-8")
+    to_file.setFormatter(_utc("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    to_terminal = _Terminal(level=logging.WARNING)
+    to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
+    root, own = logging.getLogger(), logging.getLogger("tandem")
+    before, show_before = own.level, warnings.showwarning
+    own.setLevel(level)
+    for handler in (to_file, to_terminal):
+        root.addHandler(handler)
+    warnings.showwarning = _log_warning
+    try:
+        yield file
+    finally:
+        warnings.showwarning = show_before
+        own.setLevel(before)
+        for handler in (to_file, to_terminal):
+            root.removeHandler(handler)
+            handler.close()
+
+
+def _utc(pattern: str) -> logging.Formatter:
+    formatter = logging.Formatter(pattern, datefmt="%Y-%m-%dT%H:%M:%SZ")
+    formatter.converter = time.gmtime
+    return formatter
+
+
+class _Terminal(logging.Handler):
+    """Writes to whatever sys.stderr is at the time, so that a live console can put the line above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except Exception:
+            self.handleError(record)
+
+
+class _OneLine(logging.Formatter):
+    """The message alone: the traceback is in run.log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        return self.formatMessage(record)
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Stands in for ``warnings.showwarning``."""
+    text = f"{category.__name__}: {message} ({filename}:{lineno})"
+    if file is not None:
+        file.write(text + "\n")
+    else:
+        logging.getLogger("py.warnings").warning("%s", text)

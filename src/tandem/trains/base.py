@@ -1,0 +1,156 @@
+"""Axis 1: what is trained, and how it is named, saved and read back."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from tandem.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """What a receiver must know of a tensor before its bytes."""
+
+    name: str
+    """Its name in the module that ``Trains.prepare`` returned."""
+    shape: tuple[int, ...]
+    """Sizes."""
+    dtype: str
+    """Torch's name of it, such as bfloat16."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+
+
+class WeightSource:
+    """The trained tensors by name, live: every pass yields the same storage in the same order, tied weights once."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]):
+        self._named = tuple((name, tensor.detach()) for name, tensor in named)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor, which shares the parameter's storage and wants no gradient."""
+        return iter(self._named)
+
+    def manifest(self) -> list[TensorMeta]:
+        """Names, shapes and types, in the order of iteration."""
+        return [
+            TensorMeta(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            for name, t in self._named
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trains(ABC):
+    """A frozen dataclass whose fields are its options."""
+
+    folder_name: ClassVar[str]
+    """What ``save`` writes is called this within a checkpoint."""
+
+    layers: tuple[int, ...] | None = None
+    """Train only these transformer layers, numbered from 0 (nothing outside them); null trains all."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and (not self.layers or min(self.layers) < 0):
+            raise ValueError("layers must name at least one layer, none below 0; leave it out to train all")
+
+    @abstractmethod
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Mark what is trained (``requires_grad``) and add what it needs; returns the module to run, saved as it is.
+
+        The model may be on the meta device, to count parameters without weights.
+
+        Raises:
+            ConfigError: an option names layers or modules that the model does not have.
+        """
+
+    @abstractmethod
+    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+        """Write what was trained, and the tokenizer, as a folder that Hugging Face's libraries load. Blocks."""
+
+    @abstractmethod
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Read back what ``save`` wrote, into the same storage, bit for bit. Blocks.
+
+        Raises:
+            CheckpointError: the folder cannot be read, or it is of another model.
+        """
+
+    def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters that are trained, tied ones once."""
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def source(self, model: nn.Module) -> WeightSource:
+        """The trained tensors, as they travel."""
+        return WeightSource(self.parameters(model))
+
+    def check_layers(self, names: Iterable[str]) -> None:
+        """Raise ConfigError unless every wanted layer has one of the names."""
+        known = {index for name in names if (index := layer_of(name)) is not None}
+        wrong = sorted(set(self.layers or ()) - known)
+        if wrong:
+            have = f"has layers 0 to {max(known)}" if known else "has no numbered layers"
+            raise ConfigError(f"trains.layers: there is no layer {wrong[0]}; the model {have}")
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the transformer layer that a parameter or module is in; None outside the layers."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def read_into(live: Sequence[tuple[str, Tensor]], files: Iterable[Path]) -> list[str]:
+    """Copy tensors of safetensors files into live ones of the same name; returns live names that are in no file.
+
+    Raises:
+        CheckpointError: a file is damaged, or a shape or type differs.
+    """
+    missing = dict(live)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118 - it is not a mapping
+                    if name in missing:
+                        _copy(name, stored.get_tensor(name), missing.pop(name), file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); resume from an older checkpoint") from error
+    return list(missing)
+
+
+def _copy(name: str, stored: Tensor, live: Tensor, file: Path) -> None:
+    if stored.shape != live.shape or stored.dtype != live.dtype:
+        raise CheckpointError(
+            f"{file} holds {name} as {stored.dtype} {tuple(stored.shape)}, the model has {live.dtype} "
+            f"{tuple(live.shape)}; resume with the recipe that the checkpoint was made with"
+        )
+    with torch.no_grad():
+        live.copy_(stored)
+
+
+def safetensors_in(folder: Path) -> list[Path]:
+    """The weight files of a saved folder.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file; it is not a folder that save wrote")
+    return files

@@ -1,0 +1,205 @@
+"""Every noun of Tandem. Standard library only: importing this module costs nothing.
+
+Frozen, slotted, keyword-only. A token is an ``int``; a logprob is a natural-log probability under the
+*sampled distribution* (after temperature, top-p, top-k and min-p).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Json = Any
+"""A JSON value: None, bool, int, float, str, list or dict of such."""
+
+Finish = Literal["stop", "length", "abort"]
+Status = Literal["ok", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PolicyVersion:
+    """Which weights: the optimizer step that made them, and a digest of their bytes. Ordered by step."""
+
+    step: int
+    """Optimizer steps taken; 0 is the model as loaded."""
+    digest: str = field(compare=False)
+    """Hex digest of the published bytes; empty until they were digested."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message."""
+
+    role: str
+    """system | user | assistant | tool."""
+    content: str
+    """Its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem an environment poses."""
+
+    id: str
+    """Unique within its environment and stable from run to run; resume and the ledger rely on it."""
+    env: str
+    """Name of the environment it belongs to."""
+    prompt: tuple[Message, ...]
+    """The opening messages."""
+    answer: str
+    """The gold answer, as the environment's rewards read it; may be empty."""
+    meta: dict[str, Json] = field(default_factory=dict)
+    """Whatever else the environment or a reward needs (every column of a data set row)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy (logprobs are then those of temperature 1)."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    max_tokens: int = 256
+    """Most tokens of one completion."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the text stays in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one prompt. The four sequences have one entry per token."""
+
+    tokens: tuple[int, ...]
+    """Sampled token ids, the end-of-sequence token included if it was sampled."""
+    logprobs: tuple[float, ...]
+    """Logprob of each token under the distribution it was drawn from."""
+    versions: tuple[int, ...]
+    """Policy step that sampled each token."""
+    finish: Finish
+    """stop: an end token or a stop text; length: cut at max_tokens or the context; abort: the engine gave up."""
+
+    @property
+    def version_min(self) -> int:
+        """Oldest policy step that sampled a token of this completion."""
+        return min(self.versions)
+
+    @property
+    def version_max(self) -> int:
+        """Newest policy step that sampled a token of this completion."""
+        return max(self.versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One exchange: the token ids the engine was given, what it sampled, what came back."""
+
+    prompt: tuple[int, ...]
+    """Every token id before the completion (of a later turn: the whole conversation so far)."""
+    completion: Completion
+    """What was sampled after the prompt."""
+    temperature: float
+    """Temperature the tokens were sampled at."""
+    reply: tuple[Message, ...] = ()
+    """What the environment answered (tool results, a user's next line)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One play of a task, from the first prompt to a reward."""
+
+    id: str
+    """``<group id>/<sibling>``."""
+    task: Task
+    """The problem."""
+    turns: tuple[Turn, ...]
+    """Token-exact record; empty if the rollout failed before its first completion."""
+    messages: tuple[Message, ...]
+    """The conversation as text, for graders and people."""
+    status: Status
+    """error: the environment or a grader failed; such a rollout has no reward and is never trained on."""
+    error: str = ""
+    """What failed, for a person."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Unweighted reward of each function that gave one."""
+    reward: float | None = None
+    """Weighted sum of rewards; None leaves this rollout out of its group."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers the environment wants to see averaged."""
+
+    @property
+    def truncated(self) -> bool:
+        """True if the last completion was cut by a length limit."""
+        return bool(self.turns) and self.turns[-1].completion.finish == "length"
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens over all turns."""
+        return sum(len(turn.completion.tokens) for turn in self.turns)
+
+    @property
+    def text(self) -> str:
+        """Everything the policy said, turns joined by a newline."""
+        return "\n".join(m.content for m in self.messages[len(self.task.prompt) :] if m.role == "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Siblings: rollouts of one task that share one baseline."""
+
+    id: str
+    """``<task id>@<visit>``: the same task drawn again is another group."""
+    index: int
+    """Place in the order of admission, from 0; batches are formed in this order."""
+    env: str
+    """Name of the environment."""
+    rollouts: tuple[Rollout, ...]
+    """The siblings, failed ones included."""
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        """The rollouts that count: those with a reward and at least one sampled token."""
+        return tuple(r for r in self.rollouts if r.reward is not None and r.num_tokens)
+
+    @property
+    def version_min(self) -> int:
+        """Oldest policy step that sampled a token of a scored rollout."""
+        return min(turn.completion.version_min for r in self.scored for turn in r.turns if turn.completion.tokens)
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the rewards cannot rank the siblings: fewer than two, or all equal."""
+        rewards = [r.reward for r in self.scored]
+        return len(rewards) < 2 or max(rewards) == min(rewards)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trainable sequence. All sequences have one entry per token of it; nothing is shifted yet."""
+
+    tokens: tuple[int, ...]
+    """Prompt and completion ids."""
+    mask: tuple[bool, ...]
+    """True exactly on sampled tokens that are trained."""
+    logprobs: tuple[float, ...]
+    """The behaviour policy's, 0 where mask is false."""
+    advantages: tuple[float, ...]
+    """0 where mask is false."""
+    ref_logprobs: tuple[float, ...] | None = None
+    """A reference policy's, where an objective needs them."""
+    temperature: float = 1.0
+    """Temperature of every sampled token."""
+    prompt_len: int
+    """Leading tokens that the siblings of the group share."""
+    group: str
+    """Id of its group."""
+    version: int
+    """Oldest policy step in it."""
+    env: str
+    """Name of its environment."""
+    rollout: str
+    """Id of its rollout."""

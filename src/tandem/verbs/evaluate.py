@@ -1,0 +1,56 @@
+"""``tandem eval``: held-out tasks, answered by a run's checkpoint, a recipe's model or a model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from tandem.config import RunConfig, from_options, load
+from tandem.errors import ConfigError
+from tandem.types import Json
+from tandem.verbs.export import weights_of
+from tandem.verbs.train import finish, recipe_of
+
+
+def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
+    """Evaluate and print the result.
+
+    Raises:
+        ConfigError: the target is none of the three, or there is nothing to evaluate on.
+    """
+    config, weights = _resolve(target, overrides, step)
+    if not config.evaluate.tasks:
+        raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
+    from tandem import run  # only now: a mistake in the recipe is told before torch has loaded
+
+    record = finish(run.evaluate(config, weights=weights))
+    for line in _lines(str(weights or config.model), record):
+        typer.echo(line)
+
+
+def _resolve(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
+    """The configuration, and the trained weights if they are not the configuration's model."""
+    if (target / "config.yaml").is_file():
+        config = load(recipe_of(target), overrides).config
+        return config, weights_of(target, config, step)
+    if step is not None:
+        raise ConfigError(f"--step names a checkpoint of a run, and {target} is not a run's folder")
+    if (target / "config.json").is_file():
+        if not any(override.partition("=")[0] in ("env", "env.kind") for override in overrides):
+            raise ConfigError(f"{target} is a model and says nothing of tasks; name an environment, such as env=gsm8k")
+        return from_options({"model": str(target), "steps": 1}, overrides, target).config, None
+    return load(target, overrides).config, None
+
+
+def _lines(what: str, record: Mapping[str, Json]) -> Iterator[str]:
+    """The result in words."""
+    samples, (low, high) = record["samples"], record["mean_ci"]
+    yield f"{what} on {record['tasks']} held-out tasks of {record['env']}, {samples} answers each"
+    yield f"  mean@{samples}  {record['mean']:.3f}  [{low:.3f}, {high:.3f}]"
+    largest = max(record["pass_at"], key=int)
+    for k, share in record["pass_at"].items():
+        interval = f"  [{record['pass_ci'][0]:.3f}, {record['pass_ci'][1]:.3f}]" if k == largest else ""
+        yield f"  pass@{k}  {share:.3f}{interval}"
+    yield f"  {record['tokens']:.0f} tokens on average, {record['truncated']:.0%} truncated"

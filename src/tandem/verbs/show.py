@@ -1,0 +1,122 @@
+"""``tandem show``: a run in a screenful, from what its folder holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem import report
+from tandem.report.folder import Row, RunFolder, load
+from tandem.report.summary import column, headline_evaluations, summarise
+from tandem.verbs.train import recipe_of
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVES = ("reward", "accuracy", "length", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second", "seconds/step")
+"""Metrics drawn as a line each, in this order."""
+
+
+def show(run: Path, write_report: bool) -> None:
+    """Print the summary; with ``write_report`` also write report.html anew.
+
+    Raises:
+        ConfigError: it is not a run's folder.
+    """
+    recipe_of(run)
+    folder = load(run)
+    console = Console()
+    _print_headline(console, folder)
+    _print_evaluations(console, headline_evaluations(folder))
+    _print_curves(console, folder)
+    for line in _events(folder):
+        console.print(line, markup=False, highlight=False)
+    if write_report:
+        console.print(f"report: {report.build(run)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_headline(console: Console, folder: RunFolder) -> None:
+    """What it is, how far it came."""
+    summary = summarise(folder)
+    planned = summary["steps_planned"]
+    steps = f"{summary['steps']} of {planned} steps" if planned else f"{summary['steps']} steps"
+    resumes = summary["resumes"]
+    parts = [summary["status"], steps, f"{duration(summary['seconds'])}"]
+    if resumes:
+        parts.append(f"resumed {resumes} time{'s' * (resumes > 1)}")
+    console.print(Text.assemble((folder.name, "bold"), f"  {', '.join(parts)}"))
+    console.print("  ".join(f"{label}: {value}" for label, value in summary["facts"]), markup=False, style="dim")
+
+
+def _print_evaluations(console: Console, rows: Sequence[Row]) -> None:
+    """Held-out results by step, with their intervals."""
+    if not rows:
+        return
+    table = Table(title=f"held out: {rows[0]['env']}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("step", "mean", "", f"pass@{rows[-1]['pass_k']}", "", "tokens"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["step"]), _number(row["mean"]), _interval(row["ci"]), _number(row["pass"]),
+            _interval(row["pass_ci"]), _number(row["tokens"]),
+        )  # fmt: skip
+    console.print()
+    console.print(table)
+
+
+def _print_curves(console: Console, folder: RunFolder) -> None:
+    """One line for each metric: first, curve, last."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for justify in ("left", "right", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name in _CURVES:
+        values = column(folder, name)
+        if values:
+            table.add_row(name, _number(values[0]), curve(values), _number(values[-1]))
+    if table.row_count:
+        console.print()
+        console.print(table)
+
+
+def _events(folder: RunFolder) -> Iterator[str]:
+    """What was dropped, and the last thing that happened."""
+    dropped = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
+    if dropped:
+        yield "\ngroups dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+    if folder.events:
+        last = folder.events[-1]
+        ago = duration(max(0.0, time.time() - last.get("time", time.time())))
+        yield f"last event: {last.get('event')}, {ago} ago"
+
+
+def curve(values: Sequence[float], width: int = 32) -> str:
+    """A line of bars, each the mean of its share of the values."""
+    width = min(width, len(values))
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """``1 h 02 min``, ``3 min 20 s`` or ``12 s``."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""

@@ -1,0 +1,81 @@
+"""``tandem train``: start a run by its recipe, or resume one by its folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.config import RESUMABLE, RunConfig, load
+from tandem.errors import ConfigError, TandemError
+
+T = TypeVar("T")
+
+
+class Interrupted(TandemError):
+    """Ctrl-C; the message says what was saved and how to go on."""
+
+    exit_code = 130
+
+
+def train(target: Path, overrides: Sequence[str]) -> str:
+    """Train until done; returns what to tell."""
+    if target.is_dir():
+        config, resume = resumed(target, overrides), target
+    else:
+        config, resume = load(target, overrides).config, None
+    from tandem import run  # only now: a mistake in the recipe is told before torch has loaded
+
+    folder = finish(run.train(config, resume=resume))
+    return f"done: {folder} (tandem show {folder})"
+
+
+def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run that goes on.
+
+    Raises:
+        ConfigError: the folder is not a run's, or an override would make it another run.
+    """
+    recipe = recipe_of(folder)
+    for override in overrides:
+        option = override.partition("=")[0].partition(".")[0]
+        if option not in RESUMABLE:
+            raise ConfigError(
+                f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
+                f"these may change: {', '.join(sorted(RESUMABLE))} (to change more, start a new run from {recipe})"
+            )
+    return load(recipe, overrides).config
+
+
+def recipe_of(folder: Path) -> Path:
+    """The recipe that a run's folder holds.
+
+    Raises:
+        ConfigError: it is not a run's folder.
+    """
+    recipe = folder / "config.yaml"
+    if recipe.is_file():
+        return recipe
+    if not folder.exists():
+        raise ConfigError(f"there is no run {folder}{_runs_nearby(folder)}")
+    raise ConfigError(f"{folder} is not a run's folder: it has no config.yaml{_runs_nearby(folder)}")
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; Ctrl-C becomes an error with its message and exit code.
+
+    Raises:
+        Interrupted: the user pressed Ctrl-C.
+    """
+    try:
+        return asyncio.run(coroutine)
+    except KeyboardInterrupt as error:
+        raise Interrupted(str(error) or "interrupted") from error
+
+
+def _runs_nearby(folder: Path) -> str:
+    """Run folders beside or inside what was given."""
+    places = (folder, folder.parent, Path("runs"))
+    found = {str(config.parent): None for place in places for config in sorted(place.glob("*/config.yaml"))}
+    return f"; runs: {', '.join(list(found)[-8:])}" if found else ""

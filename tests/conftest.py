@@ -1,0 +1,90 @@
+"""Fixtures of every test: fixed threads, no network, a tiny random model with its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Read by torch, tokenizers and the hub when they load; child processes inherit them. More threads would only
+# add noise: the models of these tests are tiny, and sums over a fixed number of threads are repeatable.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TQDM_DISABLE"] = "1"
+
+hypothesis.settings.register_profile("tandem", derandomize=True, deadline=None, print_blob=True, database=None)
+hypothesis.settings.load_profile("tandem")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML without a default system prompt."""
+
+
+def build_tiny_model(folder: Path, *, seed: int = 0, tie: bool = True, context: int = 1024) -> Path:
+    """Write a random float32 Llama (2 layers, hidden 64, 4 heads, 2 of them keys) with a byte-level tokenizer.
+
+    Its 259 tokens are the 256 bytes, ``<|im_start|>``, ``<|im_end|>`` (end) and ``<|pad|>``: any text round-trips.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _byte_tokenizer(context)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.1,  # wide enough that the next-token distribution is not uniform
+        tie_word_embeddings=tie,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _byte_tokenizer(context: int):  # type: ignore[no-untyped-def]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random model and its tokenizer, as ``from_pretrained`` takes it. Never write into it."""
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Repeat what ``scripts/test`` found before the tests, so that it is not scrolled away."""
+    if failed := os.environ.get("TANDEM_FAILED_CHECKS"):
+        terminalreporter.section("checks that failed before the tests", red=True)
+        terminalreporter.line(failed)

@@ -1,0 +1,69 @@
+"""What every advantage keeps, whatever its formula."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tandem.advantages.base import Advantage
+from tandem.resolve import find, names
+from tandem.types import Completion, Group, Rollout, Task, Turn
+
+
+@pytest.fixture(params=names("advantages"))
+def advantage(request: pytest.FixtureRequest) -> Advantage:
+    return find("advantages", request.param)()  # type: ignore[no-any-return]
+
+
+def group(*rewards: float | None) -> Group:
+    task = Task(id="t", env="e", prompt=(), answer="")
+    said = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
+    turn = Turn(prompt=(0,), completion=said, temperature=1.0)
+    rollouts = tuple(
+        Rollout(id=f"g/{i}", task=task, turns=(turn,), messages=(), status="ok", rewards={"r": r or 0.0}, reward=r)
+        for i, r in enumerate(rewards)
+    )
+    return Group(id="g", index=0, env="e", rollouts=rollouts)
+
+
+def test_one_number_per_scored_rollout(advantage: Advantage) -> None:
+    assert len(advantage(group(1.0, None, 0.0, 2.0))) == 3
+    assert advantage(group()) == []
+    assert advantage(group(None, None)) == []
+
+
+def test_without_siblings_there_is_nothing_to_be_better_than(advantage: Advantage) -> None:
+    assert advantage(group(3.0)) == [0.0]
+    assert advantage(group(None, 3.0)) == [0.0]
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6])
+def test_equal_rewards_teach_nothing(advantage: Advantage, reward: float) -> None:
+    assert advantage(group(*[reward] * 7)) == pytest.approx([0.0] * 7, abs=1e-9)
+
+
+def test_better_siblings_get_more(advantage: Advantage) -> None:
+    values = advantage(group(0.0, 0.25, 0.5, 2.0))
+    assert values == sorted(values)
+    assert values[0] < 0 < values[-1]
+    assert all(math.isfinite(value) for value in values)
+
+
+def test_order_of_siblings_does_not_matter(advantage: Advantage) -> None:
+    forward, backward = advantage(group(0.0, 1.0, 0.3)), advantage(group(0.3, 1.0, 0.0))
+    assert backward[::-1] == pytest.approx(forward, rel=1e-12)
+
+
+def test_baseline_takes_out_what_all_siblings_share(advantage: Advantage) -> None:
+    values = advantage(group(0.0, 1.0, 0.3, 0.9))
+    assert math.fsum(values) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", names("advantages"))
+def test_it_needs_no_torch(kind: str) -> None:
+    """Environment workers compute nothing with tensors and should start at once."""
+    code = f"import sys, tandem.advantages.{kind}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

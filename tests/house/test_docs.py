@@ -1,0 +1,123 @@
+"""README and docs name only what exists: verbs, options, recipes and their keys, files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from tandem import config
+from tandem.cli import app
+from tandem.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?(?:python3? -m )?tandem (?P<rest>.+)$")
+OF_THE_PROJECT = re.compile(r"^(?:\.ci|benchmarks|docs|recipes|scripts|src|tests)/[\w./-]+$")
+OWN_PART = re.compile(r"[\w.]+:[A-Za-z]")
+FENCE = re.compile(r"^```(?P<language>[\w-]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def fences(text: str) -> Iterator[tuple[str, str]]:
+    """Language and body of every fenced block."""
+    return ((m["language"], m["body"]) for m in FENCE.finditer(text))
+
+
+def code(text: str) -> list[str]:
+    """Every line of code: of fenced blocks, with continued lines joined, and inline."""
+    lines = [line.strip() for _, body in fences(text) for line in body.replace("\\\n", " ").splitlines()]
+    return lines + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words after ``tandem`` of every command shown, comments left out."""
+    found = [m["rest"] for line in code(text) if (m := COMMAND.match(line))]
+    return [shlex.split(rest, comments=True) for rest in found]
+
+
+def placeholder(word: str) -> bool:
+    """Upper-case or bracketed words and ellipses stand for something else."""
+    return word.isupper() or word[0] in "<[{" or "..." in word or "…" in word
+
+
+def problem(words: list[str]) -> str | None:
+    """What is wrong with a command, or None."""
+    verbs: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    verb, *rest = words
+    if verb.startswith("-") or placeholder(verb):
+        return None
+    if verb not in verbs:
+        return f"there is no verb {verb!r}"
+    known = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help", "--debug"}
+    if unknown := [w for w in rest if w.startswith("-") and w.partition("=")[0] not in known]:
+        return f"{verb} has no option {unknown[0]}"
+    recipes = [w for w in rest if w.startswith("recipes/")]
+    overrides = [w for w in rest if re.match(r"^[a-z_]+[\w.]*=", w) and not placeholder(w.partition("=")[2] or "X")]
+    if recipes and verb in ("train", "check", "eval"):
+        try:
+            config.load(ROOT / recipes[0], overrides)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def recipe_problem(body: str) -> str | None:
+    """What is wrong with a recipe, or with a piece of one once the rest is added."""
+    options = yaml.safe_load(body)
+    if not isinstance(options, dict) or OWN_PART.search(body):
+        return None
+    try:
+        config.from_options({"model": "m", "steps": 1, "env": "arithmetic", **options}, (), Path("docs.yaml"))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_commands_exist(page: Path) -> None:
+    problems = [f"tandem {' '.join(words)}: {what}" for words in commands(page.read_text()) if (what := problem(words))]
+    assert not problems
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_recipes_load(page: Path) -> None:
+    problems = [
+        what for language, body in fences(page.read_text()) if language == "yaml" and (what := recipe_problem(body))
+    ]
+    assert not problems
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_files_and_links_exist(page: Path) -> None:
+    text = page.read_text()
+    named = {word.rstrip(".,:;)") for line in code(text) for word in line.split()}
+    missing = [w for w in named if OF_THE_PROJECT.match(w) and not (ROOT / w).exists()]
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text))]
+    missing += [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+    assert not missing, f"{shown(page)} names what does not exist: {sorted(missing)}"
+
+
+def test_the_rules_are_alive() -> None:
+    """The checks above see what they look for."""
+    page = (
+        "Run `tandem lsit` or:\n```bash\n$ X=1 tandem show runs/a --repotr  # a comment\n"
+        "tandem train recipes/arithmetic.yaml \\\n    loss.clip_hgih=0.3\ntandem train RECIPE\n"
+        "tandem check recipes/arithmetic.yaml steps=3\n```\n"
+    )
+    found = [problem(words) for words in commands(page)]
+    assert "--repotr" in (found[0] or "")
+    assert "clip_high" in (found[1] or "")
+    assert found[2:4] == [None, None]
+    assert "lsit" in (found[4] or "")
+    assert "did you mean" in (recipe_problem("group_sise: 3\n") or "")
+    assert recipe_problem("group_size: 3\nloss: {kind: grpo}\n") is None

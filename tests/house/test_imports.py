@@ -1,0 +1,69 @@
+"""What loads what: help is instant, and light modules stay light when they are imported for real."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+HEAVY = {
+    "accelerate", "datasets", "math_verify", "pandas", "peft", "pyarrow", "reasoning_gym", "safetensors", "sympy",
+    "tensorboard", "torch", "trackio", "transformers", "vllm", "wandb",
+}  # fmt: skip
+TORCH_FREE = [
+    "types", "metrics", "errors", "config", "resolve", "schema", "envs", "rewards", "advantages", "broker", "sinks",
+    "telemetry", "report", "rollout", "cli",
+]  # fmt: skip
+
+
+def loaded(code: str) -> set[str]:
+    """Top-level packages that a fresh interpreter holds after running ``code``."""
+    out = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nsys.stderr.write('\\n'.join(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    assert out.returncode == 0, out.stderr
+    return {line.partition(".")[0] for line in out.stderr.splitlines()}
+
+
+def with_modules(name: str) -> list[str]:
+    """``tandem.<name>`` and every module in it."""
+    folder = SRC / "tandem" / name
+    inside = [m.name for m in pkgutil.walk_packages([str(folder)], f"tandem.{name}.")] if folder.is_dir() else []
+    return [f"tandem.{name}", *inside]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = "import contextlib\nfrom tandem.cli import main\nwith contextlib.suppress(SystemExit): main(['--help'])"
+    assert not loaded(code) & HEAVY
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_light_modules_load_nothing_heavy(name: str) -> None:
+    assert not loaded("\n".join(f"import {module}" for module in with_modules(name))) & HEAVY
+
+
+def test_help_answers_at_once() -> None:
+    """Under 0.5 s of processor time: unlike time on the wall, it does not depend on what else the machine does."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-m", "tandem", "--help"],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(SRC)},
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5

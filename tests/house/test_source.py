@@ -1,0 +1,160 @@
+"""Rules of the house that no linter checks: everything public is documented, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+FILES = sorted((SRC / "tandem").rglob("*.py"))
+
+MAX_FILE = 400
+MAX_FUNCTION = 60
+LONG_FILES: dict[str, int] = {}
+"""Files that may be longer, with their own limit; each with a reason."""
+LONG_FUNCTIONS: dict[str, int] = {}
+"""``file:function`` that may be longer, with its own limit; each with a reason."""
+
+BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+def public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    return (node for node in tree.body if isinstance(node, ast.ClassDef) and public(node.name))
+
+
+def methods(cls: ast.ClassDef) -> Iterator[Function]:
+    return (node for node in cls.body if isinstance(node, Function) and public(node.name))
+
+
+def is_dataclass(cls: ast.ClassDef) -> bool:
+    called = [d.func if isinstance(d, ast.Call) else d for d in cls.decorator_list]
+    return any(ast.unparse(d).rpartition(".")[2] == "dataclass" for d in called)
+
+
+def undocumented_fields(cls: ast.ClassDef) -> Iterator[str]:
+    """Fields without a docstring beneath them; ``slots=True`` and class variables are no fields."""
+    for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        if "ClassVar" in ast.unparse(node.annotation) or not public(node.target.id):
+            continue
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value):
+            yield f"{cls.name}.{node.target.id}"
+
+
+@cache
+def promised(package: str) -> frozenset[str]:
+    """Methods that a package's ``base.py`` documents: whoever keeps the protocol need not say it again."""
+    path = SRC.joinpath(*package.split("."), "base.py")
+    if not path.exists():
+        return frozenset()
+    return frozenset(m.name for cls in classes(parsed(path)) for m in methods(cls) if ast.get_docstring(m))
+
+
+def undocumented_methods(path: Path, cls: ast.ClassDef) -> Iterator[str]:
+    """Public methods without a docstring of their own, of a base class's or of the protocol's."""
+    module = module_name(path)
+    for method in methods(cls):
+        setter = any(ast.unparse(d).endswith(".setter") for d in method.decorator_list)
+        if ast.get_docstring(method) or setter or method.name in promised(module.rpartition(".")[0]):
+            continue
+        live = getattr(importlib.import_module(module), cls.name)
+        if not inspect.getdoc(getattr(live, method.name)):  # an overriding method inherits its docstring
+            yield f"{cls.name}.{method.name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_everything_public_is_documented(path: Path) -> None:
+    if path.name == "__init__.py" and not path.read_text().strip():
+        return
+    tree = parsed(path)
+    missing = [] if ast.get_docstring(tree) else ["the module"]
+    missing += [
+        node.name
+        for node in tree.body
+        if isinstance(node, Function | ast.ClassDef) and public(node.name) and not ast.get_docstring(node)
+    ]
+    for cls in classes(tree):
+        missing += undocumented_methods(path, cls)
+        if is_dataclass(cls):
+            missing += undocumented_fields(cls)
+    assert not missing, f"{shown(path)}: no docstring: {', '.join(missing)}"
+
+
+def test_the_rules_are_alive() -> None:
+    """The checks above see what they look for."""
+    source = '@dataclass(frozen=True)\nclass A:\n    x: int\n    y: int = 1\n    """Doc."""\n    z: ClassVar[int] = 2\n'
+    cls = next(classes(ast.parse(source)))
+    assert is_dataclass(cls)
+    assert list(undocumented_fields(cls)) == ["A.x"]
+    assert "tasks" in promised("tandem.envs")
+    assert len(FILES) > 20
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    lengths = {shown(path): len(path.read_text().splitlines()) for path in FILES}
+    long = {name: n for name, n in lengths.items() if n > LONG_FILES.get(name, MAX_FILE)}
+    assert not long, f"longer than {MAX_FILE} lines: {long}"
+
+
+def test_functions_fit_a_screen() -> None:
+    long = {}
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, Function) and node.end_lineno is not None:
+                name, length = f"{shown(path)}:{node.name}", node.end_lineno - node.lineno + 1
+                if length > LONG_FUNCTIONS.get(name, MAX_FUNCTION):
+                    long[name] = length
+    assert not long, f"longer than {MAX_FUNCTION} lines: {long}"
+
+
+def test_exceptions_to_lengths_are_still_needed() -> None:
+    """An allowance for what no longer exists is removed."""
+    known = {shown(path) for path in FILES}
+    known |= {
+        f"{shown(path)}:{node.name}" for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, Function)
+    }
+    assert not {*LONG_FILES, *LONG_FUNCTIONS} - known
+
+
+def test_names_say_what_is_inside() -> None:
+    everything = [p for top in ("src", "tests", "scripts", "benchmarks") for p in (ROOT / top).rglob("*")]
+    bad = [shown(p) for p in everything if p.stem.strip("_").lower() in BANNED_NAMES]
+    assert not bad, f"a name that says nothing: {bad}"
+
+
+def test_nobody_prints() -> None:
+    allowed = {"src/tandem/cli.py", "src/tandem/sinks/console.py"}
+    bad = [
+        f"{shown(path)}:{node.lineno}"
+        for path in FILES
+        if shown(path) not in allowed
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not bad, f"print is for the command line; use logging.getLogger(__name__): {bad}"

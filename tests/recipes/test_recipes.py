@@ -1,0 +1,80 @@
+"""Every recipe loads, conforms to the schema, reads back what it writes, and poses tasks whose gold answers score."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tandem import resolve
+from tandem.config import RunConfig, dump, load
+from tandem.rewards._workers import Graders
+from tandem.rollout.gold import check_environment
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+NEEDS_DOWNLOAD = {"gsm8k"}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are run from the project's root."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def recipe(path: Path) -> RunConfig:
+    return load(path.relative_to(ROOT)).config
+
+
+def test_the_recipes_that_the_documentation_names_are_there() -> None:
+    names = {path.stem for path in RECIPES}
+    assert {"quickstart", "gsm8k", "arithmetic", "countdown", "gsm_symbolic", "calculator", "dataset", "lora"} <= names
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_it_is_for_and_loads(path: Path) -> None:
+    comment = [line for line in path.read_text().splitlines() if line.startswith("# ")]
+    assert len(comment) >= 3
+    config = recipe(path)
+    assert config.rewards
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_resolved_recipe_loads_to_an_equal_one(path: Path, tmp_path: Path) -> None:
+    config = recipe(path)
+    written = tmp_path / "config.yaml"
+    written.write_text(dump(config))
+    assert load(written).config == config
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem not in NEEDS_DOWNLOAD], ids=lambda path: path.stem)
+def test_a_recipes_gold_answers_get_full_marks(path: Path) -> None:
+    config = recipe(path)
+    train, test = config.env.tasks("train"), config.env.tasks("test")
+    assert len(train) >= config.groups_per_step
+    assert len(test) >= min(config.evaluate.tasks, 12)
+    assert not {task.id for task in islice(train, 200)} & {task.id for task in islice(test, 200)}
+
+    async def grade() -> None:
+        specs = {name: (spec.reward, spec.weight) for name, spec in config.rewards.items()}
+        async with Graders(specs, timeout=30) as graders:
+            assert await check_environment(config.env, graders, 8) == []
+
+    asyncio.run(grade())
+
+
+def test_gsm8k_reads_a_local_file_by_an_override(tmp_path: Path) -> None:
+    rows = tmp_path / "train.jsonl"
+    rows.write_text(
+        "".join(f'{{"question": "What is {n} + 1?", "answer": "It is.\\n#### {n + 1}"}}\n' for n in range(40))
+    )
+    config = load(Path("recipes/gsm8k.yaml"), [f"env.path={rows}"]).config
+    assert len(config.env.tasks("train")) + len(config.env.tasks("test")) == 40
+
+
+def test_recipes_together_show_every_environment() -> None:
+    used = {resolve.kind_of("envs", recipe(path).env) for path in RECIPES}
+    assert used == set(resolve.names("envs"))

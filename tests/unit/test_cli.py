@@ -1,0 +1,638 @@
+"""The command line: verbs, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem import cli, resolve
+from tandem.config import RunConfig, dump, load
+from tandem.errors import CheckpointError, ConfigError, UnsupportedPair
+from tandem.verbs.export import export, weights_of
+from tandem.verbs.show import curve, duration
+
+MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in an empty folder: arguments in; exit code, stdout and stderr out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("TANDEM_DEBUG", raising=False)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        printed = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stands in for the composition root; remembers what it was asked for and can be told to fail."""
+    fake = types.SimpleNamespace(calls=[], error=None)
+
+    async def train(config: RunConfig, *, resume: Path | None) -> Path:
+        fake.calls.append((config, resume))
+        if fake.error is not None:
+            raise fake.error
+        return Path("runs/x")
+
+    async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Any]:
+        fake.calls.append((config, weights))
+        return {
+            "env": "arithmetic", "tasks": 40, "samples": 4, "mean": 0.25, "mean_ci": [0.2, 0.3], "tokens": 12.4,
+            "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05,
+        }  # fmt: skip
+
+    fake.train, fake.evaluate, fake.check_pairs = train, evaluate, lambda config: None
+    monkeypatch.setitem(sys.modules, "tandem.run", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(tandem, "run", fake, raising=False)
+    return fake
+
+
+def make_run(folder: Path, *overrides: str, steps: tuple[int, ...] = ()) -> RunConfig:
+    """A run's folder as training leaves it."""
+    Path("recipe.yaml").write_text(MINIMAL)
+    config = load(Path("recipe.yaml"), overrides).config
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(config))
+    for step in steps:
+        weights = folder / "checkpoints" / f"{step:06d}" / config.trains.folder_name
+        weights.mkdir(parents=True)
+        (weights / "model.safetensors").write_text(f"weights of {step}")
+    return config
+
+
+# Help and usage
+
+
+def test_help_and_version_import_no_torch_and_no_parts() -> None:
+    program = (
+        "import sys\nfrom tandem import cli\n"
+        "try:\n    cli.main([ARGUMENT])\nexcept SystemExit as stopped:\n    assert not stopped.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'yaml', 'asyncio', 'tandem.config'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    for argument in ("--help", "--version"):
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("ARGUMENT", repr(argument))],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "tandem" in done.stdout.lower()
+
+
+def test_reading_a_recipes_definition_imports_no_torch() -> None:
+    program = "import sys, tandem.config, tandem.resolve, tandem.recipe.override; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_help_names_every_verb(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for verb in ("train", "check", "list", "new", "eval", "show", "export", "doctor", "schema"):
+        assert f"\n  {verb} " in out
+        assert run(verb, "--help")[0] == 0
+
+
+def test_the_version(run: Run) -> None:
+    assert run("--version") == (0, f"tandem {tandem.__version__}\n", "")
+
+
+def test_the_version_is_the_distributions() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project.get("version", tandem.__version__) == tandem.__version__
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "tandem", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"tandem {tandem.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian", "x"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train"], "Missing argument 'RECIPE|RUN'"),
+        (["show", "x", "--reprt"], "No such option: --reprt"),
+        (["export", "x", "y", "--step", "two"], "Invalid value for '--step'"),
+    ],
+)
+def test_misspelt_verbs_and_options_exit_2(run: Run, arguments: list[str], message: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+
+
+# Errors
+
+
+def test_a_mistake_is_one_message_without_a_traceback(run: Run) -> None:
+    Path("recipe.yaml").write_text(MINIMAL + "group_sise: 4\n")
+    code, out, err = run("train", "recipe.yaml")
+    assert (code, out) == (2, "")
+    assert err == "tandem: recipe.yaml:4: unknown option 'group_sise'; did you mean 'group_size'?\n"
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["--debug", "train", "none.yaml"], ["train", "none.yaml", "--debug"]):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "Traceback" in err
+        assert "\ntandem: there is no recipe none.yaml" in err
+    monkeypatch.setenv("TANDEM_DEBUG", "1")
+    assert "Traceback" in run("train", "none.yaml")[2]
+    monkeypatch.setenv("TANDEM_DEBUG", "0")
+    assert "Traceback" not in run("train", "none.yaml")[2]
+
+
+def test_every_error_has_its_own_exit_code(run: Run, trainer: types.SimpleNamespace) -> None:
+    from tandem import errors
+
+    Path("recipe.yaml").write_text(MINIMAL)
+    kinds = [errors.EnvError, errors.RewardError, errors.EngineError, errors.StaleWeights, errors.CheckpointError]
+    codes = []
+    for kind in kinds:
+        trainer.error = kind("what happened")
+        code, _, err = run("train", "recipe.yaml")
+        assert err == "tandem: what happened\n"
+        codes.append(code)
+    assert codes == [3, 4, 5, 6, 8]
+
+
+def test_ctrl_c_says_what_the_run_says_and_exits_130(run: Run, trainer: types.SimpleNamespace) -> None:
+    Path("recipe.yaml").write_text(MINIMAL)
+    trainer.error = KeyboardInterrupt("saved at step 3; resume with: tandem train runs/x")
+    assert run("train", "recipe.yaml") == (130, "", "tandem: saved at step 3; resume with: tandem train runs/x\n")
+    trainer.error = KeyboardInterrupt()
+    assert run("train", "recipe.yaml") == (130, "", "tandem: interrupted\n")
+
+
+def test_what_nobody_expected_is_a_bug_with_its_traceback(run: Run, trainer: types.SimpleNamespace) -> None:
+    Path("recipe.yaml").write_text(MINIMAL)
+    trainer.error = ZeroDivisionError("by zero")
+    code, _, err = run("train", "recipe.yaml")
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith(
+        "tandem: ZeroDivisionError: by zero\n"
+        "tandem: this is a bug, in Tandem or in a part of your own; the traceback above says where\n"
+    )
+
+
+# train
+
+
+def test_train_starts_a_run_by_its_recipe(run: Run, trainer: types.SimpleNamespace) -> None:
+    Path("recipe.yaml").write_text(MINIMAL)
+    code, out, _ = run("train", "recipe.yaml", "steps=5", "optimizer.lr=1e-4")
+    assert (code, out) == (0, "done: runs/x (tandem show runs/x)\n")
+    ((config, resume),) = trainer.calls
+    assert (config.steps, config.optimizer.lr, resume) == (5, 1e-4, None)
+
+
+def test_train_resumes_a_run_by_its_folder(run: Run, trainer: types.SimpleNamespace) -> None:
+    made = make_run(Path("runs/a"), "group_size=4")
+    assert run("train", "runs/a")[0] == 0
+    assert trainer.calls == [(made, Path("runs/a"))]
+
+
+def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, trainer: types.SimpleNamespace) -> None:
+    make_run(Path("runs/a"))
+    assert run("train", "runs/a", "steps=9", "sinks=[]", "evaluate.tasks=3", "checkpoint.every=7", "threads=1")[0] == 0
+    config, _ = trainer.calls[0]
+    assert (config.steps, config.sinks, config.evaluate.tasks, config.checkpoint.every) == (9, (), 3, 7)
+    for override in ("seed=1", "optimizer.lr=1", "name=b", "runs=c", "model=x"):
+        code, _, err = run("train", "runs/a", override)
+        assert code == 2
+        assert (
+            f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
+        )
+        assert "these may change: checkpoint, evaluate, grading, sinks, steps, threads" in err
+
+
+def test_a_folder_that_is_no_run(run: Run) -> None:
+    make_run(Path("runs/a"))
+    Path("empty").mkdir()
+    code, _, err = run("train", "empty")
+    assert code == 2
+    assert err == "tandem: empty is not a run's folder: it has no config.yaml; runs: runs/a\n"
+    assert "there is no run runs/b; runs: runs/a" in run("show", "runs/b")[2]
+
+
+# list
+
+
+def test_list_shows_every_part(run: Run) -> None:
+    code, out, _ = run("list")
+    assert code == 0
+    for slot in resolve.SLOTS:
+        assert f"\n{slot}" in f"\n{out}"
+        for kind in resolve.names(slot):
+            assert f"  {kind} " in out
+
+
+@pytest.mark.parametrize("asked", ["losses", "loss"])
+def test_list_shows_options_with_defaults_types_and_docs(run: Run, asked: str) -> None:
+    code, out, _ = run("list", asked)
+    assert code == 0
+    flat = " ".join(out.split())
+    for kind in resolve.names("losses"):
+        cls = resolve.find("losses", kind)
+        assert resolve.summary(cls) in flat
+        for option in resolve.options(cls):
+            assert f" {option.name}: " in flat
+            assert resolve.field_docs(cls)[option.name] in flat
+
+
+def test_list_shows_what_is_required_and_defaults_as_yaml(run: Run) -> None:
+    out = run("list", "envs")[1]
+    assert "path: (required)  text" in out
+    assert "test_path: null  text or null" in out
+    assert "system: ''  text" in out
+    assert "use_all: true  true or false" in out
+
+
+def test_list_of_an_unknown_slot(run: Run) -> None:
+    assert run("list", "lossess") == (
+        2, "", f"tandem: there is no slot 'lossess'; did you mean 'losses'?; slots: {', '.join(resolve.SLOTS)}\n"
+    )  # fmt: skip
+
+
+# new and check
+
+
+def test_a_new_environment_passes_its_check(run: Run, trainer: types.SimpleNamespace, tiny_model: Path) -> None:
+    code, out, _ = run("new", "env", "my_sums")
+    assert (code, out) == (0, "wrote my_sums.py and my_sums.yaml; next: tandem check my_sums.yaml\n")
+    code, out, err = run("check", "my_sums.yaml", f"model={tiny_model}")
+    assert code == 0, out + err
+    assert "64 graded: my_sums:correct gives 1 on average" in out
+    assert out.endswith("\nok\n")
+
+
+def test_a_new_environment_overwrites_nothing(run: Run) -> None:
+    Path("mine.yaml").write_text("precious")
+    code, _, err = run("new", "env", "mine")
+    assert code == 2
+    assert "mine.yaml is already there and is left as it is" in err
+    assert not Path("mine.py").exists()
+    assert Path("mine.yaml").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss", "x"], "new makes an env, not 'loss'"),
+        (["env", "my-env"], "'my-env' cannot be a module's name"),
+        (["env", "class"], "'class' cannot be a module's name"),
+        (["env", "gsm8k"], "there is an environment 'gsm8k' already"),
+        (["env", "a/b"], "'a/b' cannot be a module's name"),
+    ],
+)
+def test_a_new_environment_needs_a_good_name(run: Run, arguments: list[str], message: str) -> None:
+    code, _, err = run("new", *arguments)
+    assert code == 2
+    assert message in err
+    assert not list(Path().iterdir())
+
+
+def test_check_finds_nothing_wrong_and_loads_no_weights(
+    run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    Path("recipe.yaml").write_text(MINIMAL)
+    code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "5")
+    assert code == 0
+    for what in ("parts", "sinks", "train tasks", "test tasks", "gold answers", "model", "prompts", "memory", "disk"):
+        assert re.search(rf"^ok +{what} ", out, re.MULTILINE), what
+    assert "5 graded: number gives full marks" in out
+    assert "at the peak" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["model=./no/such/model"], 2, "no/such/model"),
+        (["env.path=none.jsonl"], 3, "none.jsonl"),
+        (["env.path=bad.jsonl"], 3, "bad.jsonl:2"),
+        (["env.path=empty.jsonl"], 3, "empty.jsonl"),
+        (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "gives 0 on average"),
+        (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact gives full marks"),
+        (["env.path=rows.jsonl", "rewards={format: {pattern: zzz}}"], 4, "gold replies did not get full marks"),
+        (["env.path=long.jsonl"], 2, "no room is left for an answer"),
+        (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
+    ],
+)
+def test_check_finds_each_mistake_and_exits_with_its_code(
+    run: Run, trainer: types.SimpleNamespace, tiny_model: Path, overrides: list[str], code: int, message: str
+) -> None:
+    rows = [
+        {"prompt": f"Question {n}, which is not short at all?", "answer": f"word{n}", "other": "x"} for n in range(30)
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("bad.jsonl").write_text(json.dumps(rows[0]) + "\n{oops\n")
+    Path("empty.jsonl").write_text("")
+    Path("long.jsonl").write_text("".join(json.dumps(row | {"prompt": row["prompt"] * 100}) + "\n" for row in rows))
+    Path("own_bad.py").write_text("def wrong(rollout): return 0.0\n")
+    recipe = {
+        "model": str(tiny_model),
+        "steps": 1,
+        "env": {"kind": "dataset", "path": "rows.jsonl"},
+        "rewards": {"exact": 1},
+    }
+    Path("recipe.yaml").write_text(json.dumps(recipe))
+    found, out, err = run("check", "recipe.yaml", *overrides)
+    assert message in " ".join((out + err).split()), out + err
+    assert found == code, out + err
+
+
+def test_check_tells_every_problem(run: Run, trainer: types.SimpleNamespace) -> None:
+    Path("recipe.yaml").write_text(
+        "model: ./none\nsteps: 1\nenv: {kind: dataset, path: none.jsonl}\nrewards: {exact: 1}\n"
+    )
+    code, out, _ = run("check", "recipe.yaml")
+    assert code == 3
+    assert out.endswith("\n3 problems\n")
+    assert "skipped  gold answers" in out
+    assert "skipped  memory" in out
+
+
+def test_check_refuses_parts_that_cannot_work_together(
+    run: Run, trainer: types.SimpleNamespace, tiny_model: Path
+) -> None:
+    def refuse(config: RunConfig) -> None:
+        raise UnsupportedPair("sync shared cannot carry trains: lora; it carries full")
+
+    trainer.check_pairs = refuse
+    Path("recipe.yaml").write_text(MINIMAL)
+    code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
+    assert code == 2
+    assert re.search("^problem +parts +sync shared cannot carry", out, re.MULTILINE)
+
+
+def test_check_refuses_what_does_not_fit(
+    run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem import machine, memory
+
+    small = machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
+    monkeypatch.setattr(memory, "host", lambda: small)
+    monkeypatch.setattr(memory, "accelerator", lambda: None)
+    Path("recipe.yaml").write_text(MINIMAL)
+    code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
+    assert code == 11
+    assert "this machine has 100 MB free" in out
+
+
+# eval, show, export
+
+
+def test_eval_measures_a_recipes_model(run: Run, trainer: types.SimpleNamespace) -> None:
+    Path("recipe.yaml").write_text(MINIMAL)
+    code, out, _ = run("eval", "recipe.yaml")
+    assert code == 0
+    assert out.splitlines() == [
+        "m on 40 held-out tasks of arithmetic, 4 answers each",
+        "  mean@4  0.250  [0.200, 0.300]",
+        "  pass@1  0.250",
+        "  pass@4  0.500  [0.400, 0.600]",
+        "  12 tokens on average, 5% truncated",
+    ]
+    assert trainer.calls[0][1] is None
+
+
+def test_eval_measures_a_runs_newest_checkpoint_or_another(run: Run, trainer: types.SimpleNamespace) -> None:
+    make_run(Path("runs/a"), steps=(5, 10))
+    assert run("eval", "runs/a", "evaluate.samples=2")[0] == 0
+    assert run("eval", "runs/a", "--step", "5")[0] == 0
+    assert [weights for _, weights in trainer.calls] == [
+        Path("runs/a/checkpoints/000010/model"),
+        Path("runs/a/checkpoints/000005/model"),
+    ]
+    assert trainer.calls[0][0].evaluate.samples == 2
+
+
+def test_eval_measures_a_model_folder(run: Run, trainer: types.SimpleNamespace, tiny_model: Path) -> None:
+    assert run("eval", str(tiny_model), "env=arithmetic")[0] == 0
+    assert trainer.calls[0][0].model == str(tiny_model)
+    code, _, err = run("eval", str(tiny_model))
+    assert code == 2
+    assert "says nothing of tasks; name an environment, such as env=gsm8k" in err
+
+
+def test_eval_of_nothing(run: Run, trainer: types.SimpleNamespace) -> None:
+    Path("recipe.yaml").write_text(MINIMAL)
+    assert "evaluate.tasks is 0" in run("eval", "recipe.yaml", "evaluate.tasks=0")[2]
+    assert "--step names a checkpoint of a run" in run("eval", "recipe.yaml", "--step", "3")[2]
+    make_run(Path("runs/a"))
+    code, _, err = run("eval", "runs/a")
+    assert code == 8
+    assert "runs/a has no checkpoint yet" in err
+
+
+def test_show_summarises_a_run(run: Run) -> None:
+    make_run(Path("runs/a"))
+    metrics = [
+        {"step": n, "time": 100.0 + n, "metrics": {"reward": n / 10, "seconds/step": 1.0, "tokens_per_second": 50.0}}
+        for n in range(1, 4)
+    ]
+    evaluations = [
+        {"step": step, "time": 100.0, "env": "arithmetic", "tasks": 4, "samples": 4, "mean": mean,
+         "mean_ci": [mean - 0.1, mean + 0.1], "pass_at": {"4": 0.75}, "pass_ci": [0.5, 0.9],
+         "truncated": 0.0, "tokens": 10.0}
+        for step, mean in ((0, 0.25), (3, 0.65))
+    ]  # fmt: skip
+    events = [{"time": 100.0, "event": "run_started"}, {"time": 101.0, "event": "group_dropped", "reason": "flat"}]
+    events += [{"time": 102.0, "event": "group_dropped", "reason": "flat"}, {"time": 104.0, "event": "run_done"}]
+    for name, rows in {"metrics": metrics, "eval": evaluations, "events": events}.items():
+        Path(f"runs/a/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = run("show", "runs/a")
+    assert code == 0
+    assert "a  finished, 3 of 3 steps, 4 s" in out
+    assert "model: m" in out
+    flat = " ".join(out.split())
+    assert "0 0.25 [0.150, 0.350] 0.75 [0.500, 0.900] 10 3 0.65 [0.550, 0.750]" in flat
+    assert "reward 0.1 ▁▅█ 0.3" in flat
+    assert "groups dropped: 2 flat" in out
+    assert "last event: run_done, " in out
+    assert not Path("runs/a/report.html").exists()
+    code, out, _ = run("show", "runs/a", "--report")
+    assert code == 0
+    assert "report: " in out
+    assert Path("runs/a/report.html").stat().st_size > 0
+
+
+def test_show_of_a_run_that_has_only_begun(run: Run) -> None:
+    make_run(Path("runs/a"))
+    code, out, _ = run("show", "runs/a")
+    assert code == 0
+    assert "a  not started, 0 of 3 steps" in out
+
+
+def test_curves_and_durations() -> None:
+    assert curve([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert curve([1.0, 1.0]) == "▁▁"
+    assert curve([float(n) for n in range(1000)])[0] == "▁"
+    assert len(curve([float(n) for n in range(1000)])) == 32
+    assert [duration(s) for s in (5, 65, 3725)] == ["5 s", "1 min 05 s", "1 h 02 min"]
+
+
+def test_export_copies_the_newest_or_the_named_checkpoint(run: Run) -> None:
+    make_run(Path("runs/a"), steps=(5, 10))
+    assert run("export", "runs/a", "out/new") == (0, "exported the model of step 10 to out/new\n", "")
+    assert Path("out/new/model.safetensors").read_text() == "weights of 10"
+    assert run("export", "runs/a", "out/old", "--step", "5")[0] == 0
+    assert Path("out/old/model.safetensors").read_text() == "weights of 5"
+    assert sorted(path.name for path in Path("out").iterdir()) == ["new", "old"]
+
+
+def test_export_refuses_what_it_cannot_do(run: Run) -> None:
+    make_run(Path("runs/a"), steps=(5,))
+    Path("there").mkdir()
+    Path("there/file").write_text("precious")
+    assert "there is already there and is left as it is" in run("export", "runs/a", "there")[2]
+    assert run("export", "runs/a", "out", "--step", "6") == (
+        8, "", "tandem: runs/a has no checkpoint of step 6; it has: 5\n"
+    )  # fmt: skip
+    assert "is a whole model already; leave out --merge" in run("export", "runs/a", "out", "--merge")[2]
+    assert not Path("out").exists()
+
+
+def test_export_that_fails_leaves_nothing_half_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    def full(source: Path, destination: Path) -> None:
+        Path(destination).mkdir()
+        raise OSError(28, "No space left on device")
+
+    make_run(Path("runs/a"), steps=(5,))
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export(Path("runs/a"), Path("out"), None, False)
+    assert not Path("out").exists()
+    assert not Path(".out.tmp").exists()
+
+
+def test_a_damaged_checkpoint_is_named(run: Run) -> None:
+    config = make_run(Path("runs/a"), steps=(5,))
+    Path("runs/a/checkpoints/000007").mkdir()
+    with pytest.raises(CheckpointError, match="000007/model is missing; the checkpoint is damaged"):
+        weights_of(Path("runs/a"), config, None)
+    assert weights_of(Path("runs/a"), config, 5) == Path("runs/a/checkpoints/000005/model")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_export_merges_an_adapter_into_its_base(run: Run, tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = make_run(Path("runs/a"), f"model={tiny_model}", "trains=lora", "trains.rank=2", "dtype=float32")
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    before = base.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    model = config.trains.prepare(base)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    expected = model(ids).logits
+    adapter = Path("runs/a/checkpoints/000002/adapter")
+    config.trains.save(model, AutoTokenizer.from_pretrained(tiny_model), adapter)
+    assert run("export", "runs/a", "plain")[1] == "exported the adapter of step 2 to plain\n"
+    assert Path("plain/adapter_config.json").is_file()
+    assert run("export", "runs/a", "merged", "--merge")[1] == "exported the model of step 2 to merged\n"
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, before)
+    torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained("merged").eos_token == "<|im_end|>"
+
+
+# doctor and schema
+
+
+def test_doctor_finds_this_machine_fit(run: Run) -> None:
+    code, out, _ = run("doctor")
+    assert code == 0, out
+    for what in (
+        "tandem",
+        "libraries",
+        "memory",
+        "accelerator",
+        "disk",
+        "write access",
+        "grader process",
+        "matrix product",
+    ):
+        assert f" {what} " in out
+    assert out.endswith("ready to train\n")
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    needs = [
+        "torch>=2",
+        "no-such-base>=1",
+        'no-such-extra; extra == "wandb"',
+        "rich ; extra == 'math'",
+        'ruff; extra == "dev"',
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "missing: no-such-base" in out
+    assert "pip install no-such-base" in out
+    assert "missing: no-such-extra" in out
+    assert "pip install 'tandem-rl[wandb]', if you want it" in " ".join(out.split())
+    assert "extra math" in out
+    assert "extra dev" not in out
+    assert out.endswith("1 problem\n")
+
+
+def test_doctor_notices_a_folder_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    def refuse(**options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "problem  write access" in out
+    assert "make runs writable" in out
+
+
+def test_schema_is_printed_as_json(run: Run) -> None:
+    code, out, _ = run("schema")
+    assert code == 0
+    assert json.loads(out)["properties"]["model"]["type"] == "string"
+
+
+def test_config_errors_are_value_errors() -> None:
+    assert issubclass(ConfigError, ValueError)

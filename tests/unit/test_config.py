@@ -1,0 +1,644 @@
+"""Recipes: every mistake is found at once, each with its place, and what is written loads again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem import resolve
+from tandem.config import RunConfig, as_json, digest, dump, from_options, load
+from tandem.envs.arithmetic import Arithmetic
+from tandem.errors import ConfigError, RewardError
+from tandem.recipe.build import Builder
+from tandem.recipe.encode import encode
+from tandem.recipe.tree import Branch, Problems, from_plain, parse, plain, render
+from tandem.types import Json
+
+MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, from which modules may be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def read(text: str, *overrides: str) -> RunConfig:
+    Path("recipe.yaml").write_text(text)
+    return load(Path("recipe.yaml"), list(overrides)).config
+
+
+def wrong(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    return str(caught.value)
+
+
+# What loads
+
+
+def test_a_minimal_recipe_gets_every_default_as_live_parts(here: Path) -> None:
+    config = read(MINIMAL)
+    assert config == RunConfig(model="m", steps=3, env=Arithmetic())
+    assert isinstance(config.env, Arithmetic)
+    kinds = {
+        "advantage": ("advantages", "dr_grpo"),
+        "loss": ("losses", "grpo"),
+        "optimizer": ("optimizers", "adamw"),
+        "trains": ("trains", "full"),
+        "engine": ("engines", "embedded"),
+        "sync": ("sync", "shared"),
+    }
+    for name, (slot, kind) in kinds.items():
+        assert resolve.kind_of(slot, getattr(config, name)) == kind
+    assert [resolve.kind_of("sinks", sink) for sink in config.sinks] == ["console"]
+
+
+def test_rewards_default_to_the_environments_own(here: Path) -> None:
+    assert {name: spec.weight for name, spec in read(MINIMAL).rewards.items()} == {"number": 1.0}
+    assert read(MINIMAL + "rewards: {}\n") == read(MINIMAL)
+
+
+def test_options_of_a_default_kind_need_no_kind(here: Path) -> None:
+    config = read(MINIMAL + "optimizer: {lr: 1e-6}\n")
+    assert resolve.kind_of("optimizers", config.optimizer) == "adamw"
+    assert config.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-06", "0.000001", "1E-6"])
+def test_numbers_are_numbers_however_they_are_written(here: Path, text: str) -> None:
+    assert read(f"{MINIMAL}optimizer: {{lr: {text}}}\n").optimizer.lr == 1e-6
+
+
+def test_a_whole_number_will_do_for_a_number(here: Path) -> None:
+    temperature = read(MINIMAL + "sampling: {temperature: 1}\n").sampling.temperature
+    assert temperature == 1.0
+    assert isinstance(temperature, float)
+
+
+def test_shorthand_and_mapping_mean_the_same(here: Path) -> None:
+    long = (
+        MINIMAL.replace("env: arithmetic", "env: {kind: arithmetic}") + "loss: {kind: grpo}\nsinks: [{kind: console}]\n"
+    )
+    assert read(long) == read(MINIMAL)
+
+
+def test_a_part_outside_the_tree(here: Path) -> None:
+    Path("own_env.py").write_text(
+        "from dataclasses import dataclass\nfrom tandem.envs.arithmetic import Arithmetic\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Mine(Arithmetic):\n    extra: int = 1\n"
+    )
+    config = read(MINIMAL.replace("arithmetic", "{kind: 'own_env:Mine', extra: 4}"))
+    assert config.env.extra == 4  # type: ignore[attr-defined]
+    assert config.env.name == "own_env"
+    assert read(dump(config)) == config
+
+
+def test_rewards_by_name_by_kind_and_by_import_path(here: Path) -> None:
+    Path("own_rewards.py").write_text(
+        "from dataclasses import dataclass\nfrom tandem.rewards.base import Reward\n"
+        "def plain(rollout): return 1.0\n"
+        "@dataclass(frozen=True)\nclass Part(Reward):\n    scale: float = 1.0\n"
+        "    def __call__(self, rollout): return self.scale\n"
+    )
+    config = read(
+        MINIMAL + "rewards:\n  number: 1\n  strict: {kind: exact, weight: 0.5, ignore_case: true}\n"
+        "  own_rewards:plain: 0.1\n  scaled: {kind: 'own_rewards:Part', scale: 3}\n"
+    )
+    specs = config.rewards
+    assert [(name, spec.kind, spec.weight) for name, spec in specs.items()] == [
+        ("number", "number", 1.0),
+        ("strict", "exact", 0.5),
+        ("own_rewards:plain", "own_rewards:plain", 0.1),
+        ("scaled", "own_rewards:Part", 1.0),
+    ]
+    assert specs["strict"].reward.ignore_case is True
+    assert specs["scaled"].reward.scale == 3.0
+    assert specs["own_rewards:plain"].reward(None) == 1.0
+    again = read(dump(config))
+    assert as_json(again) == as_json(config)
+    assert list(again.rewards) == list(specs)
+
+
+def test_aliases_are_understood(here: Path) -> None:
+    config = read(MINIMAL + "groups_per_step: &n 4\ngroup_size: *n\n")
+    assert (config.groups_per_step, config.group_size) == (4, 4)
+
+
+# Mistakes
+
+
+def test_an_unknown_key_has_its_line_and_a_guess(here: Path) -> None:
+    assert wrong(MINIMAL + "group_sise: 4\n") == (
+        "recipe.yaml:4: unknown option 'group_sise'; did you mean 'group_size'?"
+    )
+
+
+def test_an_unknown_option_of_a_part(here: Path) -> None:
+    message = wrong(MINIMAL + "loss:\n  kind: grpo\n  clip_hihg: 0.3\n")
+    assert message == "recipe.yaml:6: unknown option 'clip_hihg' of loss (grpo); did you mean 'clip_high'?"
+
+
+def test_an_option_nobody_could_have_meant_lists_those_there_are(here: Path) -> None:
+    message = wrong(MINIMAL + "checkpoint: {zzz: 1}\n")
+    assert message == "recipe.yaml:4: unknown option 'zzz' of checkpoint; known: every, keep"
+
+
+def test_an_option_of_a_part_at_the_top_is_sent_to_its_place(here: Path) -> None:
+    assert "unknown option 'lr'; did you mean 'optimizer.lr'?" in wrong(MINIMAL + "lr: 1e-5\n")
+    assert "unknown option 'max_tokens'; did you mean 'sampling.max_tokens'?" in wrong(MINIMAL + "max_tokens: 9\n")
+
+
+def test_a_duplicate_key(here: Path) -> None:
+    assert wrong(MINIMAL + "steps: 4\n") == (
+        "recipe.yaml:4: duplicate key 'steps', already given at recipe.yaml:2; remove one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seed: ten", "recipe.yaml:4: seed: expected a whole number, got the text 'ten'"),
+        ("seed: 1.5", "recipe.yaml:4: seed: expected a whole number, got the number 1.5"),
+        ("seed: true", "recipe.yaml:4: seed: expected a whole number, got true"),
+        ("seed:", "recipe.yaml:4: seed: expected a whole number, got nothing"),
+        ("seed: [1]", "recipe.yaml:4: seed: expected a whole number, got a list"),
+        ("seed: '1'", "recipe.yaml:4: seed: expected a whole number, got the text '1'"),
+        ("name: 2024", "recipe.yaml:4: name: expected text, got the number 2024; put it in quotes: '2024'"),
+        ("truncated_penalty: yes", "recipe.yaml:4: truncated_penalty: expected a number, got yes"),
+        ("truncated_penalty: .nan", "recipe.yaml:4: truncated_penalty: expected a number, got the number .nan"),
+        ("sampling: {stop: END}", "sampling.stop: expected a list (of text), got the text 'END'; write [END]"),
+        ("sampling: {stop: [1]}", "sampling.stop: expected text, got the number 1; put it in quotes: '1'"),
+        ("sampling: 3", "sampling: expected a mapping of temperature, top_p, "),
+        ("evaluate: {before: 1}", "recipe.yaml:4: evaluate.before: expected true or false, got the number 1"),
+        ("loss: 3", "recipe.yaml:4: loss: expected a name ("),
+        ("loss: {kind: 3}", "recipe.yaml:4: loss.kind: expected one of "),
+        (
+            "sinks: console",
+            "recipe.yaml:4: sinks: expected a list of sinks, such as [console, jsonl], got the text 'console'",
+        ),
+        (
+            "rewards: [exact]",
+            "rewards: expected a mapping of reward names to weights, such as {exact: 1.0}, got a list",
+        ),
+        ("rewards: {exact: yes}", "rewards.exact: expected a number, got yes"),
+        (
+            "rewards: {exact: [1]}",
+            "rewards.exact: expected a weight, or a mapping of weight, kind and options, got a list",
+        ),
+        ("rewards: {exact: .inf}", "rewards.exact: expected a finite weight, got the number .inf"),
+        (
+            "chat_template_kwargs: 3",
+            "chat_template_kwargs: expected a mapping (of names to anything), got the number 3",
+        ),
+        ("threads: !!python/none x", "recipe.yaml:4: the tag 'tag:yaml.org,2002:python/none' is not understood"),
+        ("[a]: 3", "recipe.yaml:4: a key must be a word, not a list or a mapping"),
+        ("chat_template_kwargs: &a {b: *a}", "recipe.yaml:4: an alias may not contain itself"),
+    ],
+)
+def test_a_wrong_type_says_what_was_expected_and_given(here: Path, line: str, message: str) -> None:
+    assert message in wrong(MINIMAL + line + "\n")
+
+
+def test_a_value_that_is_no_choice(here: Path) -> None:
+    assert wrong(MINIMAL + "truncated: maks\n") == (
+        "recipe.yaml:4: truncated: expected one of keep, mask, penalise, got the text 'maks'; did you mean 'mask'?"
+    )
+
+
+def test_missing_keys_are_described(here: Path) -> None:
+    message = wrong("seed: 1\n")
+    assert message.startswith("recipe.yaml has 3 problems:")
+    assert "recipe.yaml: missing 'model': Hugging Face id or a local folder." in message
+    assert "recipe.yaml: missing 'steps': " in message
+    assert "recipe.yaml: missing 'env': " in message
+
+
+def test_a_missing_option_of_a_part(here: Path) -> None:
+    assert wrong(MINIMAL.replace("arithmetic", "dataset")).startswith(
+        "recipe.yaml:3: env (dataset) needs 'path': A local"
+    )
+
+
+def test_an_empty_recipe_lacks_everything(here: Path) -> None:
+    assert "missing 'model'" in wrong("# nothing\n")
+
+
+def test_an_environment_without_a_kind(here: Path) -> None:
+    assert "recipe.yaml:3: env needs a kind; known: arithmetic, " in wrong(MINIMAL.replace("arithmetic", "{size: 3}"))
+
+
+def test_an_unknown_kind(here: Path) -> None:
+    assert "recipe.yaml:3: env: there is no 'arithmetik' in envs; did you mean 'arithmetic'?" in wrong(
+        MINIMAL.replace("arithmetic", "arithmetik")
+    )
+
+
+def test_all_mistakes_are_told_at_once(here: Path) -> None:
+    message = wrong(
+        "model: m\nstepps: 3\nenv: {kind: arithmetic, terms: two}\nloss: {clip_hihg: 1}\nseed: x\n", "foo=1"
+    )
+    assert message.startswith("recipe.yaml has 6 problems:\n")
+    for part in (
+        "recipe.yaml:2: ",
+        "missing 'steps'",
+        "recipe.yaml:3: env.terms",
+        "recipe.yaml:4: ",
+        "recipe.yaml:5: seed",
+    ):
+        assert part in message
+    assert "command line: foo: unknown option 'foo'" in message
+
+
+def test_yaml_that_cannot_be_read_has_its_line(here: Path) -> None:
+    assert wrong("model: m\nsteps: [1\nenv: arithmetic\n").startswith("recipe.yaml:3: this is not YAML: ")
+    assert wrong("model: m\n\tsteps: 1\n").startswith("recipe.yaml:2: this is not YAML: ")
+    assert wrong("model: 'a\x00b'\n").startswith("recipe.yaml: this is not YAML: ")
+    assert "expected a single document" in wrong(MINIMAL + "---\n" + MINIMAL)
+
+
+def test_a_recipe_that_is_no_mapping(here: Path) -> None:
+    assert wrong("- model\n") == (
+        "recipe.yaml:1: a recipe is a mapping of options, such as 'model: ...' on a line of its own"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("group_size: 1", "recipe.yaml:4: group_size must be at least 2"),
+        ("groups_per_step: 0", "recipe.yaml:4: groups_per_step must be at least 1"),
+        ("max_lag: -1", "recipe.yaml:4: max_lag must be at least 0"),
+        ("sampling: {temperature: 0}", "recipe.yaml:4: sampling.temperature must be above 0"),
+        ("sampling: {top_p: 0}", "recipe.yaml:4: sampling.top_p must be above 0 and at most 1"),
+        ("sampling: {top_p: 1.1}", "sampling.top_p must be"),
+        ("sampling: {min_p: 1}", "sampling.min_p must be"),
+        ("sampling: {max_tokens: 0}", "sampling.max_tokens must be at least 1"),
+        ("sampling: {stop: ['']}", "sampling.stop must be texts that are not empty"),
+        ("optimizer: {lr: -1}", "recipe.yaml:4: optimizer.lr must be at least 0"),
+        ("optimizer: {schedule: linear, min_lr_ratio: 2}", "optimizer.min_lr_ratio must be between 0 and 1"),
+        ("evaluate: {samples: 0}", "recipe.yaml:4: evaluate.samples must be at least 1"),
+        ("evaluate: {temperature: -0.1}", "evaluate.temperature must be at least 0"),
+        ("checkpoint: {keep: 0}", "checkpoint.keep must be at least 1"),
+        ("grading: {timeout: 0}", "grading.timeout must be above 0 (seconds)"),
+        ("context: 1", "recipe.yaml:4: context must be at least 2, or null"),
+        ("name: a/b", "recipe.yaml:4: name must be a folder's name, not a path"),
+        ("truncated: penalise\ntruncated_penalty: -1", "recipe.yaml:5: truncated_penalty must be at least 0"),
+        ("env2: 1", "unknown option 'env2'; did you mean 'env'?"),
+    ],
+)
+def test_values_out_of_range_have_their_line(here: Path, line: str, message: str) -> None:
+    assert message in wrong(MINIMAL + line + "\n")
+
+
+def test_several_values_out_of_range_each_have_their_own_line(here: Path) -> None:
+    message = wrong("model: m\nsteps: 0\nenv: arithmetic\ngroup_size: 1\n")
+    assert "recipe.yaml:2: steps must be" in message
+    assert "recipe.yaml:4: group_size must be" in message
+
+
+def test_a_learning_rate_of_zero_is_allowed(here: Path) -> None:
+    assert read(MINIMAL + "optimizer: {lr: 0}\n").optimizer.lr == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "truncated_penalty: 1.0",
+            "recipe.yaml:4: truncated_penalty changes nothing: it is read by truncated: penalise alone; remove it",
+        ),
+        (
+            "evaluate: {tasks: 0, every: 5}",
+            "recipe.yaml:4: evaluate.every changes nothing: tasks is 0, so nothing is evaluated",
+        ),
+        ("evaluate: {tasks: 0, before: true}", "recipe.yaml:4: evaluate.before changes nothing"),
+        (
+            "evaluate: {temperature: 0, top_p: 0.9, samples: 1}",
+            "recipe.yaml:4: evaluate.top_p changes nothing: temperature is 0",
+        ),
+        ("evaluate:\n  temperature: 0\n  samples: 8", "recipe.yaml:6: evaluate.samples changes nothing"),
+        (
+            "evaluate: {before: false, after: false, tasks: 9}",
+            "recipe.yaml:4: evaluate.tasks changes nothing: before and",
+        ),
+        ("optimizer: {min_lr_ratio: 0.1}", "recipe.yaml:4: optimizer.min_lr_ratio changes nothing: schedule: constant"),
+    ],
+)
+def test_options_that_change_nothing_are_mistakes_when_given(here: Path, lines: str, message: str) -> None:
+    assert message in wrong(MINIMAL + lines + "\n")
+
+
+def test_the_same_options_are_fine_where_they_count(here: Path) -> None:
+    config = read(
+        MINIMAL + "truncated: penalise\ntruncated_penalty: 0.5\nevaluate: {tasks: 3, every: 5}\n"
+        "optimizer: {schedule: cosine, min_lr_ratio: 0.1}\n"
+    )
+    assert config.truncated_penalty == 0.5
+    assert read(MINIMAL + "evaluate: {temperature: 0}\n").evaluate.samples == 4
+
+
+def test_a_reward_that_cannot_be_imported_has_its_own_error(here: Path) -> None:
+    with pytest.raises(RewardError, match=r"recipe\.yaml:4: rewards\.no_mod:fn: cannot import no_mod:fn"):
+        read(MINIMAL + "rewards: {'no_mod:fn': 1.0}\n")
+    with pytest.raises(RewardError, match=r"rewards\.mine: cannot import"):
+        read(MINIMAL + "rewards: {mine: {kind: 'no_mod:fn'}}\n")
+    with pytest.raises(ConfigError, match="2 problems"):
+        read(MINIMAL + "rewards: {'no_mod:fn': 1.0}\nsed: 1\n")
+
+
+def test_rewards_that_are_no_rewards(here: Path) -> None:
+    Path("own_things.py").write_text("def fn(rollout): return 1.0\nVALUE = 3\nclass Plain: ...\n")
+    assert "there is no 'exat' in rewards; did you mean 'exact'?" in wrong(MINIMAL + "rewards: {exat: 1}\n")
+    with pytest.raises(RewardError, match="own_things:VALUE is a int, not a function"):
+        read(MINIMAL + "rewards: {'own_things:VALUE': 1}\n")
+    with pytest.raises(RewardError, match="own_things:Plain is a type, not a dataclass"):
+        read(MINIMAL + "rewards: {'own_things:Plain': 1}\n")
+    message = wrong(MINIMAL + "rewards: {'own_things:fn': {weight: 1, scale: 2}}\n")
+    assert "a plain function takes no option 'scale'" in message
+
+
+def test_an_environment_without_rewards_of_its_own_needs_some(here: Path) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    message = wrong(MINIMAL.replace("arithmetic", "{kind: dataset, path: rows.jsonl}"))
+    assert "rewards must name at least one, since dataset has none of its own; known: " in message
+
+
+def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/gsm8k.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"there is no recipe recipes/gsm8.yaml; did you mean recipes/gsm8k.yaml\?"):
+        load(Path("recipes/gsm8.yaml"))
+    with pytest.raises(ConfigError, match=r"there is no recipe gsm8k; did you mean recipes/gsm8k.yaml"):
+        load(Path("gsm8k"))
+    with pytest.raises(ConfigError, match=r"there is no recipe zzz.yaml; there are recipes/gsm8k.yaml"):
+        load(Path("zzz.yaml"))
+
+
+def test_a_folder_is_no_recipe(here: Path) -> None:
+    Path("run").mkdir()
+    with pytest.raises(ConfigError, match=r"run is a folder without a config.yaml"):
+        load(Path("run"))
+    Path("run/config.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match="run is a run's folder, not a recipe"):
+        load(Path("run"))
+
+
+def test_a_file_that_is_no_text(here: Path) -> None:
+    Path("recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"recipe.yaml is not a recipe: it is not UTF-8 text"):
+        load(Path("recipe.yaml"))
+
+
+# Overrides
+
+
+def test_overrides_reach_every_depth(here: Path) -> None:
+    config = read(
+        MINIMAL,
+        "steps=7", "optimizer.lr=1e-4", "env.terms=3", "sampling.stop=[END, '#']", "evaluate.every=5", "name=2024",
+        "chat_template_kwargs.enable_thinking=false", "sinks=[console, jsonl]", "context=null",
+    )  # fmt: skip
+    assert (config.steps, config.optimizer.lr, config.sampling.stop) == (7, 1e-4, ("END", "#"))
+    assert config.env.terms == 3  # type: ignore[attr-defined]
+    assert (config.evaluate.every, config.name, config.context) == (5, "2024", None)
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert len(config.sinks) == 2
+
+
+def test_text_on_the_command_line_needs_no_quotes(here: Path) -> None:
+    config = read(MINIMAL, "model=a: b, {c} & *d", "env.prompt=Was ist {expression}? #1")
+    assert config.model == "a: b, {c} & *d"
+    assert config.env.prompt == "Was ist {expression}? #1"  # type: ignore[attr-defined]
+
+
+def test_another_kind_replaces_the_part_and_the_same_kind_keeps_its_options(here: Path) -> None:
+    text = MINIMAL.replace("arithmetic", "{kind: arithmetic, terms: 3}")
+    assert read(text, "env=arithmetic").env == Arithmetic(terms=3)
+    assert read(text, "env.kind=arithmetic").env == Arithmetic(terms=3)
+    assert read(text, "env=calculator").env == resolve.find("envs", "calculator")()
+    assert read(text, "env.kind=calculator", "env.terms=4").env == resolve.find("envs", "calculator")(terms=4)
+    assert read(text, "env={kind: arithmetic, size: 9}").env == Arithmetic(size=9)
+    assert read(MINIMAL + "optimizer: {lr: 1e-4}\n", "optimizer=adamw").optimizer.lr == 1e-4
+    assert read(MINIMAL, "trains=lora", "trains.rank=4").trains.rank == 4  # type: ignore[attr-defined]
+
+
+def test_overrides_of_rewards(here: Path) -> None:
+    text = MINIMAL + "rewards: {number: {weight: 1, after: '='}, exact: 0.5}\n"
+    rewards = read(text, "rewards.number=2", "rewards.exact.ignore_case=true", "rewards.repetition=0.1").rewards
+    assert {name: spec.weight for name, spec in rewards.items()} == {"number": 2.0, "exact": 0.5, "repetition": 0.1}
+    assert rewards["number"].reward.after == "="
+    assert rewards["exact"].reward.ignore_case is True
+    assert list(read(text, "rewards={exact: 1}").rewards) == ["exact"]
+
+
+def test_overrides_of_rewards_build_on_the_environments_own(here: Path) -> None:
+    rewards = read(MINIMAL, "rewards.repetition=0.1").rewards
+    assert {name: spec.weight for name, spec in rewards.items()} == {"number": 1.0, "repetition": 0.1}
+    assert read(MINIMAL, "rewards.number=3").rewards["number"].weight == 3.0
+    assert list(read(MINIMAL, "rewards={exact: 1}").rewards) == ["exact"]
+
+
+def test_an_import_path_may_be_overridden(here: Path) -> None:
+    Path("pkg_a").mkdir()
+    Path("pkg_a/own.py").write_text("def fn(rollout): return 1.0\n")
+    assert read(MINIMAL, "rewards.pkg_a.own:fn=0.5").rewards["pkg_a.own:fn"].weight == 0.5
+    assert read(MINIMAL, "rewards.pkg_a.own:fn.weight=0.25").rewards["pkg_a.own:fn"].weight == 0.25
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.clip_hihg=0.3", "command line: loss.clip_hihg: unknown option 'clip_hihg' of loss (grpo); did you mean"),
+        ("los.clip=3", "command line: los.clip: unknown option 'los'; did you mean 'loss'?"),
+        ("seed=ten", "command line: seed: expected a whole number, got the text 'ten'"),
+        ("seed", "command line: seed: an override is written option=value, such as seed=..."),
+        ("--seed=3", "command line: --seed: an override has no dashes; write seed=3"),
+        (".seed=3", "command line: .seed: an option's path is words joined by dots, such as loss.clip_high"),
+        ("steps.foo=3", "command line: steps.foo: steps is a single value at recipe.yaml:2; it has no options"),
+        ("sinks.0=console", "command line: sinks.0: sinks is a list; give the whole of it, such as sinks=[console]"),
+        ("sinks=[console", "command line: sinks: this is not YAML: "),
+        ("sampling={top_p: 1, top_p: 1}", "command line: sampling: duplicate key 'top_p'"),
+        ("evaluate.samples=0", "command line: evaluate.samples must be at least 1"),
+        ("truncated_penalty=2", "command line: truncated_penalty changes nothing"),
+        ("group_size=1", "command line: group_size must be at least 2"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_overrides(here: Path, override: str, message: str) -> None:
+    assert message in wrong(MINIMAL, override)
+
+
+def test_an_override_given_twice(here: Path) -> None:
+    assert "command line: seed: given twice; remove one" in wrong(MINIMAL, "seed=1", "seed=2")
+
+
+def test_where_an_option_was_given_is_remembered(here: Path) -> None:
+    Path("recipe.yaml").write_text(MINIMAL + "optimizer:\n  lr: 1e-5\n")
+    where = load(Path("recipe.yaml"), ["seed=1"]).given
+    assert where["optimizer.lr"] == "recipe.yaml:5"
+    assert where["seed"] == "command line: seed"
+    assert "threads" not in where
+
+
+# What is written
+
+
+def test_dump_is_complete_and_loads_to_an_equal_config(here: Path) -> None:
+    config = read(
+        MINIMAL, "trains=lora", "rewards.exact.ignore_case=true", "optimizer.lr=1e-7", "evaluate.tasks=0",
+        "sampling.stop=['1e-6', 'no']", "chat_template_kwargs={a: [1, {b: null}]}",
+    )  # fmt: skip
+    text = dump(config)
+    assert read(text) == config
+    for option in resolve.options(RunConfig):
+        assert f"{option.name}:" in text or option.name == "truncated_penalty"
+
+
+def test_dump_leaves_out_what_is_inert_and_json_does_not(here: Path) -> None:
+    config = read(MINIMAL + "evaluate: {tasks: 0}\n")
+    assert "truncated_penalty" not in dump(config)
+    assert "evaluate: {tasks: 0}" in dump(config)
+    written = as_json(config)
+    assert written["truncated_penalty"] == 1.0
+    assert written["evaluate"]["every"] == 0
+    assert written["env"]["kind"] == "arithmetic"
+    assert written["rewards"] == {"number": {"weight": 1.0, "tolerance": 1e-6, "after": ""}}
+
+
+def test_python_and_yaml_make_the_same_config(here: Path) -> None:
+    made = RunConfig(model="m", steps=3, env=Arithmetic(terms=3), group_size=4)
+    assert read(dump(made)) == made
+    assert made == replace(made)
+
+
+def test_a_config_made_in_python_is_checked_too(here: Path) -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        RunConfig(model="m", steps=0, env=Arithmetic())
+
+
+def test_a_run_can_be_described_without_a_file(here: Path) -> None:
+    config = from_options({"model": "folder", "steps": 1}, ["env=arithmetic"], Path("folder")).config
+    assert config == RunConfig(model="folder", steps=1, env=Arithmetic())
+    with pytest.raises(ConfigError, match="folder: missing 'env'"):
+        from_options({"model": "folder", "steps": 1}, [], Path("folder"))
+
+
+def test_the_digest_is_of_what_decides_training(here: Path) -> None:
+    base = digest(read(MINIMAL))
+    same = [
+        "steps=9",
+        "name=x",
+        "runs=elsewhere",
+        "sinks=[]",
+        "threads=1",
+        "evaluate.tasks=0",
+        "checkpoint.every=1",
+        "grading.workers=2",
+    ]
+    for override in same:
+        assert digest(read(MINIMAL, override)) == base, override
+    changed = [
+        "seed=1",
+        "optimizer.lr=1e-5",
+        "group_size=4",
+        "env.terms=3",
+        "rewards.number=2",
+        "sampling.top_p=0.9",
+        "model=n",
+    ]
+    others = [digest(read(MINIMAL, override)) for override in changed]
+    assert len({base, *others}) == len(changed) + 1
+
+
+# The builder by itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inner:
+    size: int = 1
+    """How large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outer:
+    pair: tuple[int, str] = (1, "a")
+    """Two."""
+    either: int | tuple[str, ...] = 0
+    """One or the other."""
+    choice: tuple[str, ...] | Literal["all"] = "all"
+    """Names, or all."""
+    inner: _Inner | None = None
+    """Optional."""
+    table: dict[str, list[float]] = field(default_factory=dict)
+    """By name."""
+    anything: Json = None
+    """Any value."""
+    path: Path = Path("x")
+    """A path."""
+
+    def inert(self) -> Mapping[str, str]:
+        return {"path": "there is no choice"} if self.choice == "all" else {}
+
+
+def build(cls: type, values: dict[str, Json]) -> tuple[Any, list[str]]:
+    problems = Problems()
+    tree = from_plain(values, "here")
+    assert isinstance(tree, Branch)
+    built = Builder(problems).dataclass(cls, tree, "")
+    return built, list(problems)
+
+
+def test_every_kind_of_type_is_built_and_written_back() -> None:
+    values = {
+        "pair": [3, "b"], "either": ["x", "y"], "choice": ["q"], "inner": {"size": 2}, "table": {"t": [1, 2.5]},
+        "anything": {"deep": [1, None]}, "path": "a/b",
+    }  # fmt: skip
+    built, problems = build(_Outer, values)
+    assert not problems
+    assert built == _Outer(
+        pair=(3, "b"), either=("x", "y"), choice=("q",), inner=_Inner(size=2), table={"t": [1.0, 2.5]},
+        anything={"deep": [1, None]}, path=Path("a/b"),
+    )  # fmt: skip
+    assert encode(built) == values
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pair": [1]}, "pair: expected a list of 2: a whole number, text, got a list"),
+        ({"either": 1.5}, "either: expected a whole number or a list (of text), got the number 1.5"),
+        ({"choice": "some"}, "choice: expected a list (of text) or one of all, got the text 'some'"),
+        ({"inner": 3}, "inner: expected a mapping of size, got the number 3"),
+        ({"inner": {"sise": 3}}, "unknown option 'sise' of inner; did you mean 'size'?"),
+        ({"table": {"t": ["x"]}}, "table.t: expected a number, got the text 'x'"),
+        ({"path": "a"}, "path changes nothing: there is no choice; remove it"),
+    ],
+)
+def test_mistakes_of_every_kind_of_type(values: dict[str, Json], message: str) -> None:
+    _, problems = build(_Outer, values)
+    assert problems == [f"here: {message}"]
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8"))
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1), values, max_size=4))
+def test_whatever_is_rendered_is_read_back(data: dict[str, Json]) -> None:
+    problems = Problems()
+    tree = parse(render(data), "x", problems)
+    assert not problems
+    assert tree is not None
+    assert plain(tree) == data

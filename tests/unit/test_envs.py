@@ -1,0 +1,263 @@
+"""Environments that make their tasks themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tandem.envs.arithmetic import Arithmetic
+from tandem.envs.calculator import Calculator
+from tandem.envs.countdown import Countdown
+from tandem.envs.gsm_symbolic import GsmSymbolic
+from tandem.envs.reasoning_gym import ReasoningGym
+from tandem.errors import ConfigError, EnvError
+from tandem.expression import evaluate
+from tandem.types import Message
+
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+# arithmetic
+
+
+def test_arithmetic_poses_every_sum_once() -> None:
+    env = Arithmetic(operators=("+", "-"), max_number=4)
+    tasks = [*env.tasks("train"), *env.tasks("test")]
+    assert len(tasks) == 4 * 4 * 2
+    assert {task.meta["expression"] for task in tasks} == {
+        f"{a} {op} {b}" for a in range(1, 5) for b in range(1, 5) for op in "+-"
+    }
+    for task in tasks:
+        left, op, right = task.meta["expression"].split()
+        assert int(task.answer) == (int(left) + int(right) if op == "+" else int(left) - int(right))
+        assert task.prompt == (Message(role="user", content=f"What is {task.meta['expression']}?"),)
+
+
+def test_arithmetic_obeys_precedence() -> None:
+    tasks = Arithmetic(operators=("+", "*"), terms=3, max_number=3, test_share=0.0).tasks("train")
+    by_expression = {task.meta["expression"]: task.answer for task in tasks}
+    assert by_expression["2 + 3 * 2"] == "8"
+    assert by_expression["3 * 3 + 1"] == "10"
+
+
+def test_arithmetic_draws_from_a_huge_space_at_once() -> None:
+    env = Arithmetic(terms=4, max_number=9999, size=300)
+    train = env.tasks("train")
+    assert 180 < len(train) < 280
+    assert len({task.id for task in train}) == len(train)
+    assert train[-1] == train[len(train) - 1]
+    assert [t.id for t in train[2:4]] == [train[2].id, train[3].id]
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_arithmetic_question_stays_in_its_split_whatever_the_options() -> None:
+    def expressions(env: Arithmetic, split: Any) -> set[str]:
+        return {task.meta["expression"] for task in env.tasks(split)}
+
+    small, large = Arithmetic(max_number=6), Arithmetic(max_number=9, seed=5, prompt="{expression}=")
+    assert not expressions(small, "train") & expressions(large, "test")
+    assert not expressions(small, "test") & expressions(large, "train")
+
+
+def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
+    env = Arithmetic(examples=2, system="Be brief.", instruction="Only the number.", reply="{answer}")
+    task = env.tasks("train")[0]
+    assert [m.role for m in task.prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert task.prompt[1].content.endswith("?\nOnly the number.")
+    shown = task.prompt[1].content
+    assert evaluate(shown.removeprefix("What is ").partition("?")[0]).value == int(task.prompt[2].content)
+    for split in ("train", "test"):
+        assert all(task.prompt[-1].content != shown for task in env.tasks(split))  # type: ignore[arg-type]
+    assert env.check(task) == task.answer
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"operators": ("/",)}, "operators must be"),
+        ({"operators": ()}, "operators must be"),
+        ({"operators": ("+", "+")}, "operators must be"),
+        ({"min_number": 5, "max_number": 4}, "min_number must be"),
+        ({"terms": 1}, "terms must be"),
+        ({"prompt": "What?"}, "prompt must contain"),
+        ({"reply": "?"}, "reply must contain"),
+        ({"test_share": 1.0}, "test_share must be"),
+        ({"size": 0}, "size must be"),
+        ({"terms": 9, "max_number": 999}, "10\\^18"),
+    ],
+)
+def test_arithmetic_refuses_options_that_make_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Arithmetic(**options)
+
+
+def test_arithmetic_without_test_tasks_says_so() -> None:
+    with pytest.raises(EnvError, match=r"arithmetic has no test tasks.*test_share"):
+        Arithmetic(test_share=0.0).tasks("test")
+
+
+# countdown
+
+
+@pytest.mark.parametrize("use_all", [True, False])
+def test_countdown_puzzles_are_solved_by_their_answers(use_all: bool) -> None:
+    env = Countdown(size=200, use_all=use_all, max_number=20)
+    tasks = [*env.tasks("train"), *env.tasks("test")]
+    assert len(tasks) == 200
+    for task in tasks:
+        solved = evaluate(task.answer, "+-*/")
+        assert solved.value == task.meta["target"]
+        assert Counter(map(int, solved.numbers)) == Counter(task.meta["numbers"])
+        assert 3 <= len(task.meta["numbers"]) <= 4
+        assert str(task.meta["target"]) in task.prompt[-1].content
+    wording = "exactly once" if use_all else "at most once"
+    assert wording in tasks[0].prompt[-1].content
+    assert env.default_rewards == {"countdown": {"weight": 1.0, "use": "all" if use_all else "some"}}
+
+
+def test_countdown_ends_when_there_are_no_more_puzzles() -> None:
+    env = Countdown(min_numbers=2, max_numbers=2, max_number=2, operators=("+",), size=1000, test_share=0.0)
+    assert sorted(task.id for task in env.tasks("train")) == ["1+1=2", "1+2=3", "2+2=4"]
+
+
+def test_countdown_refuses_options_that_make_no_sense() -> None:
+    with pytest.raises(ConfigError, match="min_numbers must be"):
+        Countdown(min_numbers=5)
+    with pytest.raises(ConfigError, match="operators must be"):
+        Countdown(operators=("%",))
+
+
+# calculator
+
+
+class Scripted:
+    """A chat whose policy says the given lines; it is cut after ``cut`` of them."""
+
+    def __init__(self, prompt: Sequence[Message], lines: Sequence[str], cut: int | None = None) -> None:
+        self.messages = tuple(prompt)
+        self.open = True
+        self._lines = list(lines)
+        self._cut = cut
+
+    async def reply(self) -> Message:
+        assert self.open
+        said = Message(role="assistant", content=self._lines.pop(0))
+        self.messages = (*self.messages, said)
+        if self._cut is not None:
+            self._cut -= 1
+            self.open = self._cut > 0
+        return said
+
+    def add(self, *messages: Message) -> None:
+        assert self.open
+        self.messages = (*self.messages, *messages)
+
+
+def play(env: Calculator, *lines: str, cut: int | None = None) -> tuple[list[tuple[str, str]], dict[str, float]]:
+    task = env.tasks("train")[0]
+    chat = Scripted(task.prompt, lines, cut)
+    metrics = asyncio.run(env.play(task, chat))
+    return [(m.role, m.content) for m in chat.messages[len(task.prompt) :]], dict(metrics)
+
+
+def test_calculator_answers_a_call() -> None:
+    said, metrics = play(Calculator(), "Let me see <calc>12*34</calc>", "It is 408.", "never said")
+    assert said == [
+        ("assistant", "Let me see <calc>12*34</calc>"),
+        ("user", "<result>408</result>"),
+        ("assistant", "It is 408."),
+    ]
+    assert metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def test_calculator_mistake_becomes_a_reply() -> None:
+    said, metrics = play(Calculator(role="tool"), "<calc>1/0</calc>", "<calc>import os</calc>", "Hm. 3")
+    assert said[1] == ("tool", "<error>division by zero</error>")
+    assert said[3][1].startswith("<error>only numbers")
+    assert metrics == {"tool_calls": 2.0, "tool_errors": 2.0}
+
+
+def test_calculator_ends_with_the_policy_speaking() -> None:
+    said, metrics = play(Calculator(max_turns=2), "<calc>1</calc>", "<calc>2</calc>", "never said")
+    assert [role for role, _ in said] == ["assistant", "user", "assistant"]
+    assert metrics["tool_calls"] == 2.0
+
+
+def test_calculator_stops_when_the_chat_is_cut() -> None:
+    said, _ = play(Calculator(), "<calc>1</calc>", "never said", cut=1)
+    assert [role for role, _ in said] == ["assistant"]
+
+
+# reasoning-gym
+
+
+def test_gym_chain_sum_gives_every_question_once() -> None:
+    env = ReasoningGym(task="chain_sum", config=ONE_DIGIT, size=150)
+    train, test = env.tasks("train"), env.tasks("test")
+    assert len(train) + len(test) == 150
+    assert 15 < len(test) < 50
+    assert env.check(train[0]) == train[0].answer
+    assert train[0].prompt[0].content.startswith("State the final answer")
+    assert train[0].meta["task"] == "chain_sum"
+
+
+def test_gym_task_with_few_questions_ends(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        env = ReasoningGym(task="chain_sum", config=ONE_DIGIT, size=1000)
+        assert len(env.tasks("train")) + len(env.tasks("test")) <= 200
+    assert "fewer than size 1000" in caplog.text
+
+
+def test_gym_instruction_with_tags_puts_gold_replies_in_tags() -> None:
+    env = ReasoningGym(task="chain_sum", size=5, test_share=0.0, instruction="Put it in <answer></answer>.")
+    task = env.tasks("train")[0]
+    assert env.check(task) == f"<answer>{task.answer}</answer>"
+    assert task.prompt[-1].content.endswith("\nPut it in <answer></answer>.")
+
+
+def test_gym_task_without_a_solution_has_no_gold_reply() -> None:
+    env = ReasoningGym(task="propositional_logic", size=4, test_share=0.0)
+    assert env.check(env.tasks("train")[0]) is None
+
+
+def test_gym_tasks_that_use_the_global_generator_repeat_and_leave_it_alone() -> None:
+    random.seed(1)
+    before = random.getstate()
+    first = [t.prompt for t in ReasoningGym(task="list_functions", size=8, test_share=0.0).tasks("train")]
+    assert random.getstate() == before
+    random.seed(2)
+    assert [t.prompt for t in ReasoningGym(task="list_functions", size=8, test_share=0.0).tasks("train")] == first
+
+
+def test_gym_unknown_task_is_guessed() -> None:
+    with pytest.raises(EnvError, match=r"no task 'chain_sun'; did you mean 'chain_sum'"):
+        ReasoningGym(task="chain_sun").tasks("train")
+
+
+def test_gym_bad_config_lists_the_options() -> None:
+    with pytest.raises(EnvError, match=r"refuses config.*min_term.*its options: min_terms, max_terms"):
+        ReasoningGym(task="chain_sum", config={"min_term": 2}).tasks("train")
+    with pytest.raises(EnvError, match="max_terms must be >= min_terms"):
+        ReasoningGym(task="chain_sum", config={"min_terms": 9, "max_terms": 2}).tasks("train")
+    with pytest.raises(ConfigError, match="config must not set seed"):
+        ReasoningGym(task="chain_sum", config={"seed": 1})
+
+
+def test_gsm_symbolic_is_a_word_problem_with_a_number() -> None:
+    task = GsmSymbolic(size=5, test_share=0.0).tasks("train")[0]
+    assert task.env == "gsm_symbolic"
+    assert task.id.startswith("gsm_symbolic/")
+    float(task.answer)
+
+
+def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(EnvError, match=r"tandem-rl\[reasoning-gym\]"):
+        GsmSymbolic().tasks("train")

@@ -1,0 +1,356 @@
+"""Environments that read data: what they make of good rows, and what they say about bad ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.envs.dataset import Dataset
+from tandem.envs.gsm8k import Gsm8k
+from tandem.errors import ConfigError, EnvError
+from tandem.types import Message, Task
+
+
+def jsonl(file: Path, *rows: Any) -> str:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(file)
+
+
+def train(env: Dataset | Gsm8k) -> list[Task]:
+    return list(env.tasks("train"))
+
+
+def asked(content: str, *before: Message) -> tuple[Message, ...]:
+    return (*before, Message(role="user", content=content))
+
+
+# gsm8k
+
+EGGS = {
+    "question": "Tom has 3 eggs and buys 4. How many?",
+    "answer": "He has 3+4=<<3+4=7>>7 eggs.\n#### 7",
+}
+CLIPS = {"question": "May and Jo have 1,000 clips each. How many?", "answer": "2*1000=<<2*1000=2000>>2,000\n#### 2,000"}
+COINS = {"question": "A coin is $5. What do 2 cost?", "answer": "5*2=<<5*2=10>>10\n#### 10"}
+
+
+def test_gsm8k_reads_a_local_file(tmp_path: Path) -> None:
+    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS, CLIPS, COINS), test_share=0.0, instruction="Be brief.")
+    tasks = train(env)
+    assert [task.id for task in tasks] == ["train/1", "train/2", "train/3"]
+    assert [task.answer for task in tasks] == ["7", "2,000", "10"]
+    assert tasks[0].prompt == asked(EGGS["question"] + "\nBe brief.")
+    assert env.check(tasks[0]) == "He has 3+4=7 eggs.\n#### 7"
+    assert tasks[0].meta["question"] == EGGS["question"]
+
+
+def test_gsm8k_test_path_is_held_out_and_nothing_else(tmp_path: Path) -> None:
+    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS, CLIPS), test_path=jsonl(tmp_path / "b.jsonl", COINS))
+    assert len(env.tasks("train")) == 2
+    assert [task.id for task in env.tasks("test")] == ["test/1"]
+
+
+def test_gsm8k_holds_out_a_share_of_one_file(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(200)]
+    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.25)
+    train, test = ({task.prompt for task in env.tasks(split)} for split in ("train", "test"))  # type: ignore[arg-type]
+    assert len(train) + len(test) == 200
+    assert not train & test
+    assert 30 < len(test) < 70
+    reworded = Gsm8k(path=env.path, test_share=0.25, instruction="Hm.")
+    assert [task.id for task in reworded.tasks("test")] == [task.id for task in env.tasks("test")]
+
+
+def test_gsm8k_row_without_marker_names_its_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", EGGS, {"question": "?", "answer": "seven"})
+    with pytest.raises(EnvError, match=r"a\.jsonl:2: answer should end with '#### '.*'seven'"):
+        train(Gsm8k(path=path))
+
+
+def test_gsm8k_knows_which_options_change_nothing(tmp_path: Path) -> None:
+    assert set(Gsm8k().inert()) == {"test_share"}
+    assert set(Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS)).inert()) == {"subset"}
+    assert set(Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS), test_path="b.jsonl").inert()) == {"subset", "test_share"}
+
+
+# dataset: formats
+
+
+def test_jsonl_with_bom_and_blank_lines(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\r\n\r\n  \n{"prompt": "b", "answer": 2, "n": [1]}')
+    tasks = train(Dataset(path=str(file), test_share=0.0))
+    assert [(task.id, task.prompt, task.answer) for task in tasks] == [
+        ("train/1", asked("a"), "1"),
+        ("train/4", asked("b"), "2"),
+    ]
+    assert tasks[1].meta == {"prompt": "b", "answer": 2, "n": [1]}
+
+
+def test_csv_with_bom_quotes_and_line_breaks(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes('\ufeffprompt,answer\r\n"a, or\nb?","1,000"\r\n\r\nß?,2\r\n'.encode())
+    tasks = train(Dataset(path=str(file), test_share=0.0))
+    assert [(task.id, task.prompt, task.answer) for task in tasks] == [
+        ("train/3", asked("a, or\nb?"), "1,000"),
+        ("train/5", asked("ß?"), "2"),
+    ]
+
+
+def test_tsv(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("prompt\tanswer\na, b\t1\n")
+    assert train(Dataset(path=str(tmp_path / "a.tsv"), test_share=0.0))[0].prompt == asked("a, b")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "day": [datetime.date(2024, 1, 2)] * 2})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    tasks = train(Dataset(path=str(tmp_path / "a.parquet"), test_share=0.0))
+    assert [task.answer for task in tasks] == ["1", "2"]
+    assert tasks[0].meta["day"] == "2024-01-02"
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(EnvError, match=r"b\.parquet is not a readable Parquet file"):
+        train(Dataset(path=str(tmp_path / "b.parquet")))
+
+
+# dataset: prompts
+
+
+def test_template_names_columns(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"context": "It {rains}.", "question": "Wet?", "label": "yes"})
+    env = Dataset(
+        path=path, prompt="{context}\n\n{question}", answer="label", system="S", instruction="I", test_share=0
+    )
+    (task,) = train(env)
+    assert task.prompt == asked("It {rains}.\n\nWet?\nI", Message(role="system", content="S"))
+    assert task.answer == "yes"
+    assert env.check(task) == "yes"
+
+
+def test_messages_column(tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "2+2"},
+    ]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": talk})
+    env = Dataset(path=path, answer="", system="S", instruction="I", test_share=0)
+    (task,) = train(env)
+    assert [(m.role, m.content) for m in task.prompt] == [
+        ("system", "S"),
+        ("user", "hi"),
+        ("assistant", "yes?"),
+        ("user", "2+2\nI"),
+    ]
+    assert env.check(task) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "should end with a user's message, got nothing"),
+        ([{"role": "assistant", "content": "hi"}], "got an assistant's message"),
+        ([{"role": "robot", "content": "hi"}], "role must be one of system, user, assistant, tool, got 'robot'"),
+        ([{"role": "user"}], "each with role and content"),
+        ("", None),
+        (None, "should hold text, got nothing"),
+        (True, "should hold text, got true or false"),
+        ({"text": "hi"}, "should hold text, got an object"),
+    ],
+)
+def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, said: str | None) -> None:
+    env = Dataset(path=jsonl(tmp_path / "a.jsonl", {"prompt": "ok"}, {"prompt": prompt}), answer="", test_share=0)
+    if said is None:
+        assert len(train(env)) == 2
+        return
+    with pytest.raises(EnvError, match=said) as caught:
+        train(env)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:2: column 'prompt'")
+
+
+# dataset: mistakes
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "b", ', r":2: not valid JSON: .* at column \d+; each line must be one JSON object"),
+        ('["b"]', ":2: each line must be one JSON object, got a list"),
+        ('{"promt": "b", "answer": "1"}', ":2: no column 'prompt'; did you mean 'promt'.; the row has: promt, answer"),
+        ('{"prompt": "b"}', ":2: no column 'answer'; the row has: prompt"),
+        ('{"prompt": "b", "answer": ["1"]}', ":2: column 'answer' should hold text, got a list"),
+    ],
+)
+def test_malformed_row_names_its_line(tmp_path: Path, line: str, said: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}, line)
+    with pytest.raises(EnvError, match=r"a\.jsonl" + said):
+        train(Dataset(path=path, test_share=0.0))
+
+
+def test_csv_row_with_too_few_fields_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\na,1\nb\n")
+    with pytest.raises(EnvError, match=r"a\.csv:3: 1 fields, expected 2 \(prompt, answer\)"):
+        train(Dataset(path=str(tmp_path / "a.csv")))
+
+
+def test_csv_with_an_open_quote_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,answer\n"a,1\n')
+    with pytest.raises(EnvError, match=r"a\.csv:\d: not valid CSV"):
+        train(Dataset(path=str(tmp_path / "a.csv")))
+
+
+def test_not_utf8_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(EnvError, match=r"a\.jsonl:2: not UTF-8 \(byte 13"):
+        train(Dataset(path=str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_empty_data_set_says_so(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    for env in (Dataset(path=str(tmp_path / "a.jsonl")), Gsm8k(path=str(tmp_path / "a.jsonl"))):
+        with pytest.raises(EnvError, match=r"a\.jsonl is empty; expected at least one row"):
+            env.tasks("train")
+
+
+def test_split_without_rows_says_so(tmp_path: Path) -> None:
+    env = Dataset(path=jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}), test_share=0.0)
+    with pytest.raises(EnvError, match="has no test tasks; add rows, change test_share"):
+        env.tasks("test")
+
+
+def test_missing_file_is_guessed(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", {"prompt": "a"})
+    with pytest.raises(
+        EnvError, match=r"there is no file .*/tran\.jsonl; did you mean 'train\.jsonl'\?; relative paths"
+    ):
+        train(Dataset(path=str(tmp_path / "tran.jsonl")))
+    with pytest.raises(EnvError, match=r"there is no folder .* either"):
+        train(Gsm8k(path=str(tmp_path / "nowhere" / "train.jsonl")))
+
+
+def test_folder_lists_its_files(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", {"prompt": "a"})
+    with pytest.raises(EnvError, match=r"is a folder; name one file in it: train\.jsonl"):
+        train(Dataset(path=str(tmp_path)))
+
+
+def test_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.xlsx").write_text("")
+    with pytest.raises(EnvError, match=r"cannot read \.xlsx; use \.jsonl, .*\.parquet"):
+        train(Dataset(path=str(tmp_path / "a.xlsx")))
+
+
+def test_options_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="path must name"):
+        Dataset(path=" ")
+    with pytest.raises(ConfigError, match="max_rows must be"):
+        Dataset(path="a.jsonl", max_rows=0)
+    assert set(Dataset(path="a.jsonl", test_path="b.jsonl").inert()) == {
+        "subset",
+        "train_split",
+        "test_split",
+        "test_share",
+    }
+
+
+# dataset: splits, transforms, the hub
+
+
+def test_equal_prompts_stay_on_one_side(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n % 20}", "answer": str(n)} for n in range(100)]
+    env = Dataset(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.3)
+    sides = [{task.prompt for task in env.tasks(split)} for split in ("train", "test")]  # type: ignore[arg-type]
+    assert all(sides)
+    assert not sides[0] & sides[1]
+
+
+def test_max_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}", "answer": str(n)} for n in range(100)]
+    env = Dataset(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.3, max_rows=5)
+    assert [len(env.tasks("train")), len(env.tasks("test"))] == [5, 5]
+
+
+@pytest.fixture
+def transforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "row_changes.py").write_text(
+        "def good(row):\n"
+        "    return None if row['a'] == 2 else {'prompt': f\"What is {row['a']}?\", 'answer': str(row['a']), **row}\n"
+        "def bad(row): return 1 / row['a']\n"
+        "def wrong(row): return [row]\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "row_changes", raising=False)
+    return jsonl(tmp_path / "a.jsonl", *({"a": n} for n in range(4)))
+
+
+def test_transform_changes_rows_and_leaves_some_out(transforms: str) -> None:
+    tasks = train(Dataset(path=transforms, transform="row_changes:good", test_share=0.0))
+    assert [task.answer for task in tasks] == ["0", "1", "3"]
+    assert tasks[0].prompt == asked("What is 0?")
+    assert tasks[0].meta["a"] == 0
+
+
+@pytest.mark.parametrize(
+    ("transform", "said"),
+    [
+        ("row_changes:bad", r"a\.jsonl:1: transform row_changes:bad raised ZeroDivisionError"),
+        ("row_changes:wrong", r"a\.jsonl:1: transform row_changes:wrong returned list, expected the row or None"),
+        ("row_changes:number", "is a int, expected a function"),
+        ("row_changes:missing", "cannot be imported"),
+        ("no_such_module:fn", "cannot be imported: No module named 'no_such_module'"),
+    ],
+)
+def test_transform_mistakes(transforms: str, transform: str, said: str) -> None:
+    with pytest.raises(EnvError, match=said):
+        train(Dataset(path=transforms, transform=transform, test_share=0.0))
+
+
+def test_hub_rows_come_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked_for = []
+
+    def load(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+        asked_for.append((name, subset, split))
+        return [EGGS, CLIPS] if split == "train" else [COINS]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    env = Gsm8k()
+    assert [task.id for task in env.tasks("train")] == ["train/1", "train/2"]
+    assert [task.answer for task in env.tasks("test")] == ["10"]
+    assert asked_for == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    shared = Dataset(path="some/data", prompt="question", test_share=0.5)
+    assert len(train(Dataset(path="some/data", prompt="question", test_share=0.0))) == 2
+    assert shared.inert() == {}
+    with pytest.raises(EnvError, match=r"some/data\[train\] row 1: no column 'prompt'"):
+        train(Dataset(path="some/data"))
+
+
+def test_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(
+        EnvError, match=r"'openai/gsm8k' \(subset main, split 'train'\) cannot be loaded: ConnectionError"
+    ):
+        Gsm8k().tasks("train")
+
+
+def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EnvError, match=r"tandem-rl\[data\]"):
+        Gsm8k().tasks("train")

@@ -1,0 +1,312 @@
+"""The report, built from run folders as a trainer leaves them: whole, torn, empty, long and hostile."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.report_run import made_rollouts, make_run, write
+
+from tandem.errors import TandemError
+from tandem.report import build, page, samples, series
+from tandem.report.folder import load
+from tandem.report.summary import summarise
+
+HOSTILE = (
+    "</script><script>document.documentElement.dataset.hacked='yes'</script><!-- <img src=x onerror=alert(1)> & \u2028"
+)
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found
+    loaded: dict[str, Any] = json.loads(found[1])
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "arithmetic-smollm2-0601")
+
+
+def test_whole_run_becomes_one_self_contained_page(run_folder: Path) -> None:
+    path = build(run_folder)
+    text = path.read_text()
+    assert path == run_folder / "report.html"
+    assert list(run_folder.glob("*.tmp")) == []
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text)
+    assert "@import" not in text
+    assert "url(http" not in text
+    assert "default-src 'none'" in text
+    data = data_of(path)
+    assert data["series"]["steps"] == list(range(1, 41))
+    assert len(data["series"]["values"]["reward/p75"]) == 40
+    assert [step["step"] for step in data["rollouts"]["steps"]] == list(range(1, 41))
+    assert data["resumed"] == [20]
+    assert data["config"].startswith("model:")
+
+
+def test_the_summary_says_what_happened(run_folder: Path) -> None:
+    summary = summarise(load(run_folder))
+    assert summary["status"] == "finished"
+    assert (summary["steps"], summary["steps_planned"], summary["resumes"]) == (40, 40, 1)
+    assert summary["before"]
+    assert summary["before"]["step"] == 0
+    assert summary["before"]["pass_k"] == 4
+    assert summary["after"]
+    assert summary["after"]["step"] == 40
+    assert summary["beyond_interval"]
+    assert summary["reward_first"]
+    assert summary["reward_last"]
+    assert summary["reward_last"] > summary["reward_first"]
+    assert summary["tokens_generated"] == pytest.approx(40 * 32 * 28)
+    assert 600 < summary["seconds"] < 800, "the hour between kill and resume does not count"
+    assert ("learning rate", "3e-05") in summary["facts"]
+    assert "Held-out accuracy" in page.headline(summary)
+
+
+def test_killed_run_with_torn_files_still_reports(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", until=7, done=False)
+    for name in ("metrics.jsonl", "events.jsonl", "eval.jsonl", "rollouts/000007.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 8, "metr')
+    summary = data_of(build(folder))["summary"]
+    assert (summary["status"], summary["steps"]) == ("unfinished", 7)
+    assert summary["after"] is None
+    assert summary["before"] is not None
+    assert summary["reward_window"] == 3, "first and last steps do not overlap"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.yaml": ""},
+        {"config.yaml": "steps: [", "metrics.jsonl": ""},
+        {"metrics.jsonl": "\n"},
+        {"events.jsonl": "[]\n{}\n"},
+    ],
+)
+def test_almost_nothing_is_enough(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    data = data_of(build(tmp_path))
+    assert data["series"]["steps"] == []
+    assert data["rollouts"]["steps"] == []
+    assert data["summary"]["status"] == "not started"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TandemError, match="not a run folder"):
+        build(tmp_path)
+
+
+def test_model_output_cannot_leave_the_data_element(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run<b>&", steps=2)
+    records = made_rollouts(random.Random(1), 2, 2)
+    for record in records:
+        record["text"] = record["answer"] = HOSTILE
+        record["messages"][-1]["content"] = record["prompt"][1]["content"] = HOSTILE
+        record["tokens"] = [{"t": HOSTILE, "id": 1, "lp": -1.0, "tp": -1.0, "adv": 0.5, "m": 1}]
+    write(folder / "rollouts" / "000002.jsonl", records)
+    (folder / "config.yaml").write_text(f"steps: 2\nmodel: {json.dumps(HOSTILE)}\n")
+    path = build(folder)
+    text = path.read_text()
+    assert text.count("</script>") == 2, "the page's own two"
+    assert "<img" not in text
+    assert "<!--" not in text
+    assert "<b>" not in text
+    data = data_of(path)
+    assert data["rollouts"]["steps"][1]["groups"][0]["prompt"][1]["content"] == HOSTILE
+    assert [1, HOSTILE] in data["rollouts"]["pieces"]
+
+
+def test_numbers_that_are_not_finite_are_reported(tmp_path: Path) -> None:
+    rows = [
+        {"step": i, "time": 1.0 * i, "metrics": {"grad_norm": None if i == 2 else 0.5, "loss": 0.1}}
+        for i in range(1, 4)
+    ]
+    write(tmp_path / "metrics.jsonl", rows)
+    data = data_of(build(tmp_path))
+    assert data["series"]["odd"] == {"grad_norm": [2]}
+    assert data["series"]["values"]["grad_norm"] == [0.5, None, 0.5]
+
+
+def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
+    rows = [
+        {"step": i, "time": 1.0, "metrics": {"loss": float(i), "lag/max": float(i), "lag/min": float(i)}}
+        for i in range(1, 2001)
+    ]
+    write(tmp_path / "metrics.jsonl", rows)
+    columns = series.columns(load(tmp_path), most=500)
+    assert columns["share"] == 4
+    assert len(columns["steps"]) == 500
+    assert columns["steps"][-1] == 2000
+    assert [columns["values"][name][0] for name in ("loss", "lag/max", "lag/min")] == [2.5, 4.0, 1.0]
+
+
+def test_two_thousand_steps_stay_small(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2000, rollouts_every=25)
+    path = build(folder)
+    embedded = [step["step"] for step in data_of(path)["rollouts"]["steps"]]
+    assert path.stat().st_size < 6_000_000
+    assert len(embedded) == samples.MOST_STEPS
+    assert (embedded[0], embedded[-1]) == (1, 2000)
+
+
+def test_rollouts_keep_to_their_limit_by_fewer_steps_then_fewer_groups(run_folder: Path) -> None:
+    run = load(run_folder)
+    some = samples.collect(run, most_bytes=60_000)
+    assert 2 <= len(some["steps"]) < 40
+    assert [some["steps"][i]["step"] for i in (0, -1)] == [1, 40]
+    assert len(json.dumps(some["steps"])) < 100_000
+    few = samples.collect(run, most_bytes=10)
+    assert [(step["step"], len(step["groups"]), step["left_out"]) for step in few["steps"]] == [(1, 1, 3), (40, 1, 3)]
+    used = {place for step in few["steps"] for group in step["groups"] for r in group["rollouts"] for place in r["p"]}
+    assert used == set(range(len(few["pieces"]))), "no token of a left-out group is embedded"
+
+
+def test_tokens_survive_packing(tmp_path: Path) -> None:
+    record = made_rollouts(random.Random(5), 1, 2, groups=1, size=1)[0]
+    record["tokens"] = [
+        {"t": "4", "id": 36, "lp": -0.12345, "tp": -0.12344, "adv": 0.5, "m": 1},
+        {"t": "4", "id": 36, "lp": -2.0, "tp": None, "adv": -0.25, "m": 0},
+    ]
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.yaml").write_text("steps: 1")
+    write(tmp_path / "rollouts" / "000001.jsonl", [record])
+    packed = samples.collect(load(tmp_path))
+    rollout = packed["steps"][0]["groups"][0]["rollouts"][0]
+    assert packed["pieces"] == [(36, "4")]
+    assert rollout["p"] == [0, 0]
+    assert rollout["l"] == [-1234, -20000]
+    assert rollout["d"] == [10, None]
+    assert rollout["a"] == [0.5, -0.25]
+    assert rollout["m"] == [1, 0]
+
+
+def tokens_of(*texts: str) -> list[dict[str, Any]]:
+    return [{"t": text, "id": i, "lp": -1.0, "tp": -1.0, "adv": 0.0, "m": 1} for i, text in enumerate(texts)]
+
+
+TURNS = [
+    {"role": "assistant", "content": "<call>3*4</call>"},
+    {"role": "tool", "content": "12"},
+    {"role": "assistant", "content": "It is 12."},
+]
+
+
+def test_turns_find_their_tokens_by_text() -> None:
+    placed = samples.place_tokens(TURNS, tokens_of("<call>", "3*4", "</call>", "<|im_end|>", "\n", "It is", " 12."))
+    assert placed == [{"role": "assistant", "tokens": [0, 5]}, TURNS[1], {"role": "assistant", "tokens": [5, 7]}]
+
+
+def test_turns_find_their_tokens_by_recorded_counts() -> None:
+    placed = samples.place_tokens(TURNS, tokens_of("a", "b", "c"), turns=[2, 1])
+    assert [part.get("tokens") for part in placed] == [[0, 2], None, [2, 3]]
+
+
+def test_turns_whose_text_was_changed_show_messages_and_tokens() -> None:
+    placed = samples.place_tokens(TURNS, tokens_of("something", " else"))
+    assert placed[:3] == TURNS
+    assert placed[3] == {"role": "sampled tokens", "tokens": [0, 2]}
+
+
+def test_the_latest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "env": "e", "mean": 0.1},
+        {"step": 4, "env": "e", "mean": 0.2},
+        {"step": 4, "env": "e", "mean": 0.3},
+    ]
+    write(tmp_path / "eval.jsonl", rows)
+    (tmp_path / "config.yaml").write_text("steps: 4")
+    summary = summarise(load(tmp_path))
+    assert summary["before"]
+    assert summary["after"]
+    assert (summary["before"]["mean"], summary["after"]["mean"]) == (0.1, 0.3)
+    assert not summary["beyond_interval"], "no interval, no claim"
+
+
+def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:
+    pairs = samples.answers(load(run_folder))
+    assert len(pairs) == 10
+    assert pairs[0]["task"] == "arithmetic/test-0"
+    assert pairs[0]["before"]["samples"] == 4
+    assert sum(p["after"]["reward"] for p in pairs) > sum(p["before"]["reward"] for p in pairs)
+
+
+def test_frequent_events_do_not_hide_rare_ones(tmp_path: Path) -> None:
+    rows = [
+        {"time": 0.0, "event": "run_started"},
+        *({"time": float(i), "event": "published", "step": i} for i in range(1, 500)),
+    ]
+    write(tmp_path / "events.jsonl", rows)
+    kept, counts = page.latest_events(load(tmp_path), most=10)
+    assert [event["event"] for event in kept] == ["run_started"] + ["published"] * 10
+    assert counts == {"published": 499, "run_started": 1}
+
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
+    None,
+)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to draw the page with")
+@pytest.mark.parametrize("kind", ["whole", "hostile", "empty"])
+def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    if kind == "empty":
+        folder.mkdir()
+        (folder / "config.yaml").write_text("steps: 3\nmodel: m\n")
+    else:
+        make_run(folder, steps=4)
+    if kind == "hostile":
+        record = made_rollouts(random.Random(1), 4, 4, groups=1, size=1)[0]
+        record |= {
+            "messages": [*record["prompt"], *TURNS, {"role": "user", "content": HOSTILE}],
+            "tokens": tokens_of(HOSTILE, ""),
+            "answer": HOSTILE,
+            "status": "error",
+            "reward": None,
+            "error": HOSTILE,
+        }
+        write(folder / "rollouts" / "000004.jsonl", [record])
+    drawn = dump_dom(build(folder), tmp_path)
+    root = re.search(r"<html[^>]*>", drawn)
+    assert root
+    assert 'data-ready="yes"' in root[0]
+    assert "data-error" not in root[0]
+    assert "data-hacked" not in root[0]
+    if kind == "whole":
+        assert drawn.count("<article") >= 13
+        assert 'class="tok"' in drawn
+        assert len(re.findall(r'<button[^>]*aria-current="true"', drawn)) == 1, "one group of the list is marked"
+        assert len(re.findall(r'<svg role="img"', drawn)) >= 12
+    if kind == "hostile":
+        assert "<img" not in drawn.split('id="data"')[0]
+
+
+def dump_dom(path: Path, home: Path) -> str:
+    """The page after its script ran."""
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={home / 'profile'}",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        path.as_uri(),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout

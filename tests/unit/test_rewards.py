@@ -1,0 +1,330 @@
+"""Rewards on the texts that policies write."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from tandem.errors import ConfigError, RewardError
+from tandem.rewards.countdown import Countdown
+from tandem.rewards.exact import Exact
+from tandem.rewards.format import Format
+from tandem.rewards.length import Length
+from tandem.rewards.math_verify import MathVerify
+from tandem.rewards.number import Number
+from tandem.rewards.overlong import Overlong
+from tandem.rewards.reasoning_gym import ReasoningGym
+from tandem.rewards.repetition import Repetition
+from tandem.types import Completion, Message, Rollout, Task, Turn
+
+
+def said(*replies: str, answer: str = "", meta: dict[str, Any] | None = None, tokens: int = 1) -> Rollout:
+    """A rollout of one or several turns; the prompt holds a worked example."""
+    prompt = (
+        Message(role="user", content="What is 1 + 1?"),
+        Message(role="assistant", content="2"),
+        Message(role="user", content="And now?"),
+    )
+    task = Task(id="t", env="e", prompt=prompt, answer=answer, meta=meta or {})
+    messages = [*prompt]
+    for number, reply in enumerate(replies):
+        messages += [Message(role="user", content="7")] if number else []
+        messages.append(Message(role="assistant", content=reply))
+    completion = Completion(tokens=(5,) * tokens, logprobs=(-1.0,) * tokens, versions=(0,) * tokens, finish="stop")
+    turns = (Turn(prompt=(1,), completion=completion, temperature=1.0),)
+    return Rollout(id="g/0", task=task, turns=turns, messages=tuple(messages), status="ok")
+
+
+# number
+
+
+@pytest.mark.parametrize(
+    ("reply", "gold"),
+    [
+        ("7", "7"),
+        ("3 + 4 = 7.", "7"),
+        ("The answer is 7, I think", "7"),
+        ("**7**", "7"),
+        ("\\boxed{7}", "7"),
+        ("so $1,234.50.", "1234.5"),
+        ("12,345,678", "12345678"),
+        ("#### 18", "#### 18"),
+        ("She has 18", "She sells 3.\n#### 18"),
+        ("5 - 9 = -4", "-4"),
+        ("= −4", "-4"),
+        ("it costs -$4", "-4"),
+        ("it costs $-4", "-4"),
+        ("10-3", "3"),
+        ("10 - 3", "3"),
+        ("(2)-3", "3"),
+        (".5", "0.5"),
+        ("7.0", "7"),
+        ("007", "7"),
+        ("7%", "7"),
+        ("7km", "7"),
+        ("1,2", "2"),
+        ("v1.2.3", "3"),
+        ("0.3333333", "0.33333333"),
+    ],
+)
+def test_number_finds_the_last_number(reply: str, gold: str) -> None:
+    assert Number()(said(reply, answer=gold)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "gold"),
+    [("", "7"), ("seven", "7"), ("7 or 8", "7"), ("4", "-4"), ("13", "3"), ("7.1", "7"), ("٧", "7"), ("9" * 9999, "7")],
+)
+def test_number_is_strict_about_the_value(reply: str, gold: str) -> None:
+    assert Number()(said(reply, answer=gold)) == 0.0
+
+
+def test_number_reads_the_last_turn_only() -> None:
+    assert Number()(said("<calc>3+4</calc>", "It is 7", answer="7")) == 1.0
+    assert Number()(said("7", "I do not know", answer="7")) == 0.0
+    assert Number()(said(answer="2")) == 0.0  # the worked example in the prompt says 2
+
+
+def test_number_after_a_marker() -> None:
+    reward = Number(after="####")
+    assert reward(said("#### 6\n#### 7", answer="7")) == 1.0
+    assert reward(said("7", answer="7")) == 0.0
+    assert reward(said("7 #### ", answer="7")) == 0.0
+
+
+def test_number_tolerance_is_relative_to_the_gold() -> None:
+    assert Number(tolerance=0.01)(said("1009", answer="1000")) == 1.0
+    assert Number(tolerance=0.01)(said("1011", answer="1000")) == 0.0
+    assert Number(tolerance=0)(said("7.0", answer="7")) == 1.0
+
+
+def test_number_needs_a_gold_number() -> None:
+    with pytest.raises(ValueError, match="gold answer 'Paris' of task t holds no number"):
+        Number()(said("7", answer="Paris"))
+
+
+# exact, format
+
+
+def test_exact() -> None:
+    assert Exact()(said(" Paris\n", answer="Paris")) == 1.0
+    assert Exact()(said("paris", answer="Paris")) == 0.0
+    assert Exact(ignore_case=True)(said("paris", answer="Paris")) == 1.0
+    assert Exact(tag="city")(said("<city>Rome</city>no: <city> Paris </city>", answer="Paris")) == 1.0
+    assert Exact(tag="city")(said("Paris", answer="Paris")) == 0.0
+    assert Exact().full_marks == 1.0
+    assert Exact(tag="city").full_marks is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("<think>a</think> <answer>b</answer>", 1.0),
+        ("Well: <think>a\n</think><answer></answer> done", 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_tags(reply: str, value: float) -> None:
+    assert Format(tags=("think", "answer"))(said(reply)) == value
+
+
+def test_format_pattern_is_searched_in_the_trimmed_reply() -> None:
+    reward = Format(pattern=r"(?m)^#### \d+\Z")
+    assert reward(said("Hm.\n#### 7\n\n")) == 1.0
+    assert reward(said("#### 7\nI hope that helps")) == 0.0
+
+
+def test_format_options() -> None:
+    with pytest.raises(ConfigError, match="either pattern or tags"):
+        Format()
+    with pytest.raises(ConfigError, match="not both"):
+        Format(pattern="a", tags=("b",))
+    with pytest.raises(ConfigError, match=r"pattern '\(' is no regular expression"):
+        Format(pattern="(")
+
+
+# length, overlong, repetition
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "value"),
+    [
+        ({}, 10, 1.0),
+        ({}, 5, 0.5),
+        ({}, 15, 0.5),
+        ({}, 99, 0.0),
+        ({"span": 4}, 11, 0.75),
+        ({"side": "longer"}, 1, 1.0),
+        ({"side": "longer"}, 15, 0.5),
+        ({"side": "shorter"}, 99, 1.0),
+        ({"side": "shorter"}, 5, 0.5),
+    ],
+)
+def test_length(options: dict[str, Any], tokens: int, value: float) -> None:
+    assert Length(target=10, **options)(said("x", tokens=tokens)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("tokens", "value"), [(1, 0), (60, 0), (70, -0.25), (100, -1), (200, -1)])
+def test_overlong_is_a_ramp(tokens: int, value: float) -> None:
+    assert Overlong(max_tokens=100, cache=40)(said("x", tokens=tokens)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [("one two three four", 0.0), ("a b", 0.0), ("", 0.0), ("a a a a a", -2 / 3), ("so it is so it is", -0.25)],
+)
+def test_repetition(reply: str, value: float) -> None:
+    assert Repetition()(said(reply)) == pytest.approx(value)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for make, first in [
+        (lambda: Length(target=0), "target"),
+        (lambda: Length(target=5, span=0), "span"),
+        (lambda: Overlong(max_tokens=5, cache=6), "cache"),
+        (lambda: Repetition(ngram=0), "ngram"),
+        (lambda: Countdown(partial=1.0), "partial"),
+        (lambda: Number(tolerance=-1), "tolerance"),
+        (lambda: MathVerify(timeout=0), "timeout"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^{first} must be"):
+            make()
+
+
+# countdown
+
+PUZZLE = {"numbers": [3, 5, 8], "target": 64}
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("<answer>(3 + 5) * 8</answer>", 1.0),
+        ("<answer>1</answer> no, <answer>8×(5+3) = 64</answer>", 1.0),
+        ("I think:\n(3+5)*8", 1.0),
+        ("<answer>3 + 5 + 8</answer>", 0.1),
+        ("<answer>64</answer>", 0.0),
+        ("<answer>8 * 8</answer>", 0.0),
+        ("<answer>(3 + 5) * 8 + 3 - 3</answer>", 0.0),
+        ("<answer>8 ^ 2</answer>", 0.0),
+        ("<answer>5 / (3 - 3)</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_countdown(reply: str, value: float) -> None:
+    assert Countdown(partial=0.1)(said(reply, meta=PUZZLE)) == value
+
+
+def test_countdown_may_leave_numbers_out() -> None:
+    rollout = said("<answer>8 * 5</answer>", meta={"numbers": [3, 5, 8], "target": 40})
+    assert Countdown(use="some")(rollout) == 1.0
+    assert Countdown(use="all")(rollout) == 0.0
+    assert Countdown(use="some")(said("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
+
+
+def test_countdown_needs_its_columns() -> None:
+    with pytest.raises(ValueError, match=r"needs meta\['numbers'\] and meta\['target'\]; it has: level"):
+        Countdown()(said("1", meta={"level": 1}))
+
+
+# math_verify
+
+
+@pytest.mark.parametrize(
+    ("reply", "gold"),
+    [
+        ("so 9 + 9 = 18\n#### 18", "18"),
+        ("#### 18 eggs\n\nI hope that helps with your 3 eggs!", "#### 18"),
+        ("#### $1,800", "1,800"),
+        ("The answer is \\boxed{18}.", "18"),
+        ("it is $\\frac{1}{2}$", "0.5"),
+        ("it is 1/2", "\\frac{1}{2}"),
+        ("$2\\sqrt{2}$", "\\sqrt{8}"),
+        ("$x^2 + 2x + 1$", "(x+1)^2"),
+        ("\\sqrt{8}", "\\sqrt{8}"),
+    ],
+)
+def test_math_verify_equal(reply: str, gold: str) -> None:
+    reward = MathVerify()
+    reward.prepare()
+    assert reward(said(reply, answer=gold)) == 1.0
+
+
+@pytest.mark.parametrize(("reply", "gold"), [("", "18"), ("17", "18"), ("no idea", "18"), ("18\n#### 3", "18")])
+def test_math_verify_different(reply: str, gold: str) -> None:
+    assert MathVerify()(said(reply, answer=gold)) == 0.0
+
+
+def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:
+    reward = MathVerify(timeout=1)
+    reward.prepare()
+    assert reward(said("#### 9^9^9^9", answer="18")) == 0.0
+    assert not caplog.records
+
+
+def test_math_verify_works_outside_the_main_thread() -> None:
+    values = []
+    thread = threading.Thread(target=lambda: values.append(MathVerify()(said("#### 18", answer="$18$"))))
+    thread.start()
+    thread.join()
+    assert values == [1.0]
+
+
+def test_missing_libraries_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(RewardError, match=r"tandem-rl\[math\]"):
+        MathVerify().prepare()
+    with pytest.raises(RewardError, match=r"tandem-rl\[reasoning-gym\]"):
+        ReasoningGym().prepare()
+
+
+# reasoning_gym
+
+
+def gym(reply: str, answer: str = "7", task: str = "chain_sum", **metadata: Any) -> Rollout:
+    meta = {"task": task, "config": {}, "question": "4 + 3 =", "metadata": metadata, "unsolved": False}
+    return said(reply, answer=answer, meta=meta)
+
+
+@pytest.mark.parametrize(
+    ("extract", "reply", "value"),
+    [
+        ("auto", "4 + 3 = 7", 1.0),
+        ("auto", "State the final answer: 4 + 3 = ... 7", 1.0),
+        ("auto", "<answer> 7 </answer> (not 8)", 1.0),
+        ("auto", "<answer>8</answer> 7", 0.0),
+        ("auto", "17", 0.0),
+        ("auto", "", 0.0),
+        ("last_number", "<answer>8</answer> 7", 1.0),
+        ("tag", "7", 0.0),
+        ("tag", "<answer>7</answer>", 1.0),
+        ("whole", "4 + 3 = 7", 0.0),
+        ("whole", " 7\n", 1.0),
+    ],
+)
+def test_reasoning_gym_extraction(extract: Any, reply: str, value: float) -> None:
+    assert ReasoningGym(extract=extract)(gym(reply)) == value
+
+
+def test_reasoning_gym_reads_text_answers_whole() -> None:
+    assert ReasoningGym()(gym("olleh", answer="olleh", task="spell_backward", word="hello")) == 1.0
+    assert ReasoningGym()(gym("It is olleh 2", answer="olleh", task="spell_backward", word="hello")) == 0.0
+
+
+def test_reasoning_gym_partial_credit_is_asked_for() -> None:
+    assert ReasoningGym(partial=True)(gym("17")) == 0.5
+    assert ReasoningGym()(gym("17")) == 0.0
+
+
+def test_reasoning_gym_needs_its_own_tasks() -> None:
+    with pytest.raises(ValueError, match="not from reasoning-gym"):
+        ReasoningGym()(said("7", answer="7"))

@@ -1,0 +1,408 @@
+"""Graders: whatever a reward does, it costs its own rollout and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import RewardError
+from tandem.metrics import flatten
+from tandem.rewards._workers import Graders
+from tandem.rewards.math_verify import MathVerify
+from tandem.rewards.number import Number
+from tandem.rewards.repetition import Repetition
+from tandem.rollout.gold import gold_rollout
+from tandem.types import Message, Rollout, Task
+
+GRADERS = '''
+import asyncio, os, signal, subprocess, sys, time
+
+def text(rollout): return rollout.messages[-1].content
+
+def plain(rollout): return float(text(rollout) == "7")
+async def slow_async(rollout):
+    await asyncio.sleep(0.01)
+    return 0.5
+def by_text(rollout):
+    """Does what the policy says."""
+    said = text(rollout)
+    if said == "raise": raise ValueError("no such luck")
+    if said == "exit": sys.exit(3)
+    if said == "die": os._exit(3)
+    if said == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if said == "hang": time.sleep(60)
+    if said == "spin":
+        while True: pass
+    if said == "child": subprocess.Popen(["sleep", "61.25"]); time.sleep(60)
+    if said == "none": return None
+    if said == "print":
+        print("to stdout"); sys.stdout.flush(); os.write(1, b"raw bytes\\n"); sys.stdin.read(); return 1
+    return {"nan": float("nan"), "inf": float("inf"), "text": "7", "list": [1.0], "bool": True}.get(said, 1.0)
+def numpy(rollout):
+    import numpy as np
+    return np.float32(0.25) if text(rollout) == "scalar" else np.array([0.5])
+def cwd_and_modules(rollout):
+    return float("torch" in sys.modules or "transformers" in sys.modules)
+
+def trl(completions, answer, level, **kwargs):
+    return [float(c[0]["content"] == a) + l for c, a, l in zip(completions, answer, level)]
+async def trl_async(prompts, completions):
+    assert prompts[0] == [{"role": "user", "content": "?"}]
+    return [None if c[-1]["content"] == "none" else 1 for c in completions]
+def rank(completions, **kwargs):
+    """Needs the siblings: the share of shorter ones."""
+    for c in completions:
+        if c[0]["content"] == "raise": raise ValueError("bad sibling")
+        if c[0]["content"] == "hang": time.sleep(60)
+        if c[0]["content"] == "die": os._exit(9)
+    lengths = [len(c[0]["content"]) for c in completions]
+    return [sum(other < mine for other in lengths) / len(lengths) for mine in lengths]
+def together(completions, **kwargs):
+    if len(completions) > 1: raise RuntimeError("only one at a time")
+    return [1.0]
+def short(completions, **kwargs): return [1.0]
+def scalar(completions, **kwargs): return 1.0
+def some_nan(completions, **kwargs): return [float("nan") if c[0]["content"] == "nan" else 1.0 for c in completions]
+def wants(completions, colour): return [1.0 for _ in completions]
+def two(a, b): return 1.0
+number = 5
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sample_graders.py").write_text(GRADERS)
+    (tmp_path / "broken_graders.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def group(*replies: str, answer: str = "7", **meta: Any) -> list[Rollout]:
+    task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer=answer, meta=meta)
+    return [replace(gold_rollout(task, reply), id=f"t@0/{i}") for i, reply in enumerate(replies)]
+
+
+def graded(
+    specs: Mapping[str, Any], rollouts: list[Rollout], timeout: float = 5.0, **options: Any
+) -> tuple[list[Rollout], dict[str, float]]:
+    weighed = {name: spec if isinstance(spec, tuple) else (spec, 1.0) for name, spec in specs.items()}
+
+    async def go() -> tuple[list[Rollout], dict[str, float]]:
+        async with Graders(weighed, timeout=timeout, **options) as graders:
+            return await graders.grade(rollouts), flatten(graders.metrics())
+
+    return asyncio.run(go())
+
+
+# what a reward may return
+
+
+def test_weighted_sum_of_a_part_and_functions() -> None:
+    specs = {
+        "number": (Number(), 1.0),
+        "half": ("sample_graders:slow_async", -0.5),
+        "flat": ("sample_graders.plain", 0.0),
+    }
+    got, metrics = graded(specs, group("It is 7", "7", "8"))
+    assert [rollout.rewards for rollout in got] == [
+        {"number": 1.0, "half": 0.5, "flat": 0.0},
+        {"number": 1.0, "half": 0.5, "flat": 1.0},
+        {"number": 0.0, "half": 0.5, "flat": 0.0},
+    ]
+    assert [rollout.reward for rollout in got] == [0.75, 0.75, -0.25]
+    assert {rollout.status for rollout in got} == {"ok"}
+    assert set(metrics) == {"seconds/grading"}
+
+
+def test_function_object_travels_by_its_name() -> None:
+    import sample_graders  # type: ignore[import-not-found]
+
+    got, _ = graded({"plain": sample_graders.plain}, group("7", "8"))
+    assert [rollout.reward for rollout in got] == [1.0, 0.0]
+
+
+def test_numbers_of_other_libraries() -> None:
+    got, _ = graded({"numpy": "sample_graders:numpy", "bool": "sample_graders:by_text"}, group("scalar", "bool"))
+    assert [rollout.rewards["numpy"] for rollout in got] == [0.25, 0.5]
+    assert got[1].rewards["bool"] == 1.0
+
+
+def test_none_leaves_the_rollout_out_without_an_error() -> None:
+    got, _ = graded({"a": "sample_graders:by_text", "number": Number()}, group("none", "7"))
+    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", None), ("ok", 2.0)]
+    assert got[0].rewards == {"number": 0.0}
+
+
+def test_failed_rollouts_pass_through() -> None:
+    rollouts = group("7", "7")
+    rollouts[0] = replace(rollouts[0], status="error", error="the engine gave up")
+    got, _ = graded({"number": Number()}, rollouts)
+    assert got[0] == rollouts[0]
+    assert got[1].reward == 1.0
+
+
+def test_group_of_failures_needs_no_worker() -> None:
+    rollouts = [replace(rollout, status="error") for rollout in group("7", "7")]
+    assert graded({"number": Number()}, rollouts)[0] == rollouts
+
+
+# TRL's signature
+
+
+def test_trl_function_gets_columns() -> None:
+    got, _ = graded({"trl": "sample_graders:trl"}, group("7", "8", level=10))
+    assert [rollout.reward for rollout in got] == [11.0, 10.0]
+
+
+def test_async_trl_function_gets_only_what_it_asks_for() -> None:
+    got, _ = graded({"trl": "sample_graders:trl_async"}, group("a", "none", unwanted=1))
+    assert [rollout.reward for rollout in got] == [1.0, None]
+
+
+def test_trl_function_that_misses_a_column_says_which() -> None:
+    got, _ = graded({"trl": "sample_graders:wants"}, group("a", "b"))
+    assert all("'colour'" in rollout.error and rollout.status == "error" for rollout in got)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "said"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than")]
+)
+def test_trl_culprit_is_found_and_the_others_are_graded_together(culprit: str, said: str) -> None:
+    got, _ = graded({"rank": "sample_graders:rank"}, group("a", culprit, "aaa", "aa"), 0.4)
+    assert [rollout.reward for rollout in got] == [0.0, None, 2 / 3, 1 / 3]
+    assert got[1].status == "error"
+    assert said in got[1].error
+    assert [rollout.status for rollout in got].count("ok") == 3
+
+
+def test_trl_bad_entry_costs_its_rollout() -> None:
+    got, metrics = graded({"f": "sample_graders:some_nan"}, group("a", "nan"))
+    assert [rollout.reward for rollout in got] == [1.0, None]
+    assert metrics["grading/failed_bad_value"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("together", "only one at a time"),
+        ("short", "1 rewards for 3"),
+        ("scalar", "expected a list of 3 numbers or None"),
+    ],
+)
+def test_trl_failure_without_a_culprit_costs_all(name: str, said: str) -> None:
+    got, _ = graded({"f": f"sample_graders:{name}"}, group("a", "b", "c"))
+    if name == "scalar":  # alone it fails as well, so each is its own culprit
+        said = "expected a list of 1 numbers or None"
+    assert all(rollout.status == "error" and said in rollout.error for rollout in got)
+
+
+# isolation
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "said"),
+    [
+        ("raise", "raised", "reward 'f' raised ValueError: no such luck"),
+        ("exit", "raised", "reward 'f' raised SystemExit: 3"),
+        ("die", "crashed", "reward 'f' ended its process with exit code 3"),
+        ("segv", "crashed", "reward 'f' crashed its process (SIGSEGV)"),
+        ("hang", "timeout", "reward 'f' took longer than 0.5 s and was stopped"),
+        ("spin", "timeout", "reward 'f' took longer than 0.5 s and was stopped"),
+        ("nan", "bad_value", "reward 'f' returned nan; expected a finite number or None"),
+        ("inf", "bad_value", "reward 'f' returned inf; expected a finite number or None"),
+        ("text", "bad_value", "reward 'f' returned '7' (str); expected a finite number or None"),
+        ("list", "bad_value", "reward 'f' returned '[1.0]' (list); expected a finite number or None"),
+    ],
+)
+def test_failure_costs_one_rollout(tmp_path: Path, bad: str, reason: str, said: str) -> None:
+    specs = {"f": "sample_graders:by_text", "number": Number()}
+    got, metrics = graded(specs, group("7", bad, "8"), 0.5, log=tmp_path / "graders.log")
+    assert [rollout.reward for rollout in got] == [2.0, None, 1.0]
+    assert [rollout.status for rollout in got] == ["ok", "error", "ok"]
+    assert got[1].error == said
+    assert "f" not in got[1].rewards
+    assert metrics[f"grading/failed_{reason}"] == 1.0
+    assert metrics.get("grading/restarts", 0.0) == (reason in ("crashed", "timeout"))
+
+
+def test_many_failures_in_one_group() -> None:
+    got, metrics = graded({"f": "sample_graders:by_text"}, group("die", "7", "raise", "hang", "8", "nan", "die"), 0.5)
+    assert [rollout.reward for rollout in got] == [None, 1.0, None, None, 1.0, None, None]
+    assert metrics["grading/failed_crashed"] == 2.0
+    assert metrics["grading/restarts"] == 3.0
+
+
+def test_metrics_count_from_the_last_call() -> None:
+    async def go() -> list[dict[str, float]]:
+        async with Graders({"f": ("sample_graders:by_text", 1.0)}) as graders:
+            seen = []
+            for reply in ("raise", "7"):
+                await graders.grade(group(reply, reply))
+                seen.append(flatten(graders.metrics()))
+            return seen
+
+    first, second = asyncio.run(go())
+    assert first["grading/failed_raised"] == 2.0
+    assert "grading/failed_raised" not in second
+    assert first["seconds/grading"] > 0
+
+
+def test_prints_do_not_disturb_and_end_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "graders.log"
+    got, _ = graded({"f": "sample_graders:by_text"}, group("print", "raise", "7"), log=log)
+    assert [rollout.reward for rollout in got] == [1.0, None, 1.0]
+    text = log.read_text()
+    assert "to stdout" in text
+    assert "raw bytes" in text
+    assert "ValueError: no such luck" in text
+
+
+def test_killed_grader_takes_its_children_along() -> None:
+    graded({"f": "sample_graders:by_text"}, group("child", "7"), 0.5)
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "sleep 61.25" not in running
+
+
+def test_math_verify_runs_in_the_workers_main_thread() -> None:
+    got, _ = graded({"math": MathVerify(timeout=1)}, group("#### 7", "#### 9^9^9^9", "8"))
+    assert [rollout.reward for rollout in got] == [1.0, 0.0, 0.0]
+
+
+def test_workers_import_no_torch() -> None:
+    got, _ = graded({"f": "sample_graders:cwd_and_modules", "n": Number(), "m": MathVerify()}, group("7"))
+    assert got[0].rewards["f"] == 0.0
+
+
+def test_groups_are_graded_side_by_side() -> None:
+    async def go() -> tuple[float, list[list[Rollout]]]:
+        async with Graders({"f": ("sample_graders:by_text", 1.0)}, workers=2, timeout=0.5) as graders:
+            since = time.perf_counter()
+            got = await asyncio.gather(
+                graders.grade(group("hang")), graders.grade(group("7")), graders.grade(group("8"))
+            )
+            return time.perf_counter() - since, list(got)
+
+    _, (hung, *fine) = asyncio.run(go())
+    assert hung[0].status == "error"
+    assert [rollouts[0].reward for rollouts in fine] == [1.0, 1.0]
+
+
+def test_a_worker_killed_while_idle_is_replaced_without_blame() -> None:
+    async def go() -> list[Rollout]:
+        async with Graders({"number": (Number(), 1.0)}) as graders:
+            await graders.grade(group("7"))
+            (slot,) = graders._slots
+            assert slot.worker is not None
+            os.kill(slot.worker._process.pid, signal.SIGKILL)
+            await slot.worker._process.wait()
+            return await graders.grade(group("7", "8"))
+
+    assert [rollout.reward for rollout in asyncio.run(go())] == [1.0, 0.0]
+
+
+def test_cancelled_grading_does_not_leak_into_the_next_group() -> None:
+    async def go() -> list[Rollout]:
+        async with Graders({"f": ("sample_graders:by_text", 1.0), "n": (Number(), 1.0)}, timeout=30.0) as graders:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(graders.grade(group("hang", "hang")), 0.2)
+            return await graders.grade(group("7", "8"))
+
+    assert [rollout.reward for rollout in asyncio.run(go())] == [2.0, 1.0]
+
+
+# opening and ending
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("no_such.mod:fn", "reward function 'no_such.mod:fn' cannot be imported: No module named 'no_such'"),
+        ("sample_graders:missing", "reward function 'sample_graders:missing' cannot be imported: .*missing"),
+        ("broken_graders:fn", "cannot be imported: No module named 'no_such_library'"),
+        ("sample_graders:number", "is a int; expected a function of a rollout"),
+        ("sample_graders:two", r"cannot be used: TypeError: it takes \(a, b\); expected f\(rollout\)"),
+    ],
+)
+def test_reward_that_cannot_be_used_is_told_at_once(spec: str, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        graded({"good": Number(), "f": spec}, [])
+
+
+def test_lambda_is_refused_before_anything_starts() -> None:
+    with pytest.raises(RewardError, match=r"cannot be sent to a grading process.*top level of a module"):
+        Graders({"f": (lambda rollout: 1.0, 1.0)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreachable(Number):
+    """A part whose module the worker cannot import."""
+
+
+def test_part_that_does_not_import_in_the_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unreachable, "__module__", "nowhere_to_be_found")
+    monkeypatch.setitem(sys.modules, "nowhere_to_be_found", sys.modules[__name__])
+    with pytest.raises(RewardError, match="reward 'mine' cannot be imported: No module named 'nowhere_to_be_found'"):
+        graded({"mine": Unreachable()}, [])
+
+
+def test_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(RewardError, match=r"grading process cannot be started.*nowhere"):
+        graded({"number": Number()}, [])
+
+
+def test_full_marks_are_known_for_parts() -> None:
+    specs = {"number": (Number(), 1.0), "loop": (Repetition(), 0.1), "f": ("sample_graders:plain", 1.0)}
+    assert Graders(specs).full_marks == {"number": 1.0, "loop": None, "f": None}
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import asyncio, os, sys
+        from tandem.rewards._workers import Graders
+        from tandem.rollout.gold import gold_rollout
+        from tandem.types import Message, Task
+
+        async def main():
+            async with Graders({"f": ("sample_graders:by_text", 1.0)}, workers=2, timeout=60) as graders:
+                task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer="")
+                hang = asyncio.ensure_future(graders.grade([gold_rollout(task, "spin")]))
+                await asyncio.sleep(0.2)
+                print(*[slot.worker._process.pid for slot in graders._slots], flush=True)
+                await hang
+
+        asyncio.run(main())
+        """
+    )
+    path = os.pathsep.join([*sys.path, str(tmp_path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 10
+    while any(_running(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_running(pid) for pid in workers)
+
+
+def _running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

@@ -1,0 +1,77 @@
+"""Gold replies against graders: a broken reward is found, a right one is not suspected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tandem.envs.base import Environment, Split
+from tandem.rewards._workers import AnyReward, Graders
+from tandem.rewards.exact import Exact
+from tandem.rewards.length import Length
+from tandem.rewards.number import Number
+from tandem.rollout.gold import GoldFailure, check_environment, gold_rollout
+from tandem.types import Message, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Few(Environment):
+    """Three tasks; the gold replies are given."""
+
+    replies: tuple[str | None, ...]
+    asked: tuple[str, ...] = ("7", "8", "9")
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [
+            Task(id=f"t{n}", env="few", prompt=(Message(role="user", content="?"),), answer=answer, meta={"n": n})
+            for n, answer in enumerate(self.asked)
+        ]
+
+    def check(self, task: Task) -> str | None:
+        return self.replies[task.meta["n"]]
+
+
+def failures(env: Environment, specs: Mapping[str, tuple[AnyReward, float]], tasks: int = 3) -> list[GoldFailure]:
+    async def go() -> list[GoldFailure]:
+        async with Graders(specs) as graders:
+            return await check_environment(env, graders, tasks)
+
+    return asyncio.run(go())
+
+
+def test_right_answers_pass_and_rewards_without_full_marks_are_not_asked() -> None:
+    env = Few(replies=("It is 7", "8.", "#### 9"))
+    assert failures(env, {"number": (Number(), 1.0), "length": (Length(target=500), 0.1)}) == []
+
+
+def test_reward_that_refuses_a_gold_reply_is_named() -> None:
+    env = Few(replies=("7", "It is 8", "9"))
+    (failure,) = failures(env, {"number": (Number(), 1.0), "exact": (Exact(), 0.5)})
+    assert (failure.task, failure.reward, failure.got, failure.expected) == ("t1", "exact", 0.0, 1.0)
+    assert str(failure) == "task t1: reward 'exact' gives the gold reply 0, expected 1"
+
+
+def test_grading_error_is_a_failure() -> None:
+    (failure,) = failures(Few(replies=("7", "8", "9"), asked=("seven", "8", "9")), {"number": (Number(), 1.0)})
+    assert failure.task == "t0"
+    assert "holds no number" in str(failure)
+
+
+def test_only_the_first_tasks_are_checked() -> None:
+    assert failures(Few(replies=("7", "wrong", "wrong")), {"number": (Number(), 1.0)}, tasks=1) == []
+
+
+def test_tasks_without_a_gold_reply_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert failures(Few(replies=(None, "8", None)), {"number": (Number(), 1.0)}) == []
+    assert "no gold reply to 2 of 3 tasks" in caplog.text
+
+
+def test_gold_rollout_is_a_finished_turn() -> None:
+    task = Few(replies=()).tasks("train")[0]
+    rollout = gold_rollout(task, "7")
+    assert rollout.text == "7"
+    assert rollout.num_tokens == 1
+    assert not rollout.truncated

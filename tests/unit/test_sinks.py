@@ -1,0 +1,385 @@
+"""What each sink writes, read back as its reader would."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.sinks import _board
+from tandem.sinks._board import Board, duration, number, sparkline
+from tandem.sinks.base import Activity, RunInfo, Writer
+from tandem.sinks.console import Console
+from tandem.sinks.tensorboard import Tensorboard
+from tandem.sinks.trackio import Trackio
+from tandem.sinks.wandb import Wandb
+
+CONFIG = {
+    "model": "org/SmolLM2-135M",
+    "env": {"kind": "gsm8k"},
+    "trains": {"kind": "full"},
+    "sync": {"kind": "shared"},
+    "groups_per_step": 4,
+    "group_size": 8,
+    "max_lag": 1,
+}
+METRICS = {
+    "reward": 0.4125,
+    "reward/std": 0.3,
+    "accuracy": 0.41,
+    "length": 64.25,
+    "rollouts/truncated": 0.031,
+    "lag": 0.5,
+    "lag/max": 1.0,
+    "tokens_per_second": 1812.4,
+    "kl_behavior": 1.2e-5,
+    "grad_norm": 0.34,
+    "seconds/step": 12.1,
+    "seconds/wait": 6.0,
+    "seconds/forward_backward": 4.0,
+}
+
+
+def info(folder: Path, resumed_step: int = 0, activity: Any = Activity) -> RunInfo:
+    return RunInfo(
+        name="gsm8k-run", folder=folder, steps=200, config=CONFIG, resumed_step=resumed_step, activity=activity
+    )
+
+
+def evaluation(step: int, mean: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "env": "gsm8k",
+        "tasks": 40,
+        "samples": 4,
+        "mean": mean,
+        "mean_ci": [mean - 0.06, mean + 0.06],
+        "pass_at": {"1": mean, "4": mean + 0.2},
+    }
+
+
+def test_plain_console_is_one_line_per_step_and_per_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = Console().open(info(tmp_path))
+    writer.event("eval_started", {})
+    writer.evaluation(0, evaluation(0, 0.25), {})
+    writer.event("published", {"step": 1})
+    writer.write(1, METRICS)
+    writer.write(2, METRICS)
+    writer.event("checkpoint_saved", {"step": 2, "seconds": 1.5})
+    writer.evaluation(2, evaluation(2, 0.5), {})
+    writer.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gsm8k-run · SmolLM2-135M · gsm8k · full · shared · 4 × 8 a step · lag ≤ 1 · 200 steps"
+    assert lines[1] == "evaluation at step 0: 25.0 % [19–31], pass@4 45.0 %, 40 tasks × 4"
+    assert (
+        lines[2]
+        == "  1/200  reward 0.412  acc 41%  len 64.2  cut 3.1%  lag 0.500  kl 1.2e-05  grad 0.340  1,812 tok/s  12.1 s"
+    )
+    assert re.fullmatch(r"  2/200  reward .*  12\.1 s  \S+ .*left", lines[3])
+    assert lines[4] == "checkpoint saved (step 2, seconds 1.5)"
+    assert lines[5].endswith("40 tasks × 4; 25.0 % [19–31] at step 0")
+    assert len(lines) == 6
+    assert all("\x1b" not in line for line in lines)
+
+
+def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    writer = Console(live="never").open(info(tmp_path))
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        writer.write(1, METRICS)
+
+
+@dataclass
+class Waiting:
+    owner: str = "trainer"
+    reason: str = "the next batch"
+    on: str = "rollout workers"
+    seconds: float = 12.0
+
+
+def drawn(board: Board, width: int) -> list[str]:
+    from rich.console import Console as Terminal
+
+    from tandem.sinks._live import Picture
+
+    terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    with terminal.capture() as capture:
+        terminal.print(Picture(board))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120, 40])
+def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) -> None:
+    board = Board(info(tmp_path, activity=lambda: Activity(phases=(("seconds/wait", 12.0),), waits=[Waiting()])))
+    board.evaluation(0, evaluation(0, 0.25))
+    for step in range(1, 31):
+        board.write(step, METRICS | {"reward": step / 30})
+    board.evaluation(30, evaluation(30, 0.5))
+    board.event("checkpoint_saved", {"step": 30})
+    lines = drawn(board, width)
+    assert {len(line) for line in lines} == {width}, "nothing wraps or hangs over"
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    assert "step 30/200" in text
+    assert "trainer waits for" in text
+    if width >= 80:
+        for part in (
+            "reward",
+            "▁",
+            "█",
+            "41 %",
+            "3.1 % cut",
+            "at most 1.00",
+            "1,812",
+            "1.2e-05",
+            "60 % wait, 40 % fwd+bwd",
+            "rollout workers (the next batch) 12 s",
+            "25.0 % [19–31] step 0  →  50.0 % [44–56] step 30",
+            "45.0 %  →  70.0 %",
+            "checkpoint saved (step 30)",
+        ):
+            assert part in text, part
+
+
+def test_live_board_before_the_first_step_and_after_the_end(tmp_path: Path) -> None:
+    board = Board(info(tmp_path))
+    assert "no step has finished yet" in "\n".join(drawn(board, 80))
+    board.closed = True
+    assert "ended" in "\n".join(drawn(board, 80))
+
+
+def test_a_resumed_board_shows_its_past(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "metrics": {"reward": 0.1, "loss": null}}\n{"step": 2, "metrics": {"reward": 0.3}}\n'
+    )
+    (tmp_path / "eval.jsonl").write_text('{"step": 0, "mean": 0.2}\n')
+    board = Board(info(tmp_path, resumed_step=2))
+    board.write(3, {"reward": 0.5})
+    assert board.history("reward") == [0.1, 0.3, 0.5]
+    assert [record["step"] for record in board.evaluations] == [0]
+
+
+LIVE = """
+import signal, sys, time
+from pathlib import Path
+from tandem.sinks.base import RunInfo
+from tandem.sinks.console import Console
+writer = Console(refresh=20).open(RunInfo(name="r", folder=Path(sys.argv[1]), steps=9, config={}))
+try:
+    print("ready", file=sys.stderr)
+    for step in range(1, 9):
+        writer.write(step, {"reward": 0.5})
+        time.sleep(0.2)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted at", step)
+finally:
+    writer.close()
+"""
+
+
+def test_live_console_in_a_real_terminal_leaves_ctrl_c_alone(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE, str(tmp_path)],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "30"},
+        start_new_session=True,
+    )
+    os.close(follower)
+    seen = b""
+    try:
+        while b"step 2/9" not in re.sub(rb"\x1b\[[0-9;]*m", b"", seen):
+            seen += os.read(leader, 65536)
+        process.send_signal(2)
+        while True:
+            try:
+                chunk = os.read(leader, 65536)
+            except OSError:  # how Linux says that the other end is gone
+                break
+            if not chunk:
+                break
+            seen += chunk
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+    assert b"interrupted at" in seen
+    assert seen.rindex(b"\x1b[?25h") > seen.index(b"\x1b[?25l"), "the cursor is given back"
+
+
+def test_numbers_for_people() -> None:
+    assert [number(x) for x in (0, 0.4125, 1.5, 12.34, 123.4, 1812.4, 999.9, 1.2e-5, -0.5)] == [
+        "0",
+        "0.412",
+        "1.50",
+        "12.3",
+        "123",
+        "1,812",
+        "1,000",
+        "1.2e-05",
+        "-0.500",
+    ]
+    assert [number(x, "accuracy") for x in (0.41, 0.031, 1.0, 0.0)] == ["41 %", "3.1 %", "100 %", "0.0 %"]
+    assert number(float("nan")) == "nan"
+    assert [duration(s) for s in (0.25, 12, 59.6, 200, 7500, 200_000)] == [
+        "0.2 s",
+        "12 s",
+        "60 s",
+        "3 m 20 s",
+        "2 h 05 m",
+        "2 d 7 h",
+    ]
+    assert sparkline([1, 2, 3, 4], 2) == "▁█"
+    assert sparkline([], 5) == ""
+    assert sparkline([2, 2], 5) == "▁▁"
+    assert len(sparkline(list(range(1000)), 24)) == 24
+
+
+def test_rare_events_are_told_and_frequent_ones_are_not() -> None:
+    assert _board.event_text("published", {"step": 1}) == ""
+    late = {"owner": "sync", "reason": "health", "on": "engine", "seconds": 61.0, "state": "deadline"}
+    assert _board.event_text("wait", late) == "sync gave up on engine (health) after 1 m 01 s"
+    assert _board.event_text("wait", late | {"state": "waiting"}) == ""
+    assert _board.event_text("run_done", {}) == "run done"
+
+
+def read_tensorboard(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, str]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    tags = reader.Tags()
+    scalars = {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in tags["scalars"]}
+    texts = {tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
+    return scalars, texts
+
+
+def test_tensorboard_reads_scalars_and_recipe(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    writer = Tensorboard().open(info(tmp_path))
+    writer.write(1, {"reward": 0.25, "loss": float("nan")})
+    writer.write(2, {"reward": 0.5})
+    writer.evaluation(2, {}, {"eval/mean": 0.75})
+    writer.close()
+    scalars, texts = read_tensorboard(tmp_path / "tensorboard")
+    assert scalars["reward"] == [(1, 0.25), (2, 0.5)]
+    assert scalars["eval/mean"] == [(2, 0.75)]
+    assert '"max_lag": 1' in texts["recipe"]
+
+
+def test_tensorboard_forgets_what_a_resume_undid(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    first = Tensorboard().open(info(tmp_path))
+    for step in range(1, 7):
+        first.write(step, {"reward": float(step)})
+    first.close()
+    os.rename(
+        next((tmp_path / "tensorboard").iterdir()), tmp_path / "tensorboard" / "events.out.tfevents.0000000001.host.1.0"
+    )
+    second = Tensorboard().open(info(tmp_path, resumed_step=3))
+    second.write(4, {"reward": 40.0})
+    second.close()
+    scalars, _ = read_tensorboard(tmp_path / "tensorboard")
+    assert scalars["reward"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+class FakeRun:
+    def __init__(self, calls: list[tuple[str, Any]]) -> None:
+        self.calls = calls
+
+    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
+        self.calls.append(("log", (dict(values), step)))
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.calls.append(("define_metric", (name, step_metric)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+def fake_library(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[str, Any]]:
+    calls: list[tuple[str, Any]] = []
+
+    def init(**options: Any) -> FakeRun:
+        calls.append(("init", options))
+        return FakeRun(calls)
+
+    module = types.ModuleType(name)
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def play(writer: Writer, step: int) -> None:
+    writer.write(step, {"reward": 0.5})
+    writer.evaluation(step, {}, {"eval/mean": 0.25})
+    writer.close()
+
+
+def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_library(monkeypatch, "wandb")
+    play(Wandb(project="p", tags=("a",), mode="offline").open(info(tmp_path)), 1)
+    play(Wandb(project="p", mode="offline").open(info(tmp_path, resumed_step=1)), 2)
+    first, second = (options for name, options in calls if name == "init")
+    assert first["id"] == second["id"] == (tmp_path / "wandb.id").read_text().strip()
+    assert first["resume"] == "allow"
+    assert first["project"] == "p"
+    assert first["tags"] == ["a"]
+    assert first["mode"] == "offline"
+    assert first["config"] == CONFIG
+    assert first["name"] == "gsm8k-run"
+    assert first["dir"] == str(tmp_path)
+    assert ("define_metric", ("*", "step")) in calls
+    assert [what for name, what in calls if name == "log"] == [
+        ({"step": 1, "reward": 0.5}, None),
+        ({"step": 1, "eval/mean": 0.25}, None),
+        ({"step": 2, "reward": 0.5}, None),
+        ({"step": 2, "eval/mean": 0.25}, None),
+    ]
+    assert calls[-1] == ("finish", None)
+
+
+def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_library(monkeypatch, "trackio")
+    play(Trackio(project="p", space="me/board").open(info(tmp_path)), 1)
+    play(Trackio(project="p").open(info(tmp_path, resumed_step=1)), 2)
+    first, second = (options for name, options in calls if name == "init")
+    assert (first["resume"], second["resume"]) == ("never", "allow")
+    assert first["name"] == second["name"] == "gsm8k-run"
+    assert first["space_id"] == "me/board"
+    assert ("log", ({"reward": 0.5}, 1)) in calls
+    assert ("log", ({"eval/mean": 0.25}, 2)) in calls
+
+
+@pytest.mark.parametrize(
+    ("sink", "package"), [(Wandb(), "wandb"), (Trackio(), "trackio"), (Tensorboard(), "tensorboard")]
+)
+def test_a_missing_library_names_the_extra(
+    sink: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for attempt in (sink.check, lambda: sink.open(info(tmp_path))):
+        with pytest.raises(ConfigError, match=rf"pip install 'tandem-rl\[{package}\]'"):
+            attempt()

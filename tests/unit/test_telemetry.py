@@ -1,0 +1,324 @@
+"""What leaves a run: merged once per step, whole lines, and a past that a resume can rely on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.metrics import Histogram, Mean, Sum
+from tandem.sinks import _lines
+from tandem.sinks.base import RunInfo, Sink, Writer
+from tandem.telemetry import trace, waits
+from tandem.telemetry.emit import Telemetry, activity, evaluation_scalars
+
+EVALUATION = {
+    "step": 2,
+    "env": "arithmetic",
+    "tasks": 40,
+    "samples": 4,
+    "mean": 0.25,
+    "mean_ci": [0.2, 0.3],
+    "pass_at": {"1": 0.25, "4": 0.5},
+    "pass_ci": [0.4, 0.6],
+    "truncated": 0.0,
+    "tokens": 30.5,
+    "rollouts": [],
+}
+
+
+def info(folder: Path, resumed_step: int = 0) -> RunInfo:
+    return RunInfo(name="run", folder=folder, steps=10, config={}, resumed_step=resumed_step)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Recorder:
+    """A sink's writer that remembers, and fails where it is told to."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.fails = fails
+
+    def _call(self, name: str, what: Any) -> None:
+        self.calls.append((name, what))
+        if name == self.fails:
+            raise RuntimeError("the network is gone")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._call("write", (step, dict(scalars)))
+
+    def evaluation(self, step: int, record: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
+        self._call("evaluation", (step, dict(scalars)))
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        self._call("event", (name, dict(fields)))
+
+    def close(self) -> None:
+        self._call("close", None)
+
+
+@dataclass(frozen=True)
+class Recording(Sink):
+    writer: Recorder
+
+    def open(self, info: RunInfo) -> Writer:
+        return self.writer
+
+
+@dataclass(frozen=True)
+class Broken(Sink):
+    def open(self, info: RunInfo) -> Writer:
+        raise PermissionError("not logged in")
+
+
+def test_a_step_is_merged_once_and_reaches_every_writer(tmp_path: Path) -> None:
+    writer = Recorder()
+    with Telemetry(info(tmp_path), [Recording(writer)]) as telemetry:
+        scalars = telemetry.emit(
+            1, [{"loss": Mean(1.0, 1), "seconds/pack": Sum(1)}, {"loss": Mean(5.0, 2), "seconds/pack": Sum(2)}]
+        )
+    assert scalars == {"loss": 2.0, "seconds/pack": 3}
+    assert writer.calls == [("write", (1, scalars)), ("close", None)]
+    (row,) = rows(tmp_path / "metrics.jsonl")
+    assert row["step"] == 1
+    assert row["metrics"] == scalars
+    assert row["time"] > 1e9
+
+
+def test_a_step_cannot_be_emitted_twice(tmp_path: Path) -> None:
+    with Telemetry(info(tmp_path, resumed_step=3)) as telemetry:
+        telemetry.emit(4, [])
+        for step in (4, 3):
+            with pytest.raises(ValueError, match="once per step"):
+                telemetry.emit(step, [])
+
+
+def test_a_failing_sink_is_warned_of_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Recorder(fails="write"), Recorder()
+    with Telemetry(info(tmp_path), [Recording(bad), Recording(good)]) as telemetry:
+        for step in (1, 2, 3):
+            telemetry.emit(step, [{"loss": Sum(1)}])
+    assert [name for name, _ in bad.calls] == ["write"]
+    assert [name for name, _ in good.calls] == ["write"] * 3 + ["close"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "off for the rest of this run" in warnings[0]
+    assert "the network is gone" in warnings[0]
+    assert len(rows(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_a_sink_that_cannot_open_stops_the_run_at_once_and_closes_the_others(tmp_path: Path) -> None:
+    writer = Recorder()
+    with (
+        pytest.raises(ConfigError, match=r"not logged in.*take test_telemetry"),
+        Telemetry(info(tmp_path), [Recording(writer), Broken()]),
+    ):
+        pytest.fail("opened")
+    assert writer.calls == [("close", None)]
+
+
+def test_a_full_disk_loses_rows_but_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, full = os.write, [False]
+
+    def write(fd: int, data: bytes) -> int:
+        if full[0]:
+            return real(fd, data[:5])  # what a full disk does: part of it fits
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with Telemetry(info(tmp_path)) as telemetry:
+        telemetry.emit(1, [{"loss": Sum(1)}])
+        full[0] = True
+        telemetry.emit(2, [{"loss": Sum(2)}])
+        telemetry.emit(3, [{"loss": Sum(3)}])
+        full[0] = False
+        telemetry.emit(4, [{"loss": Sum(4)}])
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 4]
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert "cannot be written" in errors[0]
+    assert "free disk space" in errors[0]
+    assert "can be written again; 2 writes are missing" in errors[1]
+
+
+def test_resume_forgets_what_did_not_happen(tmp_path: Path) -> None:
+    with Telemetry(info(tmp_path)) as telemetry:
+        telemetry.event("run_started")
+        for step in (1, 2, 3, 4):
+            telemetry.emit(step, [{"loss": Sum(step)}])
+            telemetry.rollouts(step, [{"step": step}])
+            telemetry.evaluation(EVALUATION | {"step": step})
+    for name in ("metrics.jsonl", "eval.jsonl", "events.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 4, "torn')
+    (tmp_path / "rollouts" / "000005.jsonl.tmp").write_text("{")
+    with Telemetry(info(tmp_path, resumed_step=2)) as telemetry:
+        assert [telemetry.evaluated(step) for step in (1, 2, 3)] == [True, True, False]
+        telemetry.event("resumed", step=2)
+        telemetry.emit(3, [{"loss": Sum(30)}])
+    assert [(row["step"], row["metrics"]["loss"]) for row in rows(tmp_path / "metrics.jsonl")] == [
+        (1, 1),
+        (2, 2),
+        (3, 30),
+    ]
+    assert [row["step"] for row in rows(tmp_path / "eval.jsonl")] == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["000001.jsonl", "000002.jsonl"]
+    assert [row["event"] for row in rows(tmp_path / "events.jsonl")] == ["run_started", "resumed"], "history is kept"
+
+
+def test_rows_survive_kill_9(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from tandem.metrics import Sum
+from tandem.sinks.base import RunInfo
+from tandem.telemetry.emit import Telemetry
+telemetry = Telemetry(RunInfo(name="r", folder=Path({str(tmp_path)!r}), steps=9, config={{}})).__enter__()
+for step in (1, 2, 3):
+    telemetry.emit(step, [{{"loss": Sum(step)}}])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=60)
+    assert ended.returncode == -9
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_rollouts_are_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Telemetry(info(tmp_path)) as telemetry:
+        telemetry.rollouts(1, [{"text": "a\u2028b \ud800", "reward": float("nan")}, {"text": "c"}])
+        monkeypatch.setattr(os, "replace", no_room)
+        telemetry.rollouts(2, [{"text": "d"}])
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["000001.jsonl"]
+    lines = (tmp_path / "rollouts" / "000001.jsonl").read_bytes().splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": "a\u2028b ?", "reward": None}, {"text": "c"}]
+    assert "No space left" in caplog.text
+
+
+def test_an_evaluation_is_kept_whole_and_its_numbers_are_shown(tmp_path: Path) -> None:
+    writer = Recorder()
+    with Telemetry(info(tmp_path), [Recording(writer)]) as telemetry:
+        telemetry.evaluation(EVALUATION)
+    (row,) = rows(tmp_path / "eval.jsonl")
+    assert {key: row[key] for key in EVALUATION} == EVALUATION
+    assert "time" in row
+    expected = {
+        "eval/mean": 0.25,
+        "eval/mean/low": 0.2,
+        "eval/mean/high": 0.3,
+        "eval/pass/low": 0.4,
+        "eval/pass/high": 0.6,
+        "eval/pass@1": 0.25,
+        "eval/pass@4": 0.5,
+        "eval/truncated": 0.0,
+        "eval/tokens": 30.5,
+    }
+    assert writer.calls[0] == ("evaluation", (2, expected))
+    assert evaluation_scalars({"step": 0, "mean": 1}) == {"eval/mean": 1.0}
+    assert not (tmp_path / "metrics.jsonl").read_text(), "one line a step there, nothing else"
+
+
+def test_numbers_that_are_not_finite_are_strict_json_and_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Telemetry(info(tmp_path)) as telemetry:
+        for step in (1, 2):
+            telemetry.emit(step, [{"grad_norm": Sum(float("nan")), "loss": Histogram((1.0, 3.0))}])
+    assert [row["metrics"]["grad_norm"] for row in rows(tmp_path / "metrics.jsonl")] == [None, None]
+    assert rows(tmp_path / "metrics.jsonl")[0]["metrics"]["loss"] == 2.0
+    assert caplog.text.count("grad_norm is nan") == 1
+
+
+def test_events_take_anything_but_their_own_keys(tmp_path: Path) -> None:
+    with Telemetry(info(tmp_path)) as telemetry:
+        telemetry.event("checkpoint_saved", name="a", path=tmp_path)
+        with pytest.raises(ValueError, match="cannot be called time"):
+            telemetry.event("x", time=1)
+    (row,) = rows(tmp_path / "events.jsonl")
+    assert row["event"] == "checkpoint_saved"
+    assert row["path"] == str(tmp_path)
+    assert row["name"] == "a"
+
+
+def test_events_from_many_threads_never_mix(tmp_path: Path) -> None:
+    with Telemetry(info(tmp_path)) as telemetry:
+
+        def work(n: int) -> None:
+            for _ in range(50):
+                telemetry.event("e", n=n, text="x" * 500)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(row["n"] for row in rows(tmp_path / "events.jsonl")) == sorted(list(range(8)) * 50)
+
+
+def test_long_waits_become_events_and_show_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.0)
+    with Telemetry(info(tmp_path)):
+        with waits.blocking("sync", "a healthy engine", "engine", deadline=9) as wait, trace.span("seconds/sync"):
+            wait.left()
+            now = activity()
+            assert now.phases[-1][0] == "seconds/sync"
+            assert [(w.owner, w.on) for w in now.waits] == [("sync", "engine")]
+        trace.take()
+    states = [(row["event"], row["owner"], row["on"], row["state"]) for row in rows(tmp_path / "events.jsonl")]
+    assert states == [("wait", "sync", "engine", "waiting"), ("wait", "sync", "engine", "done")]
+    with waits.blocking("sync", "x", "engine"):
+        pass
+    assert len(rows(tmp_path / "events.jsonl")) == 2, "nothing is written after the end"
+
+
+def test_telemetry_outside_its_block_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="outside its with block"):
+        Telemetry(info(tmp_path)).event("x")
+
+
+def test_broken_rows_in_the_middle_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"step": 3')
+    assert [row["step"] for row in _lines.read(path)] == [1, 2]
+    assert f"{path}:2" in caplog.text
+    assert f"{path}:3" in caplog.text
+    assert f"{path}:5" not in caplog.text
+
+
+def test_a_torn_tail_longer_than_a_page_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a": 1}\n{"b": "' + "x" * 10_000)
+    lines = _lines.Lines(path)
+    lines.append({"c": 3})
+    lines.close()
+    assert rows(path) == [{"a": 1}, {"c": 3}]
+
+
+def test_telemetry_and_report_import_no_torch() -> None:
+    code = """
+import sys
+import tandem.report, tandem.telemetry.emit, tandem.telemetry.log
+import tandem.sinks.console, tandem.sinks.tensorboard, tandem.sinks.trackio, tandem.sinks.wandb
+heavy = {"torch", "rich", "tensorboard", "wandb", "trackio", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

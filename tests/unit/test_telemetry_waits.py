@@ -1,0 +1,168 @@
+"""Waits: nobody hangs in silence, and whoever is late is named."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tandem.errors import Deadline
+from tandem.telemetry import waits
+
+
+def test_a_wait_is_listed_while_it_lasts() -> None:
+    async def run() -> None:
+        batch = waits.waiting("trainer", "the next batch", "rollout workers", deadline=5)
+        async with batch, waits.waiting("feed", "a free slot", "trainer"):
+            now = waits.current()
+            assert [(w.owner, w.reason, w.on, w.deadline) for w in now] == [
+                ("trainer", "the next batch", "rollout workers", 5),
+                ("feed", "a free slot", "trainer", None),
+            ]
+            assert now[0].seconds >= now[1].seconds >= 0
+        assert waits.current() == []
+
+    asyncio.run(run())
+
+
+def test_past_its_deadline_a_wait_names_who_was_waited_for() -> None:
+    cancelled = []
+
+    async def never() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(Deadline, match=r"trainer waited 0\.\d s for engine \(pid 7\) \(weights\).*deadline is 0\.02 s"):
+        asyncio.run(waits.wait(never(), owner="trainer", reason="weights", on="engine (pid 7)", deadline=0.02))
+    assert cancelled == [True]
+    assert waits.current() == []
+
+
+def test_the_result_comes_through() -> None:
+    async def answer() -> int:
+        return 42
+
+    assert asyncio.run(waits.wait(answer(), owner="a", reason="b", on="c", deadline=5)) == 42
+
+
+def test_a_timeout_of_the_block_itself_is_not_a_deadline() -> None:
+    async def run() -> None:
+        async with waits.waiting("a", "b", "c", deadline=60):
+            raise TimeoutError("a socket's")
+
+    with pytest.raises(TimeoutError, match="a socket's"):
+        asyncio.run(run())
+    assert waits.current() == []
+
+
+def test_cancelling_the_waiter_is_not_a_deadline() -> None:
+    async def run() -> None:
+        task = asyncio.create_task(waits.wait(asyncio.sleep(60), owner="a", reason="b", on="c", deadline=60))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert waits.current() == []
+
+
+def test_threads_ask_how_long_they_may_still_wait() -> None:
+    with waits.blocking("sync", "the new engine", "engine", deadline=0.05) as wait:
+        first = wait.left(at_most=0.01)
+        assert first == 0.01
+        assert 0 < wait.left() <= 0.05  # type: ignore[operator]
+        time.sleep(0.06)
+        with pytest.raises(Deadline, match="sync waited"):
+            wait.left()
+    with waits.blocking("sync", "x", "engine") as wait:
+        assert wait.left() is None
+        assert wait.left(at_most=3) == 3
+
+
+def test_listeners_hear_of_long_waits_while_they_last_and_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.02)
+    heard: list[tuple[str, str]] = []
+    stop = waits.listen(lambda wait, state: heard.append((wait.owner, state)))
+    try:
+
+        async def break_off() -> None:
+            await asyncio.sleep(0.04)
+            raise ConnectionError
+
+        async def run() -> None:
+            async with waits.waiting("short", "b", "c"):
+                pass
+            async with waits.waiting("long", "b", "c"):
+                await asyncio.sleep(0.06)
+                assert heard == [("long", "waiting")]
+            with pytest.raises(Deadline):
+                async with waits.waiting("late", "b", "c", deadline=0.005):
+                    await asyncio.sleep(60)
+            with pytest.raises(ConnectionError):
+                await waits.wait(break_off(), owner="broken", reason="b", on="c")
+
+        asyncio.run(run())
+    finally:
+        stop()
+    with waits.blocking("after", "b", "c", deadline=0) as wait, pytest.raises(Deadline):
+        wait.left()
+    assert heard == [
+        ("long", "waiting"),
+        ("long", "done"),
+        ("late", "deadline"),
+        ("broken", "waiting"),
+        ("broken", "failed"),
+    ]
+
+
+def test_a_late_wait_fails_the_one_around_it_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.0)
+    ended: dict[str, str] = {}
+    stop = waits.listen(lambda wait, state: ended.update({wait.owner: state}))
+
+    async def run() -> None:
+        async with waits.waiting("outer", "b", "c", deadline=60), waits.waiting("inner", "b", "c", deadline=0.01):
+            await asyncio.sleep(60)
+
+    try:
+        with pytest.raises(Deadline, match="inner waited"):
+            asyncio.run(run())
+    finally:
+        stop()
+    assert ended == {"outer": "failed", "inner": "deadline"}
+
+
+def test_a_broken_listener_harms_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.0)
+
+    def broken(wait: waits.Wait, state: waits.State) -> None:
+        raise RuntimeError("no")
+
+    stop = waits.listen(broken)
+    try:
+        with waits.blocking("a", "b", "c"):
+            pass
+    finally:
+        stop()
+    assert "a listener of waits failed" in caplog.text
+
+
+def test_many_threads_at_once_leave_nothing_behind() -> None:
+    def work(n: int) -> None:
+        for _ in range(200):
+            with waits.blocking(f"thread {n}", "b", "c", deadline=60) as wait:
+                wait.left()
+                waits.current()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert waits.current() == []

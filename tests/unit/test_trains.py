@@ -1,0 +1,312 @@
+"""What is trained, what travels, and that a saved folder loads in Hugging Face's libraries and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tandem.errors import CheckpointError, ConfigError
+from tandem.trains.base import Trains, layer_of
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def model(seed: int = 0, *, tie: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=tie,
+    )
+    made = LlamaForCausalLM(config).eval()
+    for parameter in made.parameters():  # not .to(dtype): the rotary frequencies stay float32, as from_pretrained's
+        parameter.data = parameter.data.to(dtype)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def stir(trains: Trains, module: nn.Module, seed: int) -> None:
+    """What training does, as far as anyone here can tell."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in trains.parameters(module):
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+@torch.no_grad()
+def logits(module: nn.Module) -> Tensor:
+    return module(input_ids=TOKENS).logits  # type: ignore[no-any-return]
+
+
+def bits(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_round_trip(tmp_path: Path, tokenizer: Any, tie: bool, dtype: torch.dtype) -> None:
+    trains = Full()
+    live = trains.prepare(model(tie=tie, dtype=dtype))
+    stir(trains, live, 1)
+    trains.save(live, tokenizer, tmp_path / "model")
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert loaded.dtype == dtype
+    assert same(bits(loaded), bits(live))
+    assert torch.equal(logits(loaded), logits(live))
+    again = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert again.encode("two words") == tokenizer.encode("two words")
+    assert again.chat_template == tokenizer.chat_template
+
+    other = trains.prepare(model(seed=5, tie=tie, dtype=dtype))
+    addresses = {name: p.data_ptr() for name, p in other.named_parameters()}
+    trains.load(other, tmp_path / "model")
+    assert same(bits(other), bits(live))
+    assert addresses == {name: p.data_ptr() for name, p in other.named_parameters()}, "in place"
+    assert all(p.requires_grad for p in other.parameters())
+
+
+def test_saved_model_does_not_ask_for_our_attention(tmp_path: Path, tokenizer: Any) -> None:
+    AttentionInterface.register("only_in_this_process", lambda *_: None)
+    live = model()
+    live.config._attn_implementation = "only_in_this_process"
+    Full().save(live, tokenizer, tmp_path)
+    assert "only_in_this_process" not in (tmp_path / "config.json").read_text()
+    assert live.config._attn_implementation == "only_in_this_process"
+    assert torch.isfinite(logits(AutoModelForCausalLM.from_pretrained(tmp_path))).all()
+
+
+def test_saved_tied_weights_are_stored_once(tmp_path: Path, tokenizer: Any) -> None:
+    for tie in (True, False):
+        Full().save(model(tie=tie), tokenizer, tmp_path / str(tie))
+    sizes = {tie: (tmp_path / str(tie) / "model.safetensors").stat().st_size for tie in (True, False)}
+    assert sizes[False] - sizes[True] > 64 * 32 * 4 - 1000
+
+
+def test_full_loads_a_model_that_is_stored_under_other_names(tmp_path: Path, tokenizer: Any) -> None:
+    """transformers runs a mixture of experts fused and stores it expert by expert."""
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    live, other = Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM(config)
+    assert not same(bits(live), bits(other))
+    Full().save(live, tokenizer, tmp_path)
+    Full().load(other, tmp_path)
+    assert same(bits(live), bits(other))
+
+
+# PEFT asks transformers for a property by a name that transformers has since deprecated.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_round_trip(tmp_path: Path, tokenizer: Any, dtype: torch.dtype) -> None:
+    from peft import PeftModel
+
+    trains = Lora(rank=4, alpha=8)
+    live = trains.prepare(model(dtype=dtype)).eval()
+    assert torch.equal(logits(live), logits(model(dtype=dtype))), "a fresh adapter changes nothing"
+    stir(trains, live, 1)
+    assert not torch.equal(logits(live), logits(model(dtype=dtype)))
+    trains.save(live, tokenizer, tmp_path / "adapter")
+
+    loaded = PeftModel.from_pretrained(model(dtype=dtype), tmp_path / "adapter", autocast_adapter_dtype=False).eval()
+    assert torch.equal(logits(loaded), logits(live))
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").eos_token == tokenizer.eos_token
+
+    torch.manual_seed(9)
+    other = trains.prepare(model(dtype=dtype)).eval()
+    addresses = {name: p.data_ptr() for name, p in other.named_parameters()}
+    trains.load(other, tmp_path / "adapter")
+    assert same(bits(other), bits(live))
+    assert addresses == {name: p.data_ptr() for name, p in other.named_parameters()}, "in place"
+
+
+def test_lora_trains_the_adapter_alone_in_the_type_of_the_base() -> None:
+    live = Lora(rank=4).prepare(model(dtype=torch.bfloat16))
+    trained = Lora().parameters(live)
+    assert len(trained) == 2 * 7 * 2
+    assert all("lora_" in name and p.dtype == torch.bfloat16 for name, p in trained)
+    assert not any(p.requires_grad for name, p in live.named_parameters() if "lora_" not in name)
+    assert {p.shape[0] for name, p in trained if "lora_A" in name} == {4}
+
+
+def test_lora_depends_on_the_seed_of_torch() -> None:
+    def adapter(seed: int) -> dict[str, Tensor]:
+        base = model()
+        torch.manual_seed(seed)
+        return bits(Lora().prepare(base))
+
+    assert same(adapter(1), adapter(1))
+    assert not same(adapter(1), adapter(2))
+
+
+def test_lora_learns_and_leaves_the_base_alone() -> None:
+    trains = Lora(rank=4)
+    live = trains.prepare(model())
+    before = bits(live)
+    live(input_ids=TOKENS).logits.square().sum().backward()
+    with torch.no_grad():
+        for _, parameter in trains.parameters(live):
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad * 0.1)
+    changed = {name for name, tensor in live.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "lora_B" in name}, "A has no gradient while B is zero"
+
+
+@pytest.mark.parametrize(
+    ("trains", "trained"),
+    [
+        (Full(layers=(1,)), 9),
+        (Full(layers=(0, 1)), 18),
+        (Full(), 20),
+        (Lora(layers=(1,)), 14),
+        (Lora(layers=(0,), target_modules=("q_proj", "down_proj")), 4),
+        (Lora(target_modules=("q_proj",)), 4),
+    ],
+)
+def test_which_parameters_train(trains: Trains, trained: int) -> None:
+    live = trains.prepare(model())
+    names = [name for name, _ in trains.parameters(live)]
+    assert len(names) == trained
+    assert trains.layers is None or {layer_of(name) for name in names} == set(trains.layers)
+
+
+@pytest.mark.parametrize("trains", [Full(), Full(layers=(0,)), Lora(rank=2)])
+@pytest.mark.parametrize("tie", [True, False])
+def test_source_is_live_and_repeats(trains: Trains, tie: bool) -> None:
+    live = trains.prepare(model(tie=tie, dtype=torch.bfloat16))
+    source = trains.source(live)
+    owners = dict(live.named_parameters())
+    assert [name for name, _ in source] == [name for name, _ in trains.parameters(live)]
+    assert [meta.name for meta in source.manifest()] == [name for name, _ in source]
+    assert sum(meta.bytes for meta in source.manifest()) == sum(t.nbytes for _, t in source)
+    assert {meta.dtype for meta in source.manifest()} == {"bfloat16"}
+    for (name, tensor), meta in zip(source, source.manifest(), strict=True):
+        assert tensor.data_ptr() == owners[name].data_ptr()
+        assert not tensor.requires_grad
+        assert meta.shape == tuple(tensor.shape)
+    storages = [tensor.data_ptr() for _, tensor in source]
+    assert len(set(storages)) == len(storages), "tied weights travel once"
+    stir(trains, live, 3)
+    assert all(torch.equal(tensor, owners[name]) for name, tensor in source)
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=2), Lora(layers=(1,), rank=2)])
+def test_prepare_counts_parameters_without_weights(trains: Trains) -> None:
+    config = model().config
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(config)
+    count = sum(p.numel() for _, p in trains.parameters(trains.prepare(empty)))
+    assert count == sum(p.numel() for _, p in trains.parameters(trains.prepare(model())))
+
+
+@pytest.mark.parametrize(
+    ("trains", "message"),
+    [
+        (Full(layers=(2,)), "no layer 2; the model has layers 0 to 1"),
+        (Lora(layers=(7,)), "no layer 7"),
+        (Lora(target_modules=("q_proj", "qproj")), "no linear layer 'qproj'; it has down_proj, .*q_proj"),
+        (Lora(target_modules=("lm_head",)), "no linear layer 'lm_head'"),
+    ],
+)
+def test_options_that_do_not_fit_the_model(trains: Trains, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trains.prepare(model())
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        (Full, {"layers": ()}, "layers"),
+        (Full, {"layers": (-1,)}, "layers"),
+        (Lora, {"rank": 0}, "rank"),
+        (Lora, {"alpha": 0}, "alpha"),
+        (Lora, {"target_modules": ()}, "target_modules"),
+    ],
+)
+def test_options_that_make_no_sense(kind: type, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**wrong)
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=2)])
+def test_damaged_folders_are_refused(tmp_path: Path, tokenizer: Any, trains: Trains) -> None:
+    live = trains.prepare(model())
+    whole = tmp_path / "whole"
+    trains.save(live, tokenizer, whole)
+    file = next(whole.glob("*.safetensors"))
+
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    (cut / file.name).write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        trains.load(live, cut)
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        trains.load(live, empty)
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    wide, narrow = Lora(rank=4), Lora(rank=2)
+    wide.save(wide.prepare(model()), tokenizer, tmp_path / "wide")
+    with pytest.raises(CheckpointError, match=r"lora_A.*\(4, \d+\).*\(2, \d+\)"):
+        narrow.load(narrow.prepare(model()), tmp_path / "wide")
+
+    part = Lora(rank=4, target_modules=("q_proj",))
+    part.save(part.prepare(model()), tokenizer, tmp_path / "part")
+    with pytest.raises(CheckpointError, match="lacks 24 of 28 adapter tensors"):
+        wide.load(wide.prepare(model()), tmp_path / "part")
+
+    Full().save(model(), tokenizer, tmp_path / "float32")
+    with pytest.raises(CheckpointError, match=r"torch\.float32.*torch\.bfloat16"):
+        Full().load(model(dtype=torch.bfloat16), tmp_path / "float32")
+
+
+def test_adapter_config_names_what_vllm_reads(tmp_path: Path, tokenizer: Any) -> None:
+    trains = Lora(rank=4, alpha=8, layers=(1,), target_modules=("q_proj", "v_proj"))
+    trains.save(trains.prepare(model()), tokenizer, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, ["q_proj", "v_proj"])
+    assert config["layers_to_transform"] == [1]
+    assert config["peft_type"] == "LORA"
