@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from tandem.types import Completion, PolicyVersion, Sampling
 
@@ -82,11 +82,9 @@ class CanLend(Protocol):
 class EngineSpec(ABC):
     """A frozen dataclass whose fields are the engine's options."""
 
-    @property
-    @abstractmethod
-    def in_process(self) -> bool:
-        """True if the engine runs on the trainer's own module."""
+    ports: ClassVar[frozenset[type]] = frozenset()
+    """What its engines let a way of syncing do."""
 
     @abstractmethod
     def open(self, policy: Any, *, context: int) -> AbstractAsyncContextManager[Engine]:
-        """Start it. ``policy`` is the trainer's ``Policy``, ``context`` the most tokens of a prompt and its completion."""
+        """Start it. ``policy`` is the trainer's ``Policy``, ``context`` the most tokens of a prompt and completion."""

@@ -7,15 +7,17 @@ own, and each draws from its own counter-based random stream, so that its tokens
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tandem.engines.base import Engine, EngineSpec, Health
+from tandem.engines.base import CanLend, Engine, EngineSpec, Health
 from tandem.errors import EngineError
 from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.policy.policy import Policy
@@ -27,6 +29,8 @@ from tandem.types import Completion, Finish, PolicyVersion, Sampling
 class Embedded(EngineSpec):
     """transformers in process; needs nothing but the base install."""
 
+    ports: ClassVar[frozenset[type]] = frozenset({CanLend})
+
     max_rows: int = 64
     """Most requests sampled at once; more wait."""
     prefill_tokens: int = 4096
@@ -35,11 +39,6 @@ class Embedded(EngineSpec):
     def __post_init__(self) -> None:
         if self.max_rows < 1 or self.prefill_tokens < 1:
             raise ValueError("max_rows and prefill_tokens must be at least 1")
-
-    @property
-    def in_process(self) -> bool:
-        """True: it samples from the trainer's module."""
-        return True
 
     @asynccontextmanager
     async def open(self, policy: Policy, *, context: int) -> AsyncIterator[Engine]:
@@ -265,6 +264,8 @@ class _Engine(Engine):
         step = self._version.step
         ended: list[tuple[_Request, Finish]] = []
         for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                raise EngineError(f"the policy's logits are not finite (token {len(request.tokens)} of an answer)")
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.versions.append(step)

@@ -121,7 +121,9 @@ def decode_plan(cache: KVCache, lengths: Sequence[int], device: torch.device, dt
     columns_L = torch.arange(max(lengths) + 1, device=device)
     mask = torch.zeros(len(lengths), 1, 1, len(columns_L), dtype=dtype, device=device)
     mask.masked_fill_((columns_L[None, :] > positions_R[:, None])[:, None, None, :], float("-inf"))
-    return Decode(cache=cache, positions_R=positions_R, rows_R=torch.arange(len(lengths), device=device), mask_R11L=mask)
+    return Decode(
+        cache=cache, positions_R=positions_R, rows_R=torch.arange(len(lengths), device=device), mask_R11L=mask
+    )
 
 
 def attend(
@@ -143,15 +145,21 @@ def attend(
     """
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise EngineError(f"this model's attention uses {name}, which Tandem does not compute; choose another model")
+            raise EngineError(
+                f"this model's attention uses {name}, which Tandem does not compute; choose another model"
+            )
     if plan is None:
-        raise EngineError("a Tandem policy was called without a plan; call Policy.hidden, or save the model and reload it")
+        raise EngineError(
+            "a Tandem policy was called without a plan; call Policy.hidden, or save the model and reload it"
+        )
     if isinstance(plan, Decode):
         return _decode(module, query, key, value, scaling, plan), None
     return _packed(module, query, key, value, scaling, dropout, plan), None
 
 
-def _decode(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, plan: Decode) -> Tensor:
+def _decode(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, plan: Decode
+) -> Tensor:
     layer: int = module.layer_idx  # type: ignore[assignment]
     rows, length = len(plan.rows_R), plan.mask_R11L.shape[-1]
     keys, values = plan.cache.keys[layer], plan.cache.values[layer]
@@ -189,14 +197,26 @@ def _packed(
             k, v = torch.cat((keys[parent], k), dim=2), torch.cat((values[parent], v), dim=2)
             mask = plan.mask(plan.lengths[parent], plan.lengths[i], query)
         out = F.scaled_dot_product_attention(
-            queries[i], k, v, attn_mask=mask, is_causal=parent is None, scale=scaling, dropout_p=dropout, enable_gqa=True
+            queries[i],
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=parent is None,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=True,
         )
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)
 
 
 def _store(
-    module: nn.Module, key: Tensor, value: Tensor, cache: KVCache, rows: tuple[tuple[int, ...], ...], lengths: Sequence[int]
+    module: nn.Module,
+    key: Tensor,
+    value: Tensor,
+    cache: KVCache,
+    rows: tuple[tuple[int, ...], ...],
+    lengths: Sequence[int],
 ) -> None:
     layer: int = module.layer_idx  # type: ignore[assignment]
     start = 0

@@ -123,7 +123,11 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "tokenizer", error)) from error
     if chat_template:
-        tokenizer.chat_template = chat_template
+        # A path where there is such a file, the template itself otherwise.
+        is_file = "\n" not in chat_template and "{" not in chat_template
+        if is_file and not Path(chat_template).is_file():
+            raise ConfigError(f"chat_template: there is no file {chat_template!r}, and it is no Jinja template either")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8") if is_file else chat_template
     if tokenizer.chat_template is None:
         raise ConfigError(f"model {name!r} has no chat template; give one with chat_template: (Jinja text or a path)")
     if tokenizer.eos_token_id is None:
@@ -158,6 +162,11 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         raise ConfigError(_missing(name, "weights", error)) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model {name!r} lacks {len(missing)} weights, first {missing[0]}; is the folder complete?")
+    for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config.get_text_config(), option, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model {name!r} changes its logits by {option}, which Tandem does not compute; use another"
+            )
     return model.to(device).eval()
 
 

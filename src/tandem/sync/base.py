@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tandem.engines.base import Engine
+from tandem.engines.base import Engine, EngineSpec
 from tandem.errors import StaleWeights, TornWeights, UnsupportedPair
 from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
@@ -61,7 +61,7 @@ class WeightSync(ABC):
         if self.tolerance < 0:
             raise ValueError("tolerance must not be negative")
 
-    def check(self, *, trains: str, engine: type) -> None:
+    def check(self, *, trains: str, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.
 
         Raises:
@@ -69,7 +69,13 @@ class WeightSync(ABC):
         """
         if trains not in self.carries:
             ways = " or ".join(sorted(self.carries))
-            raise UnsupportedPair(f"sync {_name(self)} cannot carry trains: {trains}; it carries {ways}")
+            raise UnsupportedPair(f"sync: {_name(self)} cannot carry trains: {trains}; it carries {ways}")
+        if self.port not in engine.ports:
+            has = ", ".join(sorted(port.__name__ for port in engine.ports)) or "none"
+            raise UnsupportedPair(
+                f"sync: {_name(self)} needs an engine with the port {self.port.__name__}; engine: {_name(engine)} has "
+                f"{has}. engine: embedded with sync: shared always works"
+            )
 
     @abstractmethod
     async def move(self, link: Link, version: PolicyVersion) -> int:
@@ -103,11 +109,8 @@ class WeightSync(ABC):
         ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
 
         Raises:
-            UnsupportedPair: the engine lacks the port.
             StaleWeights, TornWeights: the proof failed.
         """
-        if not isinstance(engine, self.port):
-            raise UnsupportedPair(f"sync {_name(self)} needs an engine that {self.port.__name__}; {_name(engine)} is not one")
         link = Link(sync=self, policy=policy, engine=engine, source=source)
         await link.publish(start)
         yield link

@@ -1,0 +1,115 @@
+"""An engine without a model: uniform tokens, deterministic, honest about its probabilities.
+
+For trying an environment, a broker or a pipeline without weights. It lends none, so nothing can be trained through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.engines.base import Engine, EngineSpec, Health
+from tandem.errors import EngineError
+from tandem.types import Completion, PolicyVersion, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fake(EngineSpec):
+    """Draws each token uniformly from a vocabulary; the last id of it ends an answer."""
+
+    vocab: int = 128
+    """Token ids are drawn from 0 to vocab - 1."""
+    seconds_per_token: float = 0.0
+    """How long each token takes; 0 answers at once."""
+
+    def __post_init__(self) -> None:
+        if self.vocab < 2:
+            raise ValueError("vocab must be at least 2")
+        if self.seconds_per_token < 0:
+            raise ValueError("seconds_per_token must not be negative")
+
+    @asynccontextmanager
+    async def open(self, policy: Any, *, context: int) -> AsyncIterator[Engine]:
+        """Nothing starts; ``policy`` is not read."""
+        engine = _Engine(self, context)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+class _Engine(Engine):
+    def __init__(self, spec: Fake, context: int):
+        self._spec = spec
+        self._context = context
+        self._version = PolicyVersion(step=0, digest="")
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._running: set[asyncio.Task[Completion]] = set()
+        self._closed = False
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        room = self._context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        task = asyncio.ensure_future(self._sample(tuple(prompt), min(sampling.max_tokens, room), key))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._closed and task.cancelled():
+                raise EngineError("the engine is closed") from None
+            task.cancel()
+            raise
+
+    async def _sample(self, prompt: tuple[int, ...], limit: int, key: int) -> Completion:
+        tokens: list[int] = []
+        versions: list[int] = []
+        while len(tokens) < limit and (not tokens or tokens[-1] != self._spec.vocab - 1):
+            await asyncio.sleep(self._spec.seconds_per_token)
+            await self._gate.wait()
+            seed = f"{prompt}/{key}/{len(tokens)}/{self._version.step}".encode()
+            tokens.append(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "big") % self._spec.vocab)
+            versions.append(self._version.step)
+        return Completion(
+            tokens=tuple(tokens),
+            logprobs=(-math.log(self._spec.vocab),) * len(tokens),
+            versions=tuple(versions),
+            finish="stop" if tokens[-1] == self._spec.vocab - 1 else "length",
+        )
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        return [-math.log(self._spec.vocab)] * (len(tokens) - 1)
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def stamp(self, version: PolicyVersion) -> None:
+        self._version = version
+
+    async def pause(self) -> None:
+        self._gate.clear()
+
+    async def resume(self) -> None:
+        self._gate.set()
+
+    async def health(self) -> Health:
+        return Health(ok=not self._closed, running=len(self._running), waiting=0)
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)

@@ -1,0 +1,143 @@
+"""Message space to token space and back. What was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.engines.base import Engine
+from tandem.errors import EnvError
+from tandem.types import Json, Message, Sampling, Task, Turn
+
+_MARK = "\u2042tandem\u2042"
+"""Stands for the policy's words while a template is rendered around them."""
+
+
+class Template:
+    """A tokenizer's chat template, rendered so that sampled tokens stay as they are."""
+
+    def __init__(self, tokenizer: Any, options: dict[str, Json]):
+        self._tokenizer = tokenizer
+        self._options = options
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the policy speaks."""
+        return self._encode(self._render(messages))
+
+    def bridge(self, opening: Sequence[Message], reply: Sequence[Message], ended: bool) -> list[int]:
+        """Token ids between a sampled completion and the policy's next words.
+
+        Args:
+            opening: the conversation before the completion; templates may look at it.
+            reply: what the environment says.
+            ended: the completion ends with the end-of-turn token, which is then not repeated.
+        """
+        text = self._render([*opening, Message(role="assistant", content=_MARK), *reply])
+        after = text.rpartition(_MARK)[2]
+        end = self._tokenizer.eos_token or ""
+        if ended and end and after.startswith(end):
+            after = after[len(end) :]
+        return self._encode(after)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of sampled tokens, special ones left out."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Text of each token on its own, for people."""
+        return [self._tokenizer.decode([token]) for token in tokens]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        plain = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+                plain, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        except Exception as error:
+            roles = ", ".join(m.role for m in messages)
+            raise EnvError(f"the chat template refuses messages of roles {roles}: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        # The template writes special tokens itself.
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+
+class EngineChat:
+    """One conversation on an engine; the environment sees messages, the record holds tokens. An ``envs.base.Chat``."""
+
+    def __init__(self, engine: Engine, template: Template, task: Task, sampling: Sampling, stream: str):
+        """``stream`` names this conversation's random stream: the same name draws the same tokens."""
+        self._engine = engine
+        self._template = template
+        self._sampling = sampling
+        self._stream = stream
+        self._messages: list[Message] = list(task.prompt)
+        self._turns: list[Turn] = []
+        self._pending: list[Message] = []
+        self._tokens = template.prompt(task.prompt)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Everything said so far, the task's prompt first."""
+        return tuple(self._messages)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The token-exact record."""
+        return tuple(self._turns)
+
+    @property
+    def open(self) -> bool:
+        """False once the last answer was cut, or the context has no room for another."""
+        cut = bool(self._turns) and self._turns[-1].completion.finish == "length"
+        return not cut and len(self._tokens) < self._engine.context
+
+    def add(self, *messages: Message) -> None:
+        """Append the environment's messages."""
+        self._messages.extend(messages)
+        self._pending.extend(messages)
+
+    async def reply(self) -> Message:
+        """Let the policy speak.
+
+        Raises:
+            EngineError: the prompt leaves no room in the context.
+            EnvError: the environment asked twice without saying anything in between.
+        """
+        if self._turns:
+            self._close_turn()
+        key = _key(self._stream, len(self._turns))
+        completion = await self._engine.generate(self._tokens, self._sampling, key)
+        self._turns.append(
+            Turn(prompt=tuple(self._tokens), completion=completion, temperature=self._sampling.temperature or 1.0)
+        )
+        message = Message(role="assistant", content=self._template.decode(completion.tokens))
+        self._messages.append(message)
+        return message
+
+    def _close_turn(self) -> None:
+        """Join the last completion and the environment's reply to the prompt of the next turn."""
+        if not self._pending:
+            raise EnvError(
+                "the environment let the policy speak twice without a message in between; call chat.add first"
+            )
+        last = self._turns[-1]
+        reply = tuple(self._pending)
+        self._turns[-1] = Turn(
+            prompt=last.prompt, completion=last.completion, temperature=last.temperature, reply=reply
+        )
+        opening = self._messages[: len(self._messages) - len(reply) - 1]
+        self._tokens += last.completion.tokens
+        self._tokens += self._template.bridge(opening, reply, ended=last.completion.finish == "stop" and self._ended())
+        self._pending.clear()
+
+    def _ended(self) -> bool:
+        """True if the last token says so itself; a stop text does not."""
+        last = self._turns[-1].completion.tokens
+        return bool(last) and self._template.decode(last[-1:]) == ""
+
+
+def _key(stream: str, turn: int) -> int:
+    """64 bits that name one completion's random stream."""
+    return int.from_bytes(hashlib.blake2b(f"{stream}/{turn}".encode(), digest_size=8).digest(), "big")

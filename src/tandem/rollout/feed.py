@@ -1,0 +1,296 @@
+"""Decides which task is played when, and hands out batches. Slots bound the lag by construction.
+
+A task holds a slot from admission until its group was trained or dropped. There are
+``(max_lag + 1) * groups_per_step`` slots and batches are formed in order of admission, so a group is trained at
+most ``max_lag`` optimizer steps after its oldest token was sampled.
+
+With ``max_lag`` 0 tasks are admitted in waves: the next one starts when the last has been judged. What is sampled
+together then depends on nothing but the state, which is what makes a resumed run equal the run it continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tandem.errors import Starved
+from tandem.metrics import Sum, Value, merge
+from tandem.rollout.measure import Solved, measure
+from tandem.rollout.worker import Worker
+from tandem.telemetry import waits
+from tandem.types import Group, Json, Sampling, Task
+
+log = logging.getLogger(__name__)
+
+Judge = Callable[[Group], Group]
+"""Last word on a group's rewards before it is judged flat (truncation penalties, for instance)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Where the feed stands: all of it that a resume needs."""
+
+    drawn: int = 0
+    """Tasks drawn from the shuffled epochs so far."""
+    admitted: int = 0
+    """Groups admitted so far, repeats of stale ones included."""
+    again: tuple[int, ...] = ()
+    """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
+    ready: tuple[tuple[int, Group], ...] = ()
+    """Groups judged and not yet trained, each with its draw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedOptions:
+    """What the recipe says about feeding."""
+
+    groups_per_step: int
+    """Groups in a batch."""
+    group_size: int
+    """Siblings in a group."""
+    max_lag: int
+    """Most optimizer steps between sampling and training."""
+    drop_flat: bool
+    """Replace groups whose rewards are all equal."""
+    sampling: Sampling
+    """How answers are sampled."""
+    seed: int
+    """Order of the tasks."""
+    patience: int = 50
+    """Batches' worth of groups dropped in a row before giving up."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One admitted task."""
+
+    index: int
+    draw: int
+    group: Group | None = None
+    judged: bool = False
+    taken: bool = False
+
+
+@dataclass(slots=True)
+class Feed:
+    """Tasks in, batches of groups out. ``version`` tells the policy step that training has reached."""
+
+    worker: Worker
+    """Plays."""
+    tasks: Sequence[Task]
+    """What there is to train on."""
+    options: FeedOptions
+    """How."""
+    version: Callable[[], int]
+    """Optimizer steps taken."""
+    judge: Judge
+    """Adjusts rewards before a group is judged."""
+    solved: Solved
+    """What counts as a right answer."""
+    on_drop: Callable[[str, Group], None]
+    """Told of every dropped group and why: flat, stale or failed."""
+    _entries: list[_Entry] = field(default_factory=list)
+    _again: list[int] = field(default_factory=list)
+    _drawn: int = 0
+    _admitted: int = 0
+    _dropped: Counter[str] = field(default_factory=Counter)
+    _measured: list[Mapping[str, Value]] = field(default_factory=list)
+    _in_a_row: int = 0
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _failure: BaseException | None = None
+    _order: tuple[int, list[int]] = (-1, [])
+
+    @asynccontextmanager
+    async def open(self, cursor: Cursor) -> AsyncIterator[Feed]:
+        """Start playing where ``cursor`` stands; whatever is in flight at the end is cancelled."""
+        self._drawn, self._admitted, self._again = cursor.drawn, cursor.admitted, list(cursor.again)
+        self._entries = [_Entry(group.index, draw, group, judged=True) for draw, group in cursor.ready]
+        self._admit()
+        try:
+            yield self
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def take(self) -> list[Group]:
+        """The next batch: the ``groups_per_step`` groups admitted first. They keep their slots until ``release``.
+
+        Raises:
+            Starved: group after group was dropped.
+            EngineError: the engine failed.
+        """
+        n = self.options.groups_per_step
+        while True:
+            self._raise_failure()
+            self._drop_stale()
+            first = [entry for entry in self._entries if not entry.taken][:n]
+            if len(first) == n and all(entry.judged for entry in first):
+                for entry in first:
+                    entry.taken = True
+                return [entry.group for entry in first if entry.group is not None]
+            self._changed.clear()
+            pending = sum(entry.group is None for entry in self._entries)
+            async with waits.waiting("trainer", "needs rollouts to train on", on=f"{pending} groups being played"):
+                await self._changed.wait()
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Free the slots of a batch that was trained, and admit what fits."""
+        done = {group.index for group in groups}
+        self._entries = [entry for entry in self._entries if entry.index not in done]
+        self._admit()
+
+    def cursor(self) -> Cursor:
+        """Where the feed stands now. Groups being played are noted to be played again."""
+        waiting = [entry for entry in self._entries if not entry.taken]
+        return Cursor(
+            drawn=self._drawn,
+            admitted=self._admitted,
+            again=(*(entry.draw for entry in waiting if not entry.judged), *self._again),
+            ready=tuple((entry.draw, entry.group) for entry in waiting if entry.judged and entry.group is not None),
+        )
+
+    def metrics(self) -> Mapping[str, Value]:
+        """What was played since the last call, trained or dropped: rewards, lengths, and drops by reason."""
+        counts, self._dropped = self._dropped, Counter()
+        measured, self._measured = self._measured, []
+        drops = {f"groups/dropped_{reason}": Sum(float(counts[reason])) for reason in ("flat", "stale", "failed")}
+        return merge([*measured, drops])
+
+    def _admit(self) -> None:
+        """Give every free slot to a task: those to be played again first, then the next of the epoch."""
+        if self._failure is not None or self._wave_is_out():
+            return
+        slots = (self.options.max_lag + 1) * self.options.groups_per_step
+        while len(self._entries) < slots:
+            if self._again:
+                draw = self._again.pop(0)
+            else:
+                draw, self._drawn = self._drawn, self._drawn + 1
+            entry = _Entry(self._admitted, draw)
+            self._admitted += 1
+            self._entries.append(entry)
+            task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _play(self, entry: _Entry) -> None:
+        """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
+        task, visit = self._task(entry.draw)
+        options = self.options
+        try:
+            group = await self.worker.group(
+                task, id=f"{task.id}@{visit}", index=entry.index, size=options.group_size, sampling=options.sampling
+            )
+            entry.group = self.judge(group)
+            self._measured.append(measure([entry.group], self.solved))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # Not one rollout's fault: whoever takes the next batch is told.
+            self._failure = self._failure or error
+            self._changed.set()
+            return
+        if not self._wave_is_out():
+            self._judge_all()
+            self._admit()
+        self._changed.set()
+
+    def _wave_is_out(self) -> bool:
+        """True while a wave of on-policy sampling has groups that are still being played."""
+        return self.options.max_lag == 0 and any(entry.group is None for entry in self._entries)
+
+    def _judge_all(self) -> None:
+        """Drop the groups that cannot be trained on."""
+        for entry in list(self._entries):
+            if entry.group is None or entry.judged:
+                continue
+            if len(entry.group.scored) < 2:
+                self._drop("failed", entry, entry.group)
+            elif self.options.drop_flat and entry.group.is_flat:
+                self._drop("flat", entry, entry.group)
+            else:
+                entry.judged = True
+                self._in_a_row = 0
+
+    def _drop_stale(self) -> None:
+        """A guard: slots already bound the lag of what this feed sampled, but a resumed or foreign group may be older."""
+        for entry in list(self._entries):
+            if entry.group is None or entry.taken or not entry.judged:
+                continue
+            if self.version() - entry.group.version_min > self.options.max_lag:
+                self._again.append(entry.draw)
+                self._drop("stale", entry, entry.group)
+        self._admit()
+
+    def _drop(self, reason: str, entry: _Entry, group: Group) -> None:
+        self._entries.remove(entry)
+        self._dropped[reason] += 1
+        self._in_a_row += 1
+        self.on_drop(reason, group)
+        if self._in_a_row > self.options.patience * self.options.groups_per_step and self._failure is None:
+            self._failure = Starved(_starved(self._in_a_row, reason, group))
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _task(self, draw: int) -> tuple[Task, int]:
+        """The task of a draw and its epoch: every epoch is one shuffle of all tasks, fixed by the seed."""
+        epoch, place = divmod(draw, len(self.tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self.tasks)))
+            random.Random(f"{self.options.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self.tasks[self._order[1][place]], epoch
+
+
+def _starved(count: int, reason: str, group: Group) -> str:
+    example = group.rollouts[0]
+    detail = f"the last group, {group.id}, got rewards {[r.reward for r in group.rollouts]}"
+    if reason == "failed":
+        detail += f"; first failure: {next((r.error for r in group.rollouts if r.error), 'no reward')}"
+    else:
+        detail += f"; its first answer was {example.text[:200]!r}"
+    return (
+        f"{count} groups in a row could not be trained on ({reason}); {detail}. Make the task easier or harder, "
+        "sample more answers (group_size), raise the temperature, or keep such groups (flat_groups: keep)"
+    )
+
+
+def penalise_truncated(penalty: float) -> Judge:
+    """A judge that subtracts ``penalty`` from the reward of every answer cut by a length limit."""
+
+    def judge(group: Group) -> Group:
+        rollouts = [
+            replace(r, reward=r.reward - penalty) if r.truncated and r.reward is not None else r for r in group.rollouts
+        ]
+        return replace(group, rollouts=tuple(rollouts))
+
+    return judge
+
+
+def as_is(group: Group) -> Group:
+    """A judge that changes nothing."""
+    return group
+
+
+def group_to_json(group: Group) -> Any:
+    """Plain data of a group, for a checkpoint."""
+    import msgspec
+
+    return msgspec.to_builtins(group)
+
+
+def group_from_json(data: Json) -> Group:
+    """Inverse of ``group_to_json``."""
+    import msgspec
+
+    return msgspec.convert(data, Group)

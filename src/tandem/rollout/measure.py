@@ -1,0 +1,61 @@
+"""What a set of groups says: rewards, lengths, failures. Over everything that was sampled, trained or not."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.metrics import Histogram, Mean, Sum, Value
+from tandem.types import Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """Which rollouts count as solved: those with full marks of the first reward of the recipe."""
+
+    reward: str
+    """Name of that reward."""
+    full_marks: float
+    """What it takes."""
+
+    def __call__(self, rollout: Rollout) -> bool:
+        """True if it was solved; a rollout without that reward was not."""
+        return rollout.rewards.get(self.reward, -math.inf) >= self.full_marks - 1e-9
+
+
+def measure(groups: Sequence[Group], solved: Solved) -> dict[str, Value]:
+    """Metrics of groups that were just scored."""
+    every = [r for group in groups for r in group.rollouts]
+    scored = [r for group in groups for r in group.scored]
+    out: dict[str, Value] = {
+        "reward": Histogram(tuple(r.reward for r in scored if r.reward is not None)),
+        "accuracy": Mean.of(float(solved(r)) for r in scored),
+        "length": Histogram(tuple(float(r.num_tokens) for r in scored)),
+        "tokens/generated": Sum(float(sum(r.num_tokens for r in every))),
+        "rollouts/failed": Sum(float(sum(r.status == "error" for r in every))),
+        "rollouts/truncated": Mean.of(float(r.truncated) for r in scored),
+    }
+    for name in sorted({name for r in scored for name in r.rewards}):
+        out[f"reward/{name}"] = Mean.of(r.rewards[name] for r in scored if name in r.rewards)
+    for name in sorted({name for r in scored for name in r.metrics}):
+        out[f"env/{name}"] = Mean.of(r.metrics[name] for r in scored if name in r.metrics)
+    return out
+
+
+def pass_at(solved: int, samples: int, k: int) -> float:
+    """Chance that at least one of k answers is right, unbiased from ``samples`` of which ``solved`` were.
+
+    1 - C(n-c, k) / C(n, k); arXiv 2107.03374.
+    """
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+def interval(per_task: Sequence[float], *, resamples: int = 4000) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean, resampling tasks: answers to one task are not independent."""
+    if len(per_task) < 2:
+        return (min(per_task, default=math.nan), max(per_task, default=math.nan))
+    draw = random.Random(0)  # the same data, the same interval
+    means = sorted(math.fsum(draw.choices(per_task, k=len(per_task))) / len(per_task) for _ in range(resamples))
+    return means[round(0.025 * (resamples - 1))], means[round(0.975 * (resamples - 1))]

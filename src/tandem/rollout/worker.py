@@ -1,0 +1,59 @@
+"""Plays one task G times and scores the siblings. A failure belongs to the rollout it happened in."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from tandem.engines.base import Engine
+from tandem.envs.base import Environment
+from tandem.errors import EngineError, TandemError
+from tandem.rewards._workers import Graders
+from tandem.rollout.chat import EngineChat, Template
+from tandem.types import Group, Rollout, Sampling, Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """Everything that playing needs."""
+
+    env: Environment
+    """Plays."""
+    engine: Engine
+    """Samples."""
+    graders: Graders
+    """Score."""
+    template: Template
+    """Turns messages into tokens."""
+    seed: int
+    """Of the run; with a group's id it fixes every random stream."""
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        """Play ``size`` siblings at once and score them together.
+
+        Raises:
+            EngineError: the engine failed; that is nobody's rollout's fault.
+        """
+        played = await asyncio.gather(*(self._play(task, f"{id}/{i}", sampling) for i in range(size)))
+        rollouts = await self.graders.grade(played)
+        return Group(id=id, index=index, env=self.env.name, rollouts=tuple(rollouts))
+
+    async def _play(self, task: Task, id: str, sampling: Sampling) -> Rollout:
+        chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}")
+        rollout = Rollout(id=id, task=task, turns=(), messages=task.prompt, status="ok")
+        try:
+            metrics = dict(await self.env.play(task, chat))
+        except EngineError:
+            raise
+        except Exception as error:
+            # The boundary of one rollout: whatever the environment did wrong becomes data on it.
+            said = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+            log.warning("rollout %s: environment %s failed: %s", id, self.env.name, said, exc_info=True)
+            return dataclasses.replace(
+                rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {said}"
+            )
+        return dataclasses.replace(rollout, turns=chat.turns, messages=chat.messages, metrics=metrics)

@@ -1,0 +1,347 @@
+"""The composition root: a ``RunConfig`` becomes live parts, and only here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem import config as recipes
+from tandem import memory, report, resolve
+from tandem.config import RunConfig
+from tandem.engines.base import Engine
+from tandem.envs.base import Split
+from tandem.errors import ConfigError, EnvError, TandemError
+from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
+from tandem.rewards._workers import Graders
+from tandem.rollout.chat import Template
+from tandem.rollout.feed import Cursor, Feed, FeedOptions, as_is, penalise_truncated
+from tandem.rollout.measure import Solved
+from tandem.rollout.worker import Worker
+from tandem.sinks.base import RunInfo
+from tandem.telemetry import log as logs
+from tandem.telemetry.emit import Telemetry
+from tandem.trainer import loop
+from tandem.trainer.checkpoint import Checkpoints, saved_steps
+from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.pack import Packer
+from tandem.trainer.record import records
+from tandem.trainer.state import TrainerState
+from tandem.trainer.step import Step
+from tandem.types import Group, Json, PolicyVersion, Sampling, Task
+
+log = logging.getLogger(__name__)
+
+
+def check_pairs(config: RunConfig) -> None:
+    """Refuse parts that cannot work together, before anything is loaded.
+
+    Raises:
+        UnsupportedPair: names the ones that can.
+    """
+    config.sync.check(trains=resolve.kind_of("trains", config.trains), engine=config.engine)
+
+
+async def train(config: RunConfig, *, resume: Path | None) -> Path:
+    """Start a run, or go on with the one in ``resume``; returns its folder.
+
+    Raises:
+        KeyboardInterrupt: stopped by a signal; everything is saved, and its text says how to go on.
+        TandemError: anything else that ended it.
+    """
+    check_pairs(config)
+    tasks = {split: _tasks(config, split) for split in _splits(config)}
+    memory.plan(config, load_config(config.model), prompt_tokens=memory.TYPICAL_PROMPT).require()
+    folder = resume or _new_folder(config)
+    with logs.to_folder(folder), _reported(folder):
+        steps = saved_steps(folder / "checkpoints")
+        info = RunInfo(
+            name=folder.name,
+            folder=folder,
+            steps=config.steps,
+            config=recipes.as_json(config),
+            resumed_step=steps[-1] if steps else 0,
+        )
+        with Telemetry(info, config.sinks) as telemetry:
+            telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
+            async with _assembled(config, folder, tasks, telemetry) as (run, state):
+                with _signals(run.stop):
+                    state = await loop.train(run, state)
+            telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
+    if state.step < config.steps:
+        raise KeyboardInterrupt(f"stopped at step {state.step}, everything is saved; go on with: tandem train {folder}")
+    return folder
+
+
+async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
+    """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
+    tasks = _tasks(config, "test")
+    async with _policy(config) as policy, _graders(config, None) as graders:
+        if weights is not None:
+            await policy.compute(config.trains.load, policy.model, weights)
+        async with config.engine.open(policy, context=_context(config, policy)) as engine:
+            worker = _worker(config, policy, engine, graders)
+            evaluator = _evaluator(config, worker, tasks, _solved(config, graders), None, lambda record: None)
+            return await evaluator(0)
+
+
+@asynccontextmanager
+async def _assembled(
+    config: RunConfig, folder: Path, tasks: Mapping[Split, Sequence[Task]], telemetry: Telemetry
+) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
+    """Every part of a run, live, and the state it starts from."""
+    async with AsyncExitStack() as stack:
+        policy = await stack.enter_async_context(_policy(config))
+        graders = await stack.enter_async_context(_graders(config, folder))
+        stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
+        checkpoints = Checkpoints(
+            folder=folder / "checkpoints",
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            steps=config.steps,
+            policy=policy,
+            trains=config.trains,
+            stepper=stepper,
+            on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
+        )
+        state = await checkpoints.restore(_fresh(config))
+        engine = await stack.enter_async_context(config.engine.open(policy, context=_context(config, policy)))
+        worker = _worker(config, policy, engine, graders)
+        solved = _solved(config, graders)
+        reached = _Reached(state.step)
+        run = loop.Run(
+            steps=config.steps,
+            policy=policy,
+            engine=engine,
+            sync=config.sync,
+            source=config.trains.source(policy.model),
+            feed=_feed(config, worker, tasks["train"], solved, reached, telemetry),
+            pack=_packer(config, policy),
+            step=Step(
+                policy=policy,
+                loss=config.loss,
+                optimizer=config.optimizer,
+                stepper=stepper,
+                sampling=config.sampling,
+                steps=config.steps,
+            ),
+            checkpoints=checkpoints,
+            evaluator=_evaluator(config, worker, tasks.get("test", ()), solved, telemetry, telemetry.evaluation),
+            telemetry=telemetry,
+            records=lambda step, batch, stats: records(step, batch, stats, worker.template),
+            stop=asyncio.Event(),
+            reached=reached.set,
+        )
+        yield run, state
+
+
+@dataclass(slots=True)
+class _Reached:
+    """The policy step that training has reached, for whoever measures lag."""
+
+    step: int
+
+    def set(self, step: int) -> None:
+        self.step = step
+
+    def get(self) -> int:
+        return self.step
+
+
+def _fresh(config: RunConfig) -> TrainerState:
+    return TrainerState(
+        step=0,
+        version=PolicyVersion(step=0, digest=""),
+        tokens_seen=0,
+        cursor=Cursor(),
+        config_digest=recipes.digest(config),
+    )
+
+
+@asynccontextmanager
+async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
+    """Model, adapter and tokenizer on the compute thread."""
+    tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+    compute = Compute(config.threads)
+
+    def load() -> Any:
+        torch.manual_seed(config.seed)
+        model = load_model(config.model, dtype=getattr(torch, config.dtype), device=_device())
+        return config.trains.prepare(model).eval()
+
+    try:
+        yield Policy(await compute(load), tokenizer, name=config.model, compute=compute)
+    finally:
+        compute.close()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _context(config: RunConfig, policy: Policy) -> int:
+    """Most tokens of a prompt and its answer."""
+    return min(config.context or policy.context, policy.context)
+
+
+def _graders(config: RunConfig, folder: Path | None) -> Graders:
+    return Graders(
+        {name: (spec.reward, spec.weight) for name, spec in config.rewards.items()},
+        workers=config.grading.workers,
+        timeout=config.grading.timeout,
+        log=folder / "logs" / "graders.log" if folder else None,
+    )
+
+
+def _worker(config: RunConfig, policy: Policy, engine: Engine, graders: Graders) -> Worker:
+    template = Template(policy.tokenizer, config.chat_template_kwargs)
+    return Worker(env=config.env, engine=engine, graders=graders, template=template, seed=config.seed)
+
+
+def _solved(config: RunConfig, graders: Graders) -> Solved:
+    """Right answers by the first reward of the recipe; 1.0 where it does not say what full marks are."""
+    first = next(iter(config.rewards))
+    full = graders.full_marks[first]
+    return Solved(reward=first, full_marks=1.0 if full is None else full)
+
+
+def _feed(
+    config: RunConfig, worker: Worker, tasks: Sequence[Task], solved: Solved, reached: _Reached, telemetry: Telemetry
+) -> Feed:
+    def dropped(reason: str, group: Group) -> None:
+        rewards = [r.reward for r in group.rollouts]
+        telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
+
+    return Feed(
+        worker=worker,
+        tasks=tasks,
+        options=FeedOptions(
+            groups_per_step=config.groups_per_step,
+            group_size=config.group_size,
+            max_lag=config.max_lag,
+            drop_flat=config.flat_groups == "drop",
+            sampling=config.sampling,
+            seed=config.seed,
+        ),
+        version=reached.get,
+        judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
+        solved=solved,
+        on_drop=dropped,
+    )
+
+
+def _packer(config: RunConfig, policy: Policy) -> Packer:
+    return Packer(
+        advantage=config.advantage,
+        reduction=config.loss.reduction,
+        max_tokens=config.sampling.max_tokens,
+        budget=config.micro_batch_tokens,
+        mask_truncated=config.truncated == "mask",
+        device=policy.device,
+    )
+
+
+def _evaluator(
+    config: RunConfig,
+    worker: Worker,
+    tasks: Sequence[Task],
+    solved: Solved,
+    telemetry: Telemetry | None,
+    record: Callable[[dict[str, Json]], None],
+) -> Evaluator:
+    asked = config.evaluate
+    sampling = Sampling(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        max_tokens=config.sampling.max_tokens,
+        stop=config.sampling.stop,
+    )
+
+    def due(step: int) -> bool:
+        if telemetry is not None and telemetry.evaluated(step):
+            return False
+        if step == 0:
+            return asked.before
+        return (step == config.steps and asked.after) or (asked.every > 0 and step % asked.every == 0)
+
+    return Evaluator(
+        worker=worker,
+        tasks=tasks[: asked.tasks],
+        samples=asked.samples,
+        sampling=sampling,
+        solved=solved,
+        due=due,
+        record=record,
+        started=lambda step: telemetry.event("eval_started", step=step) if telemetry else None,
+    )
+
+
+def _splits(config: RunConfig) -> tuple[Split, ...]:
+    return ("train", "test") if config.evaluate.tasks else ("train",)
+
+
+def _tasks(config: RunConfig, split: Split) -> Sequence[Task]:
+    tasks = config.env.tasks(split)
+    if not len(tasks):
+        raise EnvError(f"{config.env.name} has no {split} tasks; look at its options: tandem list envs")
+    return tasks
+
+
+def _new_folder(config: RunConfig) -> Path:
+    """Make the run's folder, its recipe in it."""
+    tail = Path(config.model).name
+    name = config.name or f"{config.env.name}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    folder = Path(config.runs) / name
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name=")
+    try:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(recipes.dump(config), encoding="utf-8")
+    except OSError as error:
+        raise TandemError(
+            f"the run's folder {folder} cannot be made: {error}; set runs= to a place that can"
+        ) from error
+    return folder
+
+
+@contextmanager
+def _reported(folder: Path) -> Iterator[None]:
+    """Write report.html however the run ends."""
+    try:
+        yield
+    finally:
+        try:
+            report.build(folder)
+        except (TandemError, OSError) as error:
+            # The run's own error, if any, is the one to tell.
+            log.error("the report could not be written: %s", error)
+
+
+@contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run in order; a second one ends it at once."""
+    events = asyncio.get_running_loop()
+
+    def first(number: int) -> None:
+        stop.set()
+        log.warning("stopping: what is under way is finished and saved; once more to end at once")
+        events.remove_signal_handler(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us handles signals
+        for number in numbers:
+            events.add_signal_handler(number, first, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            events.remove_signal_handler(number)

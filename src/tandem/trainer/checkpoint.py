@@ -1,0 +1,156 @@
+"""Checkpoints: written aside, flushed to disk, then renamed. What has its final name is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tandem.errors import CheckpointError
+from tandem.optimizers.base import Stepper
+from tandem.policy.policy import Policy
+from tandem.telemetry import trace
+from tandem.trainer.state import TrainerState
+from tandem.trains.base import Trains
+
+log = logging.getLogger(__name__)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a run's ``checkpoints`` folder, oldest first."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit() and path.is_dir())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Saves and restores one run."""
+
+    folder: Path
+    """The run's ``checkpoints`` folder."""
+    every: int
+    """Steps between checkpoints."""
+    keep: int
+    """Newest checkpoints that are kept."""
+    steps: int
+    """Last step of the run, which is always saved."""
+    policy: Policy
+    """Whose weights."""
+    trains: Trains
+    """Which of them."""
+    stepper: Stepper
+    """The optimizer's states."""
+    on_saved: Callable[[int, Path], None]
+    """Told of each finished checkpoint."""
+
+    async def maybe_save(self, state: TrainerState) -> None:
+        """Save if it is time.
+
+        Raises:
+            CheckpointError: it cannot be written; older checkpoints are untouched.
+        """
+        if state.step % self.every == 0 or state.step >= self.steps:
+            await self.save(state)
+
+    async def save(self, state: TrainerState) -> Path:
+        """Write a checkpoint of this state, unless there is one, and prune old ones."""
+        final = self.folder / f"{state.step:06d}"
+        if not final.exists():
+            await self.policy.compute(self._write, state, final)
+            self.on_saved(state.step, final)
+        for step in saved_steps(self.folder)[: -self.keep]:
+            shutil.rmtree(self.folder / f"{step:06d}")
+        return final
+
+    @trace.span("seconds/checkpoint")
+    def _write(self, state: TrainerState, final: Path) -> None:
+        aside = final.with_name(f".{final.name}.tmp")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            self.trains.save(self.policy.model, self.policy.tokenizer, aside / self.trains.folder_name)
+            save_file(self.stepper.state_dict(), aside / "optimizer.safetensors")
+            state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
+            (aside / "state.json").write_text(json.dumps(state.to_json()), encoding="utf-8")
+            _flush(aside)
+            aside.rename(final)
+            _flush_folder(self.folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            newest = saved_steps(self.folder)
+            kept = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
+            raise CheckpointError(
+                f"checkpoint of step {state.step} cannot be written to {self.folder}: {error}; {kept}. "
+                f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
+            ) from error
+
+    async def restore(self, fresh: TrainerState) -> TrainerState:
+        """Load the newest checkpoint into policy and optimizer, or return ``fresh`` if there is none.
+
+        Raises:
+            CheckpointError: it cannot be read, or the recipe is not the one it was made with.
+        """
+        for leftover in self.folder.glob(".*.tmp"):
+            shutil.rmtree(leftover)
+        steps = saved_steps(self.folder)
+        if not steps:
+            return fresh
+        path = self.folder / f"{steps[-1]:06d}"
+        state = _read_state(path)
+        if state.config_digest != fresh.config_digest:
+            raise CheckpointError(
+                f"{path} was made with other settings than {self.folder.parent / 'config.yaml'} holds now; put the "
+                "recipe back, or start a new run from it"
+            )
+        await self.policy.compute(self._load, path)
+        if state.rng:
+            torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
+        log.info("restored step %d from %s", state.step, path)
+        return state
+
+    def _load(self, path: Path) -> None:
+        self.trains.load(self.policy.model, path / self.trains.folder_name)
+        file = path / "optimizer.safetensors"
+        try:
+            with safe_open(file, framework="pt") as stored:
+                # Read one tensor at a time as it is copied: no second optimizer state is held.
+                self.stepper.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(_unreadable(file, error)) from error
+
+
+def _read_state(path: Path) -> TrainerState:
+    file = path / "state.json"
+    try:
+        return TrainerState.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(_unreadable(file, error)) from error
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    return (
+        f"{file} cannot be read ({type(error).__name__}: {error}); remove the folder {file.parent} to resume from the "
+        "checkpoint before it"
+    )
+
+
+def _flush(folder: Path) -> None:
+    """Make every file's bytes and name durable: a rename that survives a power cut must not point to empty files."""
+    for path in [*folder.rglob("*"), folder]:
+        _flush_folder(path)
+
+
+def _flush_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,157 @@
+"""The training loop. There is no other.
+
+``max_lag: 0`` is on-policy; ``max_lag: k`` overlaps sampling with training. The code is the same: the overlap comes
+from the feed's tasks, which go on while this coroutine awaits the compute thread.
+
+    consumes:      groups from the feed, in order of admission
+    waits for:     the feed (rollouts), the compute thread (forward, backward, optimizer), the sync (engine at rest)
+    is unblocked:  by the feed's workers as they finish groups; slots are released at the end of each step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tandem.engines.base import Engine
+from tandem.metrics import Max, Mean, Sum, Value
+from tandem.policy.policy import Policy
+from tandem.rollout.feed import Feed
+from tandem.sync.base import Published, WeightSync
+from tandem.telemetry import trace
+from tandem.telemetry.emit import Telemetry
+from tandem.trainer.checkpoint import Checkpoints
+from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.state import TrainerState
+from tandem.trainer.step import Step, StepStats
+from tandem.trains.base import WeightSource
+from tandem.types import Group, Json
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The live parts of one run, as ``run.py`` put them together."""
+
+    steps: int
+    """Optimizer steps of the whole run."""
+    policy: Policy
+    """What is trained."""
+    engine: Engine
+    """What samples."""
+    sync: WeightSync
+    """How weights travel."""
+    source: WeightSource
+    """The weights that travel."""
+    feed: Feed
+    """Groups, in order."""
+    pack: Packer
+    """Groups to micro-batches."""
+    step: Step
+    """Gradient and update."""
+    checkpoints: Checkpoints
+    """What survives."""
+    evaluator: Evaluator
+    """Held-out tasks."""
+    telemetry: Telemetry
+    """Where numbers go."""
+    records: Callable[[int, StepBatch, StepStats], Sequence[Mapping[str, Json]]]
+    """Rollout records of a step, for people."""
+    stop: asyncio.Event
+    """Set to end after what is under way, with everything saved."""
+    reached: Callable[[int], None]
+    """Told each step that training has reached."""
+
+
+async def train(run: Run, state: TrainerState) -> TrainerState:
+    """Train from ``state`` to the last step, or until stopped; the state that was reached, always saved."""
+    async with (
+        run.sync.open(run.policy, run.engine, state.version, run.source) as link,
+        run.feed.open(state.cursor) as feed,
+    ):
+        await _unless_stopped(run, run.evaluator.maybe(state.step))
+        while state.step < run.steps and not run.stop.is_set():
+            begun = time.perf_counter()
+            with trace.span("seconds/wait"):
+                groups = await _unless_stopped(run, feed.take())
+            if groups is None:
+                break
+            with trace.span("seconds/pack"):
+                batch = run.pack(groups, version=state.step)
+            stats = await run.step.forward_backward(batch)
+            async with link.commit(state.step + 1) as handoff:
+                applied = await run.step.apply(state.step + 1)
+            assert handoff.published is not None
+            run.reached(handoff.published.version.step)
+            state = state.advanced(batch.num_loss_tokens, handoff.published.version, feed.cursor())
+            _emit(run, state, batch, stats, [applied, feed.metrics(), handoff.metrics()], begun, handoff.published)
+            await run.checkpoints.maybe_save(state)
+            await _unless_stopped(run, run.evaluator.maybe(state.step))
+            feed.release(groups)
+        if run.stop.is_set():
+            # What was played since the last step is kept too.
+            state = dataclasses.replace(state, cursor=feed.cursor())
+            await run.checkpoints.save(state)
+    return state
+
+
+def _emit(
+    run: Run,
+    state: TrainerState,
+    batch: StepBatch,
+    stats: StepStats,
+    parts: Iterable[Mapping[str, Value]],
+    begun: float,
+    published: Published,
+) -> None:
+    """Write one step down."""
+    with trace.span("seconds/record"):
+        run.telemetry.rollouts(state.step, run.records(state.step, batch, stats))
+        run.telemetry.event(
+            "published",
+            step=state.step,
+            digest=published.version.digest,
+            seconds=published.seconds,
+            bytes=published.bytes,
+            probe_gap=published.probe_gap,
+        )
+    seconds = time.perf_counter() - begun
+    whole: dict[str, Value] = {
+        "seconds/step": Sum(seconds),
+        "tokens_per_second": Mean(float(_sampled(batch.groups)), seconds),
+        "memory/rss_gb": Max(_resident_gb()),
+    }
+    run.telemetry.emit(state.step, [stats.metrics, batch.metrics, *parts, whole, trace.take()])
+
+
+def _sampled(groups: Sequence[Group]) -> int:
+    return sum(r.num_tokens for group in groups for r in group.rollouts)
+
+
+def _resident_gb() -> float:
+    """Resident memory of this process, in 10^9 bytes."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024 / 1e9
+    return 0.0
+
+
+async def _unless_stopped(run: Run, work: Awaitable[T]) -> T | None:
+    """Await ``work``, or give it up and return None as soon as the run is to stop."""
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(run.stop.wait())
+    try:
+        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
