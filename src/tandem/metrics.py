@@ -28,7 +28,9 @@ class Mean:
     """A mean over ``n`` things."""
 
     sum: float
+    """Total over the things."""
     n: float
+    """How many things there are; seconds, for a rate."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:
@@ -50,6 +52,7 @@ class Sum:
     """A total: tokens, seconds, dropped groups."""
 
     value: float
+    """The total so far."""
 
     def merge(self, other: Sum) -> Sum:
         """Total of both."""
@@ -65,6 +68,7 @@ class Max:
     """The largest seen: a lag, a ratio, a gigabyte."""
 
     value: float
+    """The largest so far."""
 
     def merge(self, other: Max) -> Max:
         """Larger of both."""
@@ -80,6 +84,7 @@ class Histogram:
     """A population, kept whole within a step; written as mean, std and quartiles."""
 
     values: tuple[float, ...]
+    """Every member, in no particular order."""
 
     def merge(self, other: Histogram) -> Histogram:
         """Both populations."""

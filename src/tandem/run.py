@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tandem.envs.base import Split
 from tandem.errors import ConfigError, EnvError, TandemError
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.rewards._workers import Graders
+from tandem.rollout import prompts
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Cursor, Feed, FeedOptions, as_is, penalise_truncated
 from tandem.rollout.measure import Solved
@@ -60,7 +62,8 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     """
     check_pairs(config)
     tasks = {split: _tasks(config, split) for split in _splits(config)}
-    memory.plan(config, load_config(config.model), prompt_tokens=memory.TYPICAL_PROMPT).require()
+    model = load_config(config.model)
+    memory.plan(config, model, prompt_tokens=_longest_prompt(config, model, tasks["train"])).require()
     folder = resume or _new_folder(config)
     with logs.to_folder(folder), _reported(folder):
         steps = saved_steps(folder / "checkpoints")
@@ -294,6 +297,12 @@ def _tasks(config: RunConfig, split: Split) -> Sequence[Task]:
     if not len(tasks):
         raise EnvError(f"{config.env.name} has no {split} tasks; look at its options: tandem list envs")
     return tasks
+
+
+def _longest_prompt(config: RunConfig, model: Any, tasks: Sequence[Task]) -> int:
+    """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
+    template = Template(load_tokenizer(config.model, chat_template=config.chat_template), config.chat_template_kwargs)
+    return prompts.longest(list(islice(tasks, prompts.FIRST)), template, memory.context(config, model))
 
 
 def _new_folder(config: RunConfig) -> Path:

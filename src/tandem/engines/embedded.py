@@ -279,8 +279,8 @@ class _Engine(Engine):
         if request.tokens[-1] in self._policy.end_tokens:
             return "stop"
         if request.sampling.stop:
-            # A token adds at least one character of a stop text that it completes, so the tail is enough.
-            tail = request.tokens[-(max(map(len, request.sampling.stop)) + 8) :]
+            # A token adds at least one byte of a stop text that it completes, so the tail is enough.
+            tail = request.tokens[-(max(len(stop.encode()) for stop in request.sampling.stop) + 8) :]
             text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
             if any(stop in text for stop in request.sampling.stop):
                 return "stop"

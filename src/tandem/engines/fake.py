@@ -51,7 +51,7 @@ class _Engine(Engine):
         self._gate = asyncio.Event()
         self._gate.set()
         self._running: set[asyncio.Task[Completion]] = set()
-        self._closed = False
+        self._closed: bool = False
 
     @property
     def context(self) -> int:
@@ -69,7 +69,7 @@ class _Engine(Engine):
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._closed and task.cancelled():
+            if task.cancelled():  # by close, not by whoever awaits us
                 raise EngineError("the engine is closed") from None
             task.cancel()
             raise

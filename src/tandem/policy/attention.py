@@ -33,7 +33,8 @@ class KVCache:
         self.rows = rows
         self.capacity = 0
         self._shape = (heads, head_dim)
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype = dtype
+        self._device = device
         self.keys: list[Tensor] = [torch.empty(0)] * layers
         self.values: list[Tensor] = [torch.empty(0)] * layers
 
@@ -47,7 +48,7 @@ class KVCache:
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
                 # Zeros, because a masked NaN is still a NaN.
-                store[layer] = torch.zeros(self.rows, heads, capacity, dim, **self._options)  # type: ignore[arg-type]
+                store[layer] = torch.zeros((self.rows, heads, capacity, dim), dtype=self._dtype, device=self._device)
                 if self.capacity:
                     store[layer][:, :, : self.capacity] = old
         self.capacity = capacity

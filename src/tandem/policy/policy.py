@@ -55,7 +55,7 @@ class Policy:
     @property
     def causal(self) -> Any:
         """The transformers model itself, adapters injected but unwrapped."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return getattr(self.model, "get_base_model", lambda: self.model)()
 
     @property
     def config(self) -> Any:
@@ -95,7 +95,8 @@ class Policy:
         """Last hidden states, (B, T, hidden size)."""
         backbone = getattr(self.causal, self.causal.base_model_prefix)
         out = backbone(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
-        return out.last_hidden_state  # type: ignore[no-any-return]
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Logprob of each token but the first given those before it, at temperature 1, as the trainer computes it."""
@@ -105,7 +106,7 @@ class Policy:
         with torch.no_grad():
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
             logprobs, _ = token_logprobs(hidden, self.head.weight, ids[1:], 1.0, bias=self.head.bias)
-        return logprobs.tolist()  # type: ignore[no-any-return]
+        return logprobs.tolist()
 
     def close(self) -> None:
         """End its thread."""
@@ -155,9 +156,10 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     """
     try:
         # loading reports what was not found instead of leaving random weights unnoticed
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=NAME, output_loading_info=True
         )
+        model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(_missing(name, "weights", error)) from error
     if missing := sorted(info["missing_keys"]):
@@ -174,5 +176,5 @@ def _missing(name: str, what: str, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local and not Path(name).expanduser().is_dir():
-        return f"model folder {name!r} does not exist; give a local Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+        return f"model folder {name!r} does not exist; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
     return f"the {what} of model {name!r} cannot be read: {first}"

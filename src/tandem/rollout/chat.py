@@ -69,6 +69,7 @@ class EngineChat:
     def __init__(self, engine: Engine, template: Template, task: Task, sampling: Sampling, stream: str):
         """``stream`` names this conversation's random stream: the same name draws the same tokens."""
         self._engine = engine
+        self._task = task.id
         self._template = template
         self._sampling = sampling
         self._stream = stream
@@ -102,11 +103,17 @@ class EngineChat:
         """Let the policy speak.
 
         Raises:
-            EngineError: the prompt leaves no room in the context.
-            EnvError: the environment asked twice without saying anything in between.
+            EngineError: the engine failed.
+            EnvError: the conversation fills the context, or the environment asked twice without saying anything in
+                between. Either is a matter of this one conversation.
         """
         if self._turns:
             self._close_turn()
+        if len(self._tokens) >= self._engine.context:
+            raise EnvError(
+                f"the conversation of task {self._task} has {len(self._tokens)} tokens and the context is "
+                f"{self._engine.context}, so no room is left for an answer; shorten it, or raise context"
+            )
         key = _key(self._stream, len(self._turns))
         completion = await self._engine.generate(self._tokens, self._sampling, key)
         self._turns.append(

@@ -221,7 +221,7 @@ class Feed:
                 self._in_a_row = 0
 
     def _drop_stale(self) -> None:
-        """A guard: slots already bound the lag of what this feed sampled, but a resumed or foreign group may be older."""
+        """A guard: slots bound the lag of what this feed sampled, but a resumed or foreign group may be older."""
         for entry in list(self._entries):
             if entry.group is None or entry.taken or not entry.judged:
                 continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from tandem.engines.base import CanLend
 from tandem.errors import UnsupportedPair
 from tandem.sync._proof import Checksums, checksums
@@ -39,6 +41,6 @@ class Shared(WeightSync):
         return await link.policy.compute(checksums, mine)
 
     @staticmethod
-    def _lent(link: Link) -> dict[str, object]:
+    def _lent(link: Link) -> dict[str, Tensor]:
         assert isinstance(link.engine, CanLend)
         return dict(link.engine.lent())

@@ -66,13 +66,21 @@ class Checkpoints:
         if not final.exists():
             await self.policy.compute(self._write, state, final)
             self.on_saved(state.step, final)
-        for step in saved_steps(self.folder)[: -self.keep]:
-            shutil.rmtree(self.folder / f"{step:06d}")
+        self._prune()
         return final
+
+    def _prune(self) -> None:
+        """Remove the oldest; renamed first, since half of a checkpoint must not bear its name."""
+        for step in saved_steps(self.folder)[: -self.keep]:
+            old = self.folder / f"{step:06d}"
+            try:
+                shutil.rmtree(old.rename(_aside(old)))
+            except OSError as error:
+                log.warning("the old checkpoint %s cannot be removed: %s", old, error)
 
     @trace.span("seconds/checkpoint")
     def _write(self, state: TrainerState, final: Path) -> None:
-        aside = final.with_name(f".{final.name}.tmp")
+        aside = _aside(final)
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
@@ -83,8 +91,11 @@ class Checkpoints:
             _flush(aside)
             aside.rename(final)
             _flush_folder(self.folder)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
+            # tokenizers raises a bare Exception where the disk refuses.
+            if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
+                raise
             newest = saved_steps(self.folder)
             kept = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
             raise CheckpointError(
@@ -125,6 +136,11 @@ class Checkpoints:
                 self.stepper.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_unreadable(file, error)) from error
+
+
+def _aside(path: Path) -> Path:
+    """Where a checkpoint is while it is not whole."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _read_state(path: Path) -> TrainerState:

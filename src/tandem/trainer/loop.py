@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -71,11 +72,12 @@ class Run:
 
 async def train(run: Run, state: TrainerState) -> TrainerState:
     """Train from ``state`` to the last step, or until stopped; the state that was reached, always saved."""
-    async with (
-        run.sync.open(run.policy, run.engine, state.version, run.source) as link,
-        run.feed.open(state.cursor) as feed,
-    ):
+    async with AsyncExitStack() as stack:
+        link = await stack.enter_async_context(run.sync.open(run.policy, run.engine, state.version, run.source))
+        # Before anything is played: a resumed run may have this evaluation behind it, and its first groups must not
+        # be sampled in other company than theirs for that.
         await _unless_stopped(run, run.evaluator.maybe(state.step))
+        feed = await stack.enter_async_context(run.feed.open(state.cursor))
         while state.step < run.steps and not run.stop.is_set():
             begun = time.perf_counter()
             with trace.span("seconds/wait"):

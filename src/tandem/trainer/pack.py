@@ -77,7 +77,7 @@ class Packer:
     """Most tokens computed in one micro-batch; one sequence longer than that gets a micro-batch of its own."""
     mask_truncated: bool
     """Leave answers cut by a length limit out of the loss; they still count in their group's baseline."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     """Where the tensors go."""
 
     def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:

@@ -88,7 +88,7 @@ class Step:
         logprobs_N = self.logprobs(micro)
         token_loss = self.loss(logprobs_N, micro.batch)
         loss = (token_loss.loss_N * micro.weights_N).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return {**token_loss.metrics, "loss": Sum(loss.item())}, logprobs_N.tolist()
 
     def logprobs(self, micro: Micro) -> Tensor:

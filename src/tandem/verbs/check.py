@@ -155,34 +155,16 @@ class _Look:
         """
         if self._model is None or not self._tasks:
             return None
+        from tandem.policy.policy import load_tokenizer
+        from tandem.rollout import chat, prompts
+
         limit = memory.context(self._config, self._model)
-        lengths = self._lengths()
-        self._longest = max(lengths)
-        worst, room = self._tasks[lengths.index(self._longest)], limit - self._longest
-        if room < 1:
-            raise ConfigError(
-                f"the prompt of task {worst.id} has {self._longest} tokens and the context is {limit}, so no room is "
-                "left for an answer; raise context if the model allows, shorten prompts, or choose another model"
-            )
-        wanted = self._config.sampling.max_tokens
+        tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
+        template = chat.Template(tokenizer, self._config.chat_template_kwargs)
+        self._longest = prompts.longest(self._tasks, template, limit)
+        room, wanted = limit - self._longest, self._config.sampling.max_tokens
         note = f", which leaves {room} for answers, fewer than sampling.max_tokens ({wanted})" if room < wanted else ""
         return f"at most {self._longest} tokens of a context of {limit}{note}"
-
-    def _lengths(self) -> list[int]:
-        """Tokens of each task's prompt."""
-        from tandem.policy.policy import load_tokenizer
-
-        tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
-        lengths = []
-        for task in self._tasks:
-            text = tokenizer.apply_chat_template(
-                [{"role": message.role, "content": message.content} for message in task.prompt],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._config.chat_template_kwargs,
-            )
-            lengths.append(len(tokenizer(text, add_special_tokens=False)["input_ids"]))
-        return lengths
 
     def _memory(self) -> str | None:
         """The memory plan.

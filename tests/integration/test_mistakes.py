@@ -1,0 +1,307 @@
+"""Each mistake that people make ends with one message on stderr, no traceback, and the exit code of its kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.cli import main
+
+RECIPE: dict[str, Any] = {
+    "steps": 2,
+    "env": "arithmetic",
+    "rewards": {"marks:odd": 1.0},
+    "groups_per_step": 2,
+    "group_size": 4,
+    "dtype": "float32",
+    "sampling": {"max_tokens": 6},
+    "evaluate": {"tasks": 0},
+    "sinks": [],
+    "threads": 1,
+    "name": "a",
+}
+REWARD = """
+def odd(completions, **columns):
+    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+
+def not_installed(completions, **columns):
+    import nothing_of_this_name
+"""
+DATA = {"kind": "dataset", "prompt": "{question}", "answer": "answer"}
+
+Train = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def train(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Train:
+    """Writes a recipe and trains by it as the command line does; returns the exit code and what it said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "marks.py").write_text(REWARD)
+
+    def run(target: str = "recipe.yaml", *overrides: str, **changed: Any) -> tuple[int, str]:
+        recipe = {"model": str(tiny_model), **RECIPE, **changed}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["train", target, *overrides])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capfd.readouterr().err
+
+    return run
+
+
+def one_message(said: str) -> str:
+    """The message, if it is the only thing that was said."""
+    lines = said.splitlines()
+    assert "Traceback" not in said
+    assert len(lines) == 1, said
+    assert lines[0].startswith("tandem: ")
+    return lines[0]
+
+
+# Mistakes in a recipe. Those are told before anything is loaded and leave no folder behind.
+
+
+def test_misspelt_key(train: Train) -> None:
+    code, said = train(group_sise=4)
+    assert code == 2
+    message = one_message(said)
+    assert "recipe.yaml:16" in message
+    assert "group_sise" in message
+    assert "did you mean 'group_size'" in message
+    assert not Path("runs").exists()
+
+
+def test_misspelt_key_on_the_command_line(train: Train) -> None:
+    code, said = train("recipe.yaml", "optimizer.lrr=1")
+    assert code == 2
+    assert "did you mean" in one_message(said)
+
+
+def test_wrong_type(train: Train) -> None:
+    code, said = train(group_size="four")
+    assert code == 2
+    message = one_message(said)
+    assert "group_size" in message
+    assert "four" in message
+    assert "recipe.yaml:7" in message
+
+
+def test_reward_function_that_cannot_be_imported(train: Train) -> None:
+    code, said = train(rewards={"nothing_of_this_name:score": 1.0})
+    assert code == 4
+    assert "nothing_of_this_name" in one_message(said)
+    code, said = train(rewards={"marks:evn": 1.0})
+    assert code == 4
+    assert "evn" in one_message(said)
+    assert not Path("runs").exists()
+
+
+# Mistakes about what a recipe names.
+
+
+def test_missing_model(train: Train) -> None:
+    code, said = train(model="./models/nowhere")
+    assert code == 2
+    assert "./models/nowhere" in one_message(said)
+    assert not Path("runs").exists()
+
+
+def test_missing_model_on_the_hub(train: Train) -> None:
+    code, said = train(model="nobody/nothing-of-this-name")
+    assert code == 2
+    assert "nobody/nothing-of-this-name" in one_message(said)
+
+
+def test_model_folder_without_weights(train: Train, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, "hollow")
+    Path("hollow/model.safetensors").unlink()
+    code, said = train(model="hollow")
+    assert code == 2
+    assert "hollow" in one_message(said)
+
+
+def test_missing_data_set(train: Train) -> None:
+    code, said = train(env={**DATA, "path": "rows.jsonl"})
+    assert code == 3
+    assert "rows.jsonl" in one_message(said)
+    assert not Path("runs").exists()
+
+
+def test_malformed_row_is_told_by_its_line(train: Train) -> None:
+    good = json.dumps({"question": "1 + 1?", "answer": "2"})
+    Path("rows.jsonl").write_text(f"{good}\n{good}\n{{'question': 1}}\n{good}\n")
+    code, said = train(env={**DATA, "path": "rows.jsonl"})
+    assert code == 3
+    assert "rows.jsonl:3" in one_message(said)
+    Path("rows.jsonl").write_text(f'{good}\n{{"answer": "2"}}\n{good}\n')
+    code, said = train(env={**DATA, "path": "rows.jsonl"})
+    assert code == 3
+    message = one_message(said)
+    assert "rows.jsonl:2" in message
+    assert "question" in message
+
+
+def test_empty_data_set(train: Train) -> None:
+    Path("rows.jsonl").write_text("")
+    code, said = train(env={**DATA, "path": "rows.jsonl"})
+    assert code == 3
+    assert "rows.jsonl" in one_message(said)
+
+
+def test_prompt_longer_than_the_context(train: Train) -> None:
+    code, said = train(context=16)
+    assert code == 2
+    message = one_message(said)
+    assert "the context is 16" in message
+    assert "raise context" in message
+    assert not Path("runs").exists()
+
+
+def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train) -> None:
+    rows = [{"question": f"{n} + 1?" + " please" * 40 * (n == 70), "answer": "2"} for n in range(80)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {**DATA, "path": "rows.jsonl", "test_share": 0.0}
+    code, said = train(env=data, context=128, steps=30, flat_groups="keep", checkpoint={"every": 30})
+    assert code == 0, said
+    assert "Traceback" not in said
+    assert "the context is 128, so no room is left for an answer" in said
+    events = [json.loads(line) for line in Path("runs/a/events.jsonl").read_text().splitlines()]
+    assert [e["reason"] for e in events if e["event"] == "group_dropped"] == ["failed"]
+
+
+def test_run_that_exists_already(train: Train) -> None:
+    Path("runs/a").mkdir(parents=True)
+    code, said = train()
+    assert code == 2
+    assert "go on with it by: tandem train runs/a" in one_message(said)
+
+
+def test_nothing_to_train_on(train: Train) -> None:
+    code, said = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
+    assert code == 9
+    assert "flat_groups: keep" in one_message(said)
+
+
+def test_reward_that_always_fails(train: Train) -> None:
+    code, said = train(rewards={"marks:not_installed": 1.0}, groups_per_step=1)
+    assert code == 9
+    assert "Traceback" not in said
+    assert "nothing_of_this_name" in said.splitlines()[-1]
+
+
+# Disks and checkpoints.
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file can grow beyond this many bytes: what a full disk does to a writer, without a disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_disk_full_while_saving(train: Train) -> None:
+    with small_files(200_000):  # the weights are larger
+        code, said = train(checkpoint={"every": 1})
+    assert code == 8
+    message = one_message(said)
+    assert "checkpoint of step 1 cannot be written" in message
+    assert "there is no checkpoint yet" in message
+    assert "tandem train runs/a" in message
+    assert list(Path("runs/a/checkpoints").iterdir()) == []
+    # With room again it goes on.
+    assert train("runs/a") == (0, "")
+    assert sorted(path.name for path in Path("runs/a/checkpoints").iterdir()) == ["000001", "000002"]
+
+
+def test_disk_full_keeps_the_older_checkpoint(train: Train) -> None:
+    assert train(steps=1) == (0, "")
+    before = {path: path.read_bytes() for path in Path("runs/a/checkpoints").rglob("*") if path.is_file()}
+    with small_files(200_000):
+        code, said = train("runs/a", "steps=2")
+    assert code == 8
+    assert "the newest checkpoint is step 1" in one_message(said)
+    assert {path: path.read_bytes() for path in Path("runs/a/checkpoints").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("file", ["state.json", "optimizer.safetensors", "model/model.safetensors"])
+def test_unreadable_checkpoint(train: Train, file: str) -> None:
+    assert train(steps=1) == (0, "")
+    damaged = Path("runs/a/checkpoints/000001") / file
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    code, said = train("runs/a", "steps=2")
+    assert code == 8
+    assert "runs/a/checkpoints/000001" in one_message(said)
+
+
+def test_checkpoint_whose_weights_are_not_its_own(train: Train) -> None:
+    assert train(steps=1) == (0, "")
+    damaged = Path("runs/a/checkpoints/000001/model/model.safetensors")
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    code, said = train("runs/a", "steps=2")
+    assert code == 6
+    assert "do not belong together" in one_message(said)
+
+
+def test_recipe_changed_under_a_run(train: Train) -> None:
+    assert train(steps=1) == (0, "")
+    recipe = Path("runs/a/config.yaml")
+    recipe.write_text(recipe.read_text().replace("group_size: 4", "group_size: 5"))
+    code, said = train("runs/a", "steps=2")
+    assert code == 8
+    assert "other settings" in one_message(said)
+
+
+def test_resuming_what_is_not_a_run(train: Train) -> None:
+    Path("empty").mkdir()
+    code, said = train("empty")
+    assert code == 2
+    assert "no config.yaml" in one_message(said)
+
+
+# The same through a real process, where nothing of the tests' own stands in between.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "told"),
+    [
+        (["group_sise=4"], 2, "did you mean 'group_size'"),
+        (["context=16"], 2, "the context is 16"),
+        (["rewards={nowhere:score: 1.0}"], 4, "nowhere"),
+    ],
+)
+def test_in_a_process_of_its_own(
+    train: Train, tiny_model: Path, tmp_path: Path, overrides: list[str], code: int, told: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem", "train", "recipe.yaml", *overrides],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == ""
+    assert told in one_message(ended.stderr)

@@ -1,0 +1,301 @@
+"""A run that was ended at any moment and resumed is the run that was never ended, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.envs.arithmetic import Arithmetic
+
+REWARD = '''
+import os, time
+
+def odd(completions, **columns):
+    """Right half of the time, so that every fourth group is flat."""
+    time.sleep(float(os.environ.get("SLOW", 0)))
+    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+'''
+STEPS = 6
+RECIPE: dict[str, Any] = {
+    "steps": STEPS,
+    "env": {"kind": "arithmetic", "max_number": 12},
+    "rewards": {"marks:odd": 1.0},
+    "groups_per_step": 3,
+    "group_size": 3,
+    "dtype": "float32",
+    "sampling": {"max_tokens": 12},
+    "optimizer": {"lr": 1.0e-3, "warmup_steps": 2, "schedule": "linear"},
+    "evaluate": {"tasks": 3, "samples": 2, "every": 2},
+    "checkpoint": {"every": 1},
+    "sinks": [],
+    "threads": 1,
+    "seed": 3,
+}
+
+
+@dataclass
+class Started:
+    """A run in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    stderr: Path
+
+    def until(self, condition: Callable[[], bool], seconds: float = 90) -> None:
+        """Wait for something to happen in its folder."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"it ended by itself: {self.stderr.read_text()}"
+            assert time.monotonic() < deadline, f"it did not come to it in {seconds} s: {self.stderr.read_text()}"
+            time.sleep(0.0005)
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+
+    def kill(self) -> None:
+        """``kill -9``; nothing that it started may outlive it."""
+        children = self.children()
+        assert children, "its grader should be running"
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+        deadline = time.monotonic() + 10
+        while alive := [child for child in children if _alive(child)]:
+            assert time.monotonic() < deadline, f"{alive} outlived the run"
+            time.sleep(0.01)
+
+    def ended(self, code: int) -> str:
+        """Wait for its end; what it said."""
+        assert self.process.wait(timeout=120) == code, self.stderr.read_text()
+        return self.stderr.read_text()
+
+    def has(self, step: int) -> bool:
+        return (self.folder / "checkpoints" / f"{step:06d}").is_dir()
+
+    def evaluated(self) -> bool:
+        file = self.folder / "eval.jsonl"
+        return file.exists() and file.stat().st_size > 0
+
+    def emitted(self) -> int:
+        file = self.folder / "metrics.jsonl"
+        return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder to run in."""
+
+    path: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *arguments: str, name: str, slow: float = 0.0) -> Started:
+        stderr = self.path / f"{name}.err"
+        with stderr.open("wb") as err, (self.path / f"{name}.out").open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tandem", "train", *arguments],
+                cwd=self.path,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "SLOW": str(slow)},
+                start_new_session=True,  # a process group of its own, as a terminal gives
+            )
+        self.started.append(process)
+        return Started(process, self.path / "runs" / name, stderr)
+
+    def run(self, *arguments: str, name: str) -> Path:
+        """A run to its end."""
+        started = self.start(*arguments, name=name)
+        assert "Traceback" not in started.ended(0)
+        return started.folder
+
+
+@pytest.fixture(scope="module")
+def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    path = tmp_path_factory.mktemp("resume")
+    (path / "marks.py").write_text(REWARD)
+    (path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
+    place = Place(path)
+    yield place
+    for process in place.started:  # those of tests that failed
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place: Place) -> Path:
+    """The run that all others must equal."""
+    folder = place.run("recipe.yaml", "name=whole", name="whole")
+    dropped = [e for e in rows(folder / "events.jsonl") if e["event"] == "group_dropped"]
+    assert {e["reason"] for e in dropped} == {"flat"}, "without drops and refills this proves less"
+    return folder
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def state(folder: Path, step: int = STEPS) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "checkpoints" / f"{step:06d}" / "state.json").read_text())
+    return found
+
+
+def trained(folder: Path) -> list[dict[str, Any]]:
+    """Every trained rollout, in order."""
+    return [row for path in sorted((folder / "rollouts").glob("*.jsonl")) for row in rows(path)]
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer, what was trained on and what was written down are equal, bit for bit."""
+    for file in ("model/model.safetensors", "optimizer.safetensors"):
+        last = Path("checkpoints") / f"{STEPS:06d}" / file
+        assert (one / last).read_bytes() == (other / last).read_bytes(), file
+    assert trained(one) == trained(other)
+    ends = [state(folder) for folder in (one, other)]
+    for end in ends:
+        del end["cursor"]["admitted"]  # groups that are played again count again
+    assert ends[0] == ends[1]
+    measured = [[told(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)]
+    assert measured[0] == measured[1]
+    evaluated = [[(r["step"], r["mean"], r["rollouts"]) for r in rows(f / "eval.jsonl")] for f in (one, other)]
+    assert evaluated[0] == evaluated[1]
+    assert [step for step, *_ in evaluated[0]] == [0, 2, 4, 6]
+
+
+def told(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """A step's numbers that do not depend on the machine's mood. What was played counts once, if a run was stopped in
+    the middle of a step it is spread over two processes, of which the second tells the rest."""
+    names = ("loss", "grad_norm", "lr", "tokens/trained", "kl_behavior", "ratio", "clip_fraction", "advantage/std")
+    return row["step"], {name: row["metrics"][name] for name in names if name in row["metrics"]}
+
+
+def while_saving(run: Started) -> None:
+    """Stop it in the middle of writing a checkpoint, and see that it is in the middle."""
+    folder = run.folder / "checkpoints"
+    while True:
+        run.until(lambda: any(path.name > ".000001.tmp" for path in folder.glob(".*.tmp")))
+        run.process.send_signal(signal.SIGSTOP)
+        if any(not run.has(int(path.name[1:7])) for path in folder.glob(".*.tmp")):
+            return
+        run.process.send_signal(signal.SIGCONT)
+
+
+MOMENTS: dict[str, Callable[[Started], None]] = {
+    "after step three": lambda run: run.until(lambda: run.has(3)),
+    "while saving": while_saving,
+    # What is left of the step after its checkpoint is nothing, so the next groups are being sampled.
+    "while generating": lambda run: (run.until(lambda: run.has(2)), time.sleep(0.02))[1],
+    "before the first checkpoint": lambda run: run.until(run.evaluated),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_resumed_equals_uninterrupted(place: Place, uninterrupted: Path, moment: str) -> None:
+    name = moment.replace(" ", "-")
+    run = place.start("recipe.yaml", f"name={name}", name=name, slow=0.02)
+    MOMENTS[moment](run)
+    run.kill()
+    assert not run.has(STEPS), "it was too fast to be killed in time"
+    if moment == "while saving":
+        assert list((run.folder / "checkpoints").glob(".*.tmp"))
+    resumed = place.run(f"runs/{name}", name=name)
+    assert not list((resumed / "checkpoints").glob(".*"))
+    assert [r["step"] for r in rows(resumed / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    same_run(uninterrupted, resumed)
+
+
+SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {
+    "Ctrl-C": (signal.SIGINT, lambda run: run.emitted() >= 2),
+    "SIGTERM": (signal.SIGTERM, lambda run: run.emitted() >= 3),
+    "Ctrl-C in the first step": (signal.SIGINT, lambda run: run.evaluated()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SIGNALS)
+def test_stopped_by_a_signal_saves_says_how_to_go_on_and_goes_on(place: Place, uninterrupted: Path, how: str) -> None:
+    number, moment = SIGNALS[how]
+    name = how.replace(" ", "-")
+    # No checkpoint but the one that the signal asks for.
+    run = place.start("recipe.yaml", f"name={name}", "checkpoint.every=100", name=name, slow=0.02)
+    run.until(lambda: moment(run))
+    os.killpg(run.process.pid, number)  # as a terminal does: to the whole group
+    said = run.ended(130)
+    assert "Traceback" not in said
+    step = run.emitted()
+    assert step < STEPS
+    assert said.splitlines()[-1] == (
+        f"tandem: stopped at step {step}, everything is saved; go on with: tandem train runs/{name}"
+    )
+    assert len(said.splitlines()) == 2, said  # it also says that it is stopping
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"{step:06d}"]
+    assert rows(run.folder / "events.jsonl")[-1]["event"] == "interrupted"
+    assert (run.folder / "report.html").exists()
+    same_run(uninterrupted, place.run(f"runs/{name}", name=name))
+
+
+@pytest.mark.slow
+def test_no_prompt_is_trained_twice_or_lost_with_sampling_ahead(place: Place) -> None:
+    name = "ahead"
+    run = place.start("recipe.yaml", f"name={name}", "max_lag=1", name=name, slow=0.02)
+    run.until(lambda: run.has(2))
+    run.kill()
+    saved = max(int(path.name) for path in (run.folder / "checkpoints").iterdir() if path.name.isdigit())
+    before = state(run.folder, saved)["cursor"]
+    run = place.start(f"runs/{name}", name=name, slow=0.02)
+    run.until(lambda: run.has(saved + 2))
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.ended(130)
+    folder = place.run(f"runs/{name}", name=name)
+
+    at = {row["group"]: row["step"] for row in trained(folder)}
+    times = [(row["step"], row["group"]) for row in trained(folder)]
+    assert len(set(times)) == len(at) == STEPS * RECIPE["groups_per_step"], "a group was trained twice"
+    for row in trained(folder):
+        assert row["step"] - 1 - row["versions"][0] <= 1, "older than max_lag allows"
+    kept_words(before, folder)
+
+    order = drawn()
+    end = state(folder)["cursor"]
+    waiting = {order[draw] for draw in end["again"]} | {order[draw] for draw, _ in end["ready"]}
+    dropped = {e["group"] for e in rows(folder / "events.jsonl") if e["event"] == "group_dropped"}
+    admitted = {order[draw] for draw in range(end["drawn"])}
+    assert admitted == set(at) | dropped & admitted | waiting, "a group was lost"
+    assert not set(at) & waiting
+
+
+def kept_words(cursor: dict[str, Any], folder: Path) -> None:
+    """Groups that were ready when the run was killed are trained as they were sampled, not sampled anew."""
+    ready = {group["id"]: group for _, group in cursor["ready"]}
+    for row in trained(folder):
+        if row["group"] in ready:
+            rollout = ready[row["group"]]["rollouts"][int(row["rollout"].rpartition("/")[2])]
+            sampled = [token for turn in rollout["turns"] for token in turn["completion"]["tokens"]]
+            assert [token["id"] for token in row["tokens"]] == sampled
+
+
+def drawn() -> dict[int, str]:
+    """Group ids by draw, from the recipe alone."""
+    tasks = Arithmetic(max_number=RECIPE["env"]["max_number"]).tasks("train")
+    order = list(range(len(tasks)))
+    random.Random(f"{RECIPE['seed']}/0").shuffle(order)
+    return {draw: f"{tasks[place].id}@0" for draw, place in enumerate(order)}

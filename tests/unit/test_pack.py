@@ -1,0 +1,267 @@
+"""Groups to micro-batches: every trained token once, after exactly the tokens it was sampled after."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plays import make_group, make_rollout
+
+from tandem.advantages.dr_grpo import DrGrpo
+from tandem.metrics import flatten
+from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of, split
+from tandem.types import Group, Rollout, Sample
+
+
+def packer(**changes: Any) -> Packer:
+    options: dict[str, Any] = {
+        "advantage": DrGrpo(),
+        "reduction": "token",
+        "max_tokens": 10,
+        "budget": 1000,
+        "mask_truncated": False,
+        "device": torch.device("cpu"),
+    }
+    return Packer(**{**options, **changes})
+
+
+def before(micro: Micro, place: int) -> tuple[int, ...]:
+    """The tokens that a place of a packed row sees, its own last, by the plan alone."""
+    ends = torch.tensor(micro.plan.lengths).cumsum(0).tolist()
+    segment = next(i for i, end in enumerate(ends) if place < end)
+    start = ends[segment] - micro.plan.lengths[segment]
+    own = micro.tokens_T[start : place + 1].tolist()
+    parent = micro.plan.parents[segment]
+    return (*before(micro, ends[parent] - 1), *own) if parent is not None else tuple(own)
+
+
+def trained(batch: StepBatch) -> Counter[tuple[Any, ...]]:
+    """Every trained token: rollout, what is before it, itself, its logprob, its advantage."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for micro in batch.micro:
+        assert sum(micro.plan.lengths) == len(micro.tokens_T) == len(micro.positions_T)
+        assert micro.batch.num_samples == len(micro.places)
+        assert Counter(micro.batch.sample_N.tolist()) == Counter(
+            {i: num for i, (_, num) in enumerate(micro.places) if num}
+        )
+        for n, place in enumerate(micro.predict_N.tolist()):
+            seen = before(micro, place)
+            assert micro.positions_T[place] == len(seen) - 1
+            rollout = micro.places[micro.batch.sample_N[n]][0]
+            logprob = micro.batch.behavior_logprobs_N[n].item()
+            advantage = round(micro.batch.advantages_N[n].item(), 6)
+            found[rollout, seen, micro.targets_N[n].item(), logprob, advantage, micro.temperature_N[n].item()] += 1
+    return found
+
+
+def sampled(groups: Sequence[Group], advantages: dict[str, float]) -> Counter[tuple[Any, ...]]:
+    """The same, from the rollouts."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for rollout in (r for group in groups for r in group.scored):
+        for turn in rollout.turns:
+            for i, (token, logprob) in enumerate(zip(turn.completion.tokens, turn.completion.logprobs, strict=True)):
+                seen = (*turn.prompt, *turn.completion.tokens[:i])
+                found[rollout.id, seen, token, logprob, round(advantages[rollout.id], 6), turn.temperature] += 1
+    return found
+
+
+@st.composite
+def groups_of(draw: st.DrawFn) -> list[Group]:
+    """Groups whose rollouts have one to three turns, some of which do not continue the turn before them."""
+    token = st.integers(0, 3)  # few, so that prompts and turns often look alike
+    serial = 0
+    groups = []
+    for g in range(draw(st.integers(1, 3))):
+        opening = draw(st.lists(token, min_size=1, max_size=5))
+        rollouts = []
+        for s in range(draw(st.integers(1, 4))):
+            said, temperatures, so_far = [], [], list(opening)
+            for _ in range(draw(st.integers(1, 3))):
+                tokens = draw(st.lists(token, min_size=0 if said else 1, max_size=4))
+                logprobs = [-(serial + i) / 1024 for i in range(len(tokens))]  # exact in float32, no two alike
+                serial += len(tokens)
+                said.append((list(so_far), tokens, logprobs))
+                temperatures.append(draw(st.sampled_from([1.0, 1.0, 1.0, 0.5])))
+                so_far += [*tokens, *draw(st.lists(token, min_size=1, max_size=3))]
+                if draw(st.integers(0, 3)) == 0:  # the environment rewrites what was said
+                    so_far = draw(st.lists(token, min_size=1, max_size=6))
+            reward = draw(st.sampled_from([0.0, 0.5, 1.0, None])) if s else 0.5  # one is always scored
+            rollouts.append(make_rollout(f"t{g}@0/{s}", said, reward, temperature=temperatures))
+        groups.append(make_group(f"t{g}@0", rollouts, index=g))
+    return groups
+
+
+@settings(max_examples=60)
+@given(groups=groups_of(), budget=st.sampled_from([1, 7, 16, 1000]))
+def test_every_trained_token_appears_once_after_what_it_was_sampled_after(groups: list[Group], budget: int) -> None:
+    batch = packer(budget=budget)(groups, version=0)
+    assert trained(batch) == sampled(groups, dict(batch.advantages))
+    assert batch.num_loss_tokens == sum(len(m.targets_N) for m in batch.micro)
+    assert batch.num_samples == sum(m.batch.num_samples for m in batch.micro)
+    for micro in batch.micro:
+        assert len(micro.tokens_T) <= budget or micro.batch.num_samples == 1
+
+
+@pytest.mark.parametrize("budget", [1, 30, 1000])
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_weights_make_the_step_one_mean(reduction: str, budget: int) -> None:
+    """Over all micro-batches: of tokens, of samples that are each a mean, or over samples times max_tokens."""
+    lengths = [2, 5, 1, 7, 7]
+    batch = packer(reduction=reduction, budget=budget)([rows(*lengths[:3]), rows(*lengths[3:])], version=0)
+    found = []
+    for micro in batch.micro:
+        for sample, (_, length) in enumerate(micro.places):
+            (weight,) = set(micro.weights_N[micro.batch.sample_N == sample].tolist())
+            found.append((length, weight))
+    per_token = {
+        "token": [1 / 22] * 5,
+        "sequence": [1 / (5 * n) for n in lengths],
+        "constant": [1 / (5 * 10)] * 5,
+    }[reduction]
+    assert [n for n, _ in found] == lengths
+    assert [w for _, w in found] == pytest.approx(per_token)
+    total = sum(n * w for n, w in found)
+    assert total == pytest.approx(22 / 50 if reduction == "constant" else 1.0)
+
+
+def rows(*lengths: int, prompt: int = 3) -> Group:
+    """Siblings of one prompt with answers of these lengths; rewards 0, 1, 2, ..."""
+    return make_group(
+        "t@0",
+        [
+            make_rollout(f"t@0/{i}", [(range(1, prompt + 1), [10 * i + j for j in range(n)], [-0.5] * n)], float(i))
+            for i, n in enumerate(lengths)
+        ],
+    )
+
+
+def test_the_shift_by_hand() -> None:
+    """Prompt 1 2 3; answers 0 1 and 10: the last prompt token predicts both first ones, the last token nothing."""
+    (micro,) = packer()([rows(2, 1)], version=0).micro
+    assert micro.tokens_T.tolist() == [1, 2, 3, 0]
+    assert micro.positions_T.tolist() == [0, 1, 2, 3]
+    assert (micro.plan.lengths, micro.plan.parents) == ((3, 1), (None, 0))
+    assert micro.predict_N.tolist() == [2, 3, 2]
+    assert micro.targets_N.tolist() == [0, 1, 10]
+    assert micro.batch.advantages_N.tolist() == [-0.5, -0.5, 0.5]
+    assert micro.places == (("t@0/0", 2), ("t@0/1", 1))
+
+
+def test_a_prompt_is_computed_once_for_its_siblings() -> None:
+    batch = packer()([rows(4, 6, 2, 1, prompt=50)], version=0)
+    (micro,) = batch.micro
+    assert len(micro.tokens_T) == 50 + 3 + 5 + 1 + 0
+    assert flatten(batch.metrics)["tokens/computed"] == 59
+    assert flatten(batch.metrics)["tokens/trained"] == 13
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [(59, [59]), (58, [58, 51]), (55, [53, 55, 51]), (1, [53, 55, 51, 50])])
+def test_a_budget_cuts_between_samples_and_repeats_the_prompt(budget: int, sizes: list[int]) -> None:
+    """In order; a sample longer than the budget gets a micro-batch of its own."""
+    batch = packer(budget=budget)([rows(4, 6, 2, 1, prompt=50)], version=0)
+    assert [len(m.tokens_T) for m in batch.micro] == sizes
+
+
+def test_multi_turn_masks_are_exact() -> None:
+    """What the environment said between two turns is in the sequence and not in the loss."""
+    rollout = make_rollout("t@0/0", [([1, 2], [3, 4], [-0.1, -0.2]), ([1, 2, 3, 4, 5, 6], [7], [-0.3])], 1.0)
+    (sample,) = samples_of(rollout, make_group("t@0", [rollout]), 2.0)
+    assert sample.tokens == (1, 2, 3, 4, 5, 6, 7)
+    assert sample.mask == (False, False, True, True, False, False, True)
+    assert sample.logprobs == (0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3)
+    assert sample.advantages == (0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0)
+    assert sample.prompt_len == 2
+
+
+@pytest.mark.parametrize(
+    ("second", "temperatures"),
+    [([9, 2, 3, 4, 5], (1.0, 1.0)), ([1, 2, 3], (1.0, 1.0)), ([1, 2, 3, 4, 5], (1.0, 0.5))],
+    ids=["rewritten", "shortened", "another temperature"],
+)
+def test_a_turn_that_does_not_continue_starts_a_sample(second: list[int], temperatures: tuple[float, float]) -> None:
+    rollout = make_rollout(
+        "t@0/0", [([1, 2], [3, 4], [-0.1, -0.2]), (second, [7], [-0.3])], 1.0, temperature=temperatures
+    )
+    first, other = samples_of(rollout, make_group("t@0", [rollout]), 2.0)
+    assert (first.tokens, first.mask, first.prompt_len) == ((1, 2, 3, 4), (False, False, True, True), 2)
+    assert other.tokens == (*second, 7)
+    assert other.mask == (*(False,) * len(second), True)
+    assert (other.prompt_len, other.temperature) == (len(second), temperatures[1])
+    assert first.rollout == other.rollout == "t@0/0"
+
+
+def test_a_turn_without_tokens_is_no_sample() -> None:
+    rollout = make_rollout("t@0/0", [([1, 2], [], []), ([1, 2], [3], [-0.1])], 1.0)
+    (sample,) = samples_of(rollout, make_group("t@0", [rollout]), 1.0)
+    assert sample.tokens == (1, 2, 3)
+    empty = make_rollout("t@0/0", [([1, 2], [], [])], 1.0)
+    assert list(samples_of(empty, make_group("t@0", [empty]), 1.0)) == []
+
+
+def test_a_sample_knows_its_oldest_version() -> None:
+    group = rows(2, 3)
+    turn = group.rollouts[0].turns[0]
+    mixed = replace(turn, completion=replace(turn.completion, versions=(4, 5)))
+    rollouts = (replace(group.rollouts[0], turns=(mixed,)), *group.rollouts[1:])
+    (sample,) = samples_of(rollouts[0], group, 1.0)
+    assert sample.version == 4
+    newer = [
+        replace(r, turns=(replace(r.turns[0], completion=replace(r.turns[0].completion, versions=(5,) * 3)),))
+        for r in rollouts[1:]
+    ]
+    batch = packer()([replace(group, rollouts=(rollouts[0], *newer))], version=6)
+    assert flatten(batch.metrics)["lag/max"] == 2
+
+
+def test_masked_truncated_answers_count_in_the_baseline_alone() -> None:
+    group = rows(2, 3, 4)
+    cut = make_rollout("t@0/1", [([1, 2, 3], [7, 7, 7], [-0.5] * 3)], 4.0, finish="length")
+    group = replace(group, rollouts=(group.rollouts[0], cut, group.rollouts[2]))
+    masked, kept = packer(mask_truncated=True)([group], version=0), packer()([group], version=0)
+    assert masked.advantages == kept.advantages == {"t@0/0": -2.0, "t@0/1": 2.0, "t@0/2": 0.0}
+    assert {rollout for m in masked.micro for rollout, _ in m.places} == {"t@0/0", "t@0/2"}
+    assert masked.num_loss_tokens == 6, "the token mean is over what is trained"
+    assert kept.num_loss_tokens == 9
+
+
+def test_failed_rollouts_are_left_out() -> None:
+    group = rows(2, 3, 4)
+    failed: Rollout = replace(group.rollouts[1], reward=None, status="error", error="planted")
+    batch = packer()([replace(group, rollouts=(group.rollouts[0], failed, group.rollouts[2]))], version=0)
+    assert batch.advantages == {"t@0/0": -1.0, "t@0/2": 1.0}
+    assert batch.num_loss_tokens == 6
+
+
+def test_all_masked_leaves_nothing_to_compute() -> None:
+    cut = [make_rollout(f"t@0/{i}", [([1], [2], [-0.5])], float(i), finish="length") for i in range(2)]
+    batch = packer(mask_truncated=True)([make_group("t@0", cut)], version=0)
+    assert batch.micro == ()
+    assert batch.num_loss_tokens == 0
+
+
+def test_split_keeps_those_with_one_prompt_together() -> None:
+    """Samples of another prompt in between do not part siblings."""
+
+    def sample(prompt: tuple[int, ...], answer: int) -> Sample:
+        tokens = (*prompt, *(0,) * answer)
+        n = len(tokens)
+        return Sample(
+            tokens=tokens,
+            mask=(False,) * len(prompt) + (True,) * answer,
+            logprobs=(0.0,) * n,
+            advantages=(0.0,) * n,
+            prompt_len=len(prompt),
+            group="t@0",
+            version=0,
+            env="made",
+            rollout="t@0/0",
+        )
+
+    a, b, c = sample((1, 2), 3), sample((3,), 2), sample((1, 2), 5)
+    assert list(split([[a, b, c]], 100)) == [[[a, c], [b]]]

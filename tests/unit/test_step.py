@@ -1,0 +1,265 @@
+"""The gradient of a whole step against float64: one full forward per sample, the loss by its formula, no packing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plays import make_group, make_rollout
+from tiny import live_policy, logprobs_of, reference
+from torch import Tensor
+from torch.nn import Parameter
+
+from tandem.advantages.dr_grpo import DrGrpo
+from tandem.losses.grpo import Grpo
+from tandem.metrics import flatten
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.policy import Policy
+from tandem.trainer.pack import Packer
+from tandem.trainer.step import Step, StepStats
+from tandem.trains.lora import Lora
+from tandem.types import Group, Rollout, Sampling
+
+RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)
+"""Of policy to behaviour, token by token: within the clips and beyond each, the dual clip included."""
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Iterator[Policy]:
+    with live_policy(tiny_model) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_model: Path) -> Any:
+    return reference(tiny_model, torch.float64)
+
+
+@dataclass
+class Keep:
+    """A stepper that only adds gradients up, in float64."""
+
+    total: dict[int, Tensor] = field(default_factory=dict)
+
+    def accumulate(self, parameter: Parameter) -> None:
+        assert parameter.grad is not None
+        self.total[id(parameter)] = self.total.get(id(parameter), 0.0) + parameter.grad.double()
+        parameter.grad = None
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        raise AssertionError("nothing is applied here")
+
+    zero_grad = state_dict = load_state_dict = step  # type: ignore[assignment]
+
+
+def gradient(
+    policy: Policy, groups: Sequence[Group], *, sampling: Sampling, loss: Grpo, budget: int = 1000, mask: bool = False
+) -> tuple[dict[str, Tensor], StepStats]:
+    """What the trainer computes, by parameter name."""
+    pack = Packer(
+        advantage=DrGrpo(),
+        reduction=loss.reduction,
+        max_tokens=sampling.max_tokens,
+        budget=budget,
+        mask_truncated=mask,
+        device=policy.device,
+    )
+    keep = Keep()
+    step = Step(policy=policy, loss=loss, optimizer=AdamW(), stepper=keep, sampling=sampling, steps=1)
+    hooks = []
+    for parameter in policy.model.parameters():
+        register = parameter.register_post_accumulate_grad_hook
+        parameter.register_post_accumulate_grad_hook = lambda f, register=register: hooks.append(register(f))  # type: ignore[method-assign]
+    try:
+        stats = asyncio.run(step.forward_backward(pack(groups, version=0)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in policy.model.parameters():
+            del parameter.register_post_accumulate_grad_hook
+    names = {id(p): name for name, p in policy.model.named_parameters()}
+    return {names[key]: grad for key, grad in keep.total.items()}, stats
+
+
+def by_formula(exact: Any, groups: Sequence[Group], *, sampling: Sampling, loss: Grpo, mask: bool = False) -> Any:
+    """Loss, the sum of its terms' sizes, and the gradient, in float64.
+
+    transformers' forward of each sample on its own, and the clipped loss in numpy.
+    """
+    exact.zero_grad()
+    terms: list[tuple[Tensor, np.ndarray, float]] = []  # logprobs, behaviour's, advantage of each sample
+    for group in groups:
+        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        for rollout in group.rollouts:
+            if rollout.reward is None or (mask and rollout.truncated):
+                continue
+            parts = [(logprobs_of(exact, t.prompt, t.completion.tokens, sampling), t) for t in rollout.turns]
+            old = np.concatenate([np.float32(t.completion.logprobs).astype(np.float64) for _, t in parts])
+            terms.append((torch.cat([lp for lp, _ in parts]), old, rollout.reward - sum(rewards) / len(rewards)))
+    num_tokens, value, size = sum(len(old) for _, old, _ in terms), 0.0, 0.0
+    total = torch.zeros((), dtype=torch.float64)
+    for logprobs, old, advantage in terms:
+        ratio = np.exp(logprobs.detach().numpy() - old)
+        clipped = np.clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
+        objective = np.minimum(ratio * advantage, clipped * advantage)
+        pushes = ratio * advantage <= clipped * advantage  # the unclipped term is the smaller one
+        if advantage < 0 and loss.dual_clip is not None:
+            floor = loss.dual_clip * advantage
+            pushes &= objective >= floor
+            objective = np.maximum(objective, floor)
+        weight = {
+            "token": 1 / num_tokens,
+            "sequence": 1 / (len(terms) * len(old)),
+            "constant": 1 / (len(terms) * sampling.max_tokens),
+        }[loss.reduction]
+        value -= weight * objective.sum()
+        size += weight * np.abs(objective).sum()
+        slope = torch.from_numpy(-weight * advantage * ratio * pushes)  # d(-r A)/d logprob = -r A
+        total = total + (slope * logprobs).sum()
+    total.backward()
+    return value, size, {name: p.grad.clone() for name, p in exact.named_parameters()}
+
+
+def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    assert a.keys() == b.keys()
+    off = math.sqrt(sum(float((a[n].double() - b[n].double()).square().sum()) for n in a))
+    return off / math.sqrt(sum(float(g.double().square().sum()) for g in b.values()))
+
+
+def played(exact: Any, sampling: Sampling) -> list[Group]:
+    """Two groups with answers of many lengths, one of two turns, one cut; behaviour off policy by ``RATIOS``."""
+    draw = np.random.default_rng(0)
+
+    def said(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
+        tokens = draw.integers(0, 256, length).tolist()
+        with torch.no_grad():
+            now = logprobs_of(exact, prompt, tokens, sampling).tolist()
+        return prompt, tokens, [lp - math.log(RATIOS[i % len(RATIOS)]) for i, lp in enumerate(now)]
+
+    groups = []
+    for g, (prompt_len, lengths) in enumerate(((9, (8, 3, 12, 1)), (17, (5, 16)))):
+        prompt = draw.integers(0, 256, prompt_len).tolist()
+        rollouts: list[Rollout] = []
+        for s, length in enumerate(lengths):
+            turns = [said(prompt, length)]
+            if (g, s) == (0, 1):
+                turns.append(said([*prompt, *turns[0][1], 7, 8, 9], 6))
+            finish = "length" if (g, s) == (0, 2) else "stop"
+            rollouts.append(
+                make_rollout(f"t{g}@0/{s}", turns, float(s % 3), temperature=sampling.temperature, finish=finish)
+            )
+        groups.append(make_group(f"t{g}@0", rollouts, index=g))
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("loss", "sampling"),
+    [
+        (Grpo(), Sampling(max_tokens=16)),
+        (Grpo(reduction="sequence"), Sampling(temperature=0.7, max_tokens=16)),
+        (Grpo(reduction="constant", dual_clip=None), Sampling(temperature=1.3, max_tokens=16)),
+        (Grpo(clip_low=0.4), Sampling(top_p=0.8, top_k=60, min_p=0.01, max_tokens=16)),
+    ],
+    ids=["token", "sequence", "constant", "support"],
+)
+def test_a_step_is_the_float64_formula(policy: Policy, exact: Any, loss: Grpo, sampling: Sampling) -> None:
+    groups = played(exact, sampling)
+    advantages = {r.reward - 1.0 for r in groups[0].rollouts if r.reward is not None}
+    assert min(advantages) < 0 < max(advantages)
+    value, size, expected = by_formula(exact, groups, sampling=sampling, loss=loss)
+    found, stats = gradient(policy, groups, sampling=sampling, loss=loss)
+    assert distance(found, expected) <= 2e-6  # logprobs around -8 are exact to 5e-7 in float32, and ratios with them
+    assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
+    for rollout in (r for group in groups for r in group.rollouts):
+        with torch.no_grad():
+            each = [logprobs_of(exact, t.prompt, t.completion.tokens, sampling) for t in rollout.turns]
+        assert stats.logprobs[rollout.id] == pytest.approx(torch.cat(each).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("better", [True, False], ids=["positive", "negative"])
+def test_each_sign_at_each_ratio(policy: Policy, exact: Any, ratio: float, better: bool) -> None:
+    """One answer that was drawn with this ratio throughout; its sibling has the other sign and ratio 1."""
+    sampling, loss = Sampling(max_tokens=16), Grpo(reduction="sequence")
+    rollouts = []
+    for s, at in enumerate((ratio, 1.0)):
+        tokens = list(range(40 * s + 3, 40 * s + 12))
+        with torch.no_grad():
+            logprobs = (logprobs_of(exact, [1, 2, 3], tokens, sampling) - math.log(at)).tolist()
+        rollouts.append(make_rollout(f"t@0/{s}", [([1, 2, 3], tokens, logprobs)], float(better == (s == 0))))
+    groups = [make_group("t@0", rollouts)]
+    value, size, expected = by_formula(exact, groups, sampling=sampling, loss=loss)
+    found, stats = gradient(policy, groups, sampling=sampling, loss=loss)
+    assert distance(found, expected) <= 1e-6
+    assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_micro_batches_packing_and_order_change_nothing(policy: Policy, exact: Any, mask: bool) -> None:
+    sampling, loss = Sampling(temperature=0.9, max_tokens=16), Grpo()
+    groups = played(exact, sampling)
+    whole, stats = gradient(policy, groups, sampling=sampling, loss=loss, mask=mask)
+    turned = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]
+    loss_of = flatten(stats.metrics)["loss"]
+    for other, budget in ((groups, 1), (groups, 40), (turned, 1000), (turned, 25)):
+        found, again = gradient(policy, other, sampling=sampling, loss=loss, budget=budget, mask=mask)
+        assert distance(found, whole) <= 1e-6
+        assert flatten(again.metrics)["loss"] == pytest.approx(loss_of, rel=1e-6)
+        assert flatten(again.metrics)["kl_behavior"] == pytest.approx(flatten(stats.metrics)["kl_behavior"], rel=1e-5)
+        assert again.logprobs.keys() == stats.logprobs.keys()
+
+
+def test_masked_truncated_answers_leave_the_gradient(policy: Policy, exact: Any) -> None:
+    sampling, loss = Sampling(max_tokens=16), Grpo()
+    groups = played(exact, sampling)
+    *_, expected = by_formula(exact, groups, sampling=sampling, loss=loss, mask=True)
+    found, stats = gradient(policy, groups, sampling=sampling, loss=loss, mask=True)
+    assert distance(found, expected) <= 1e-6
+    assert "t0@0/2" not in stats.logprobs
+    kept, _ = gradient(policy, groups, sampling=sampling, loss=loss)
+    assert distance(kept, expected) > 0.01
+
+
+def test_only_what_is_trained_gets_a_gradient(tiny_model: Path, exact: Any) -> None:
+    sampling = Sampling(max_tokens=16)
+    with live_policy(tiny_model, trains=Lora(rank=2)) as policy:
+        found, _ = gradient(policy, played(exact, sampling), sampling=sampling, loss=Grpo())
+    assert found
+    assert all("lora_" in name for name in found)
+
+
+def test_apply_moves_the_weights_by_the_clipped_gradient(tiny_model: Path, exact: Any) -> None:
+    """The norm it reports is the whole step's, and what it wrote is AdamW's first step: lr times the sign."""
+    sampling, loss = Sampling(max_tokens=16), Grpo()
+    groups = played(exact, sampling)
+    *_, expected = by_formula(exact, groups, sampling=sampling, loss=loss)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    with live_policy(tiny_model) as policy:
+        optimizer = AdamW(lr=1e-3, eps=0.0, max_grad_norm=norm / 2)
+        stepper = optimizer.bind([(n, p) for n, p in policy.model.named_parameters()])
+        step = Step(policy=policy, loss=loss, optimizer=optimizer, stepper=stepper, sampling=sampling, steps=1)
+        pack = Packer(
+            advantage=DrGrpo(), reduction="token", max_tokens=16, budget=30, mask_truncated=False, device=policy.device
+        )
+        before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+
+        async def main() -> dict[str, float]:
+            await step.forward_backward(pack(groups, version=0))
+            assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters()), "not before apply"
+            return flatten(await step.apply(1))
+
+        applied = asyncio.run(main())
+        assert applied["grad_norm"] == pytest.approx(norm, rel=1e-6)
+        assert applied["lr"] == 1e-3
+        for name, parameter in policy.model.named_parameters():
+            sure = expected[name].abs() > 1e-4 * norm
+            moved = (parameter.detach() - before[name])[sure]
+            torch.testing.assert_close(moved, -1e-3 * expected[name][sure].sign().float(), rtol=1e-3, atol=1e-6)
