@@ -21,12 +21,13 @@ from tandem import memory, report, resolve
 from tandem.config import RunConfig
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, EnvError, TandemError
+from tandem.errors import ConfigError, EnvError, RewardError, TandemError
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Cursor, Feed, FeedOptions, as_is, penalise_truncated
+from tandem.rollout.gold import check_environment
 from tandem.rollout.measure import Solved
 from tandem.rollout.worker import Worker
 from tandem.sinks.base import RunInfo
@@ -65,6 +66,8 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     model = load_config(config.model)
     memory.plan(config, model, prompt_tokens=_longest_prompt(config, model, tasks["train"])).require()
     folder = resume or _new_folder(config)
+    if resume:
+        _write_recipe(config, folder)  # what this resume changed holds for the next one too
     with logs.to_folder(folder), _reported(folder):
         steps = saved_steps(folder / "checkpoints")
         info = RunInfo(
@@ -105,6 +108,7 @@ async def _assembled(
     async with AsyncExitStack() as stack:
         policy = await stack.enter_async_context(_policy(config))
         graders = await stack.enter_async_context(_graders(config, folder))
+        await _check_gold(config, graders)
         stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
         checkpoints = Checkpoints(
             folder=folder / "checkpoints",
@@ -143,8 +147,24 @@ async def _assembled(
             records=lambda step, batch, stats: records(step, batch, stats, worker.template),
             stop=asyncio.Event(),
             reached=reached.set,
+            grading=graders.metrics,
         )
         yield run, state
+
+
+async def _check_gold(config: RunConfig, graders: Graders) -> None:
+    """Grade the first gold replies: a reward that refuses the right answer teaches nothing.
+
+    Raises:
+        RewardError: one did not get full marks.
+    """
+    failures = await check_environment(config.env, graders, 2)
+    if failures:
+        raise RewardError(
+            f"a gold reply did not get full marks: {failures[0]}; mend the reward or what the environment's check() "
+            "replies (tandem check looks at more of them)"
+        )
+    graders.metrics()  # these are nobody's rollouts
 
 
 @dataclass(slots=True)
@@ -314,12 +334,19 @@ def _new_folder(config: RunConfig) -> Path:
         raise ConfigError(f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name=")
     try:
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(recipes.dump(config), encoding="utf-8")
+        _write_recipe(config, folder)
     except OSError as error:
         raise TandemError(
             f"the run's folder {folder} cannot be made: {error}; set runs= to a place that can"
         ) from error
     return folder
+
+
+def _write_recipe(config: RunConfig, folder: Path) -> None:
+    """The run's whole recipe, replaced at once."""
+    aside = folder / ".config.yaml.tmp"
+    aside.write_text(recipes.dump(config), encoding="utf-8")
+    aside.replace(folder / "config.yaml")
 
 
 @contextmanager

@@ -11,6 +11,6 @@ def near(completions: list[list[dict[str, str]]], answer: list[str], **columns: 
     return [
         1.0 - abs(int(text) - int(gold)) / 9
         if text in set("0123456789")
-        else 0.3 * sum(c in "0123456789" for c in text) / max(1, len(text))
+        else 0.1 * sum(c in "0123456789" for c in text) / max(1, len(text))
         for text, gold in zip(said, answer, strict=True)
     ]

@@ -186,6 +186,7 @@ class _Engine(Engine):
             for _ in range(8):
                 await asyncio.sleep(0)
 
+    @torch.inference_mode()  # the cache's tensors were made in it, and may be written in it alone
     def _drop_cancelled(self) -> None:
         self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
         for row in [i for i, r in enumerate(self._running) if r.future.cancelled()][::-1]:

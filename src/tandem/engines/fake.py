@@ -63,7 +63,8 @@ class _Engine(Engine):
         room = self._context - len(prompt)
         if not prompt or room < 1:
             raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
-        task = asyncio.ensure_future(self._sample(tuple(prompt), min(sampling.max_tokens, room), key))
+        stream = key if sampling.temperature else 0  # all tokens are equally likely: greedy takes any, always the same
+        task = asyncio.ensure_future(self._sample(tuple(prompt), min(sampling.max_tokens, room), stream))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:

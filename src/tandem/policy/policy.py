@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from tandem.errors import ConfigError
+from tandem.machine import cores
 from tandem.policy.attention import NAME, Packed, Plan, sequential_positions
 from tandem.policy.logprobs import token_logprobs
 
@@ -29,7 +30,7 @@ class Compute:
     """
 
     def __init__(self, threads: int = 0):
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or cores()
         # Thread counts are per calling thread in OpenMP, so they are set inside.
         self._pool = ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,))
 
@@ -154,6 +155,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     Raises:
         ConfigError: they cannot be read, or some of the model's weights are missing from the folder.
     """
+    disable_progress_bar()  # our own console is on the same terminal
     try:
         # loading reports what was not found instead of leaving random weights unnoticed
         loaded: Any = AutoModelForCausalLM.from_pretrained(

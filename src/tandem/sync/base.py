@@ -88,7 +88,7 @@ class WeightSync(ABC):
             StaleWeights: none of the trained tensors agree.
             TornWeights: some do.
         """
-        theirs = await self.engine_checksums(link)
+        theirs = await self.engine_checksums(link, mine)
         wrong = [name for name, value in mine.items() if theirs.get(name) != value]
         if not wrong:
             return
@@ -99,8 +99,8 @@ class WeightSync(ABC):
         )
 
     @abstractmethod
-    async def engine_checksums(self, link: Link) -> Checksums:
-        """Checksums of what the engine holds, under the trainer's names."""
+    async def engine_checksums(self, link: Link, mine: Checksums) -> Checksums:
+        """Checksums of what the engine holds, under the trainer's names; ``mine`` are the trainer's."""
 
     @asynccontextmanager
     async def open(self, policy: Policy, engine: Engine, start: PolicyVersion, source: Any) -> AsyncIterator[Link]:

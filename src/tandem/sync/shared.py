@@ -34,11 +34,12 @@ class Shared(WeightSync):
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
 
-    async def engine_checksums(self, link: Link) -> Checksums:
-        """Checksums of the engine's own storage."""
+    async def engine_checksums(self, link: Link, mine: Checksums) -> Checksums:
+        """Checksums of the engine's own storage; bytes at the trainer's own address are not read a second time."""
         lent = self._lent(link)
-        mine = [(name, lent[name]) for name, _ in link.source]
-        return await link.policy.compute(checksums, mine)
+        elsewhere = [(n, lent[n]) for n, tensor in link.source if n in lent and lent[n].data_ptr() != tensor.data_ptr()]
+        theirs = {name: value for name, value in mine.items() if name in lent}
+        return {**theirs, **await link.policy.compute(checksums, elsewhere)}
 
     @staticmethod
     def _lent(link: Link) -> dict[str, Tensor]:

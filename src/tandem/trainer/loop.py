@@ -18,8 +18,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tandem import machine
 from tandem.engines.base import Engine
-from tandem.metrics import Max, Mean, Sum, Value
+from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.policy.policy import Policy
 from tandem.rollout.feed import Feed
 from tandem.sync.base import Published, WeightSync
@@ -31,7 +32,7 @@ from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
 from tandem.trains.base import WeightSource
-from tandem.types import Group, Json
+from tandem.types import Json
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ class Run:
     """Set to end after what is under way, with everything saved."""
     reached: Callable[[int], None]
     """Told each step that training has reached."""
+    grading: Callable[[], Mapping[str, Value]]
+    """What the graders counted since the last call."""
 
 
 async def train(run: Run, state: TrainerState) -> TrainerState:
@@ -92,7 +95,15 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             assert handoff.published is not None
             run.reached(handoff.published.version.step)
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, feed.cursor())
-            _emit(run, state, batch, stats, [applied, feed.metrics(), handoff.metrics()], begun, handoff.published)
+            _emit(
+                run,
+                state,
+                batch,
+                stats,
+                [applied, feed.metrics(), run.grading(), handoff.metrics()],
+                begun,
+                handoff.published,
+            )
             await run.checkpoints.maybe_save(state)
             await _unless_stopped(run, run.evaluator.maybe(state.step))
             feed.release(groups)
@@ -124,25 +135,14 @@ def _emit(
             probe_gap=published.probe_gap,
         )
     seconds = time.perf_counter() - begun
+    merged = merge([stats.metrics, batch.metrics, *parts])
+    sampled = merged.get("tokens/generated", Sum(0.0))
     whole: dict[str, Value] = {
         "seconds/step": Sum(seconds),
-        "tokens_per_second": Mean(float(_sampled(batch.groups)), seconds),
-        "memory/rss_gb": Max(_resident_gb()),
+        "tokens_per_second": Mean(sampled.value if isinstance(sampled, Sum) else 0.0, seconds),
+        "memory/rss_gb": Max(machine.resident() / 1e9),
     }
-    run.telemetry.emit(state.step, [stats.metrics, batch.metrics, *parts, whole, trace.take()])
-
-
-def _sampled(groups: Sequence[Group]) -> int:
-    return sum(r.num_tokens for group in groups for r in group.rollouts)
-
-
-def _resident_gb() -> float:
-    """Resident memory of this process, in 10^9 bytes."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024 / 1e9
-    return 0.0
+    run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 
 async def _unless_stopped(run: Run, work: Awaitable[T]) -> T | None:

@@ -45,7 +45,13 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
                 f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
                 f"these may change: {', '.join(sorted(RESUMABLE))} (to change more, start a new run from {recipe})"
             )
-    return load(recipe, overrides).config
+    config = load(recipe, overrides).config
+    if config.optimizer.schedule != "constant" and any(o.partition("=")[0] == "steps" for o in overrides):
+        raise ConfigError(
+            f"command line: steps: the {config.optimizer.schedule} schedule of this run ends at its last step, so "
+            f"another number of steps is another run; start one from {recipe}"
+        )
+    return config
 
 
 def recipe_of(folder: Path) -> Path:

@@ -1,0 +1,324 @@
+"""What every engine keeps: keys fix tokens, neighbours change nothing, a pause loses nothing, versions are true."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import live_policy
+
+from tandem.engines.base import CanLend, Engine, EngineSpec
+from tandem.errors import EngineError
+from tandem.policy.policy import Policy
+from tandem.resolve import find, names
+from tandem.types import Completion, PolicyVersion, Sampling
+
+CONTEXT = 96
+PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(1, 21)), [3], [100] * 9]
+ASKED = [(prompt, Sampling(max_tokens=6 + 4 * i), 1000 + i) for i, prompt in enumerate(PROMPTS)]
+"""Requests that differ in prompt, length and key."""
+
+Work = Callable[[Engine], Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Iterator[Policy]:
+    with live_policy(tiny_model) as live:
+        yield live
+
+
+@pytest.fixture(params=names("engines"))
+def engine_kind(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def spec(engine_kind: str) -> EngineSpec:
+    return find("engines", engine_kind)()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def run(spec: EngineSpec, policy: Policy) -> Callable[[Work], Any]:
+    """Open an engine, do something with it, close it."""
+
+    def run(work: Work) -> Any:
+        async def main() -> Any:
+            async with spec.open(policy, context=CONTEXT) as engine:
+                return await asyncio.wait_for(work(engine), 30)
+
+        return asyncio.run(main())
+
+    return run
+
+
+async def together(engine: Engine, asked: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[Completion]:
+    return list(await asyncio.gather(*(engine.generate(*request) for request in asked)))
+
+
+async def alone(engine: Engine, asked: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[Completion]:
+    return [await engine.generate(*request) for request in asked]
+
+
+async def underway(engine: Engine) -> None:
+    """Return once something was sampled of what is asked."""
+    while (await engine.health()).running == 0:
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def long_keys(engine: Engine, n: int) -> list[tuple[list[int], Sampling, int]]:
+    """Requests that are known to go on for 60 tokens."""
+    tried = [([8], Sampling(max_tokens=60), key) for key in range(10 * n)]
+    done = await together(engine, tried)
+    return [request for request, c in zip(tried, done, strict=True) if len(c.tokens) == 60][:n]
+
+
+async def until_idle(engine: Engine) -> None:
+    """Return once nothing runs or waits."""
+    while (health := await engine.health()).running + health.waiting:
+        await asyncio.sleep(0.001)
+
+
+def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
+    """Same tokens and, within float32's noise between batch shapes, the same logprobs."""
+    return [(c.tokens, c.versions, c.finish) for c in a] == [(c.tokens, c.versions, c.finish) for c in b] and all(
+        x.logprobs == pytest.approx(y.logprobs, abs=1e-5) for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_a_completion_is_whole(run: Callable[[Work], Any]) -> None:
+    for (_, sampling, _), c in zip(ASKED, run(lambda engine: together(engine, ASKED)), strict=True):
+        assert 1 <= len(c.tokens) <= sampling.max_tokens
+        assert len(c.tokens) == len(c.logprobs) == len(c.versions)
+        assert all(logprob <= 0 for logprob in c.logprobs)
+        assert c.finish == "stop" or (c.finish == "length" and len(c.tokens) == sampling.max_tokens)
+
+
+def test_the_key_fixes_the_tokens(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> tuple[list[Completion], list[Completion]]:
+        asked = [([72, 105], Sampling(max_tokens=12), key) for key in range(6)]
+        return await together(engine, asked), await together(engine, asked)
+
+    first, again = run(work)
+    other, _ = run(work)
+    assert same(first, again)
+    assert same(first, other), "another engine of the same weights"
+    assert len({c.tokens for c in first}) == 6
+
+
+def test_neighbours_change_nothing(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        lonely = await alone(engine, ASKED)
+        assert same(await together(engine, ASKED), lonely)
+        assert same((await together(engine, ASKED[::-1]))[::-1], lonely)
+        crowd = [([42], Sampling(max_tokens=5 + key % 7, temperature=1.5), key) for key in range(20)]
+        assert same((await together(engine, [*crowd, *ASKED]))[20:], lonely)
+
+    run(work)
+
+
+def test_joining_late_changes_nothing(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        lonely = await alone(engine, ASKED)
+        others = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 3)]
+        await underway(engine)
+        tasks = []
+        for request in ASKED:
+            tasks.append(asyncio.create_task(engine.generate(*request)))
+            await asyncio.sleep(0.002)
+        assert same(await asyncio.gather(*tasks), lonely)
+        await asyncio.gather(*others)
+
+    run(work)
+
+
+def test_each_request_has_its_own_end(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        (prompt, _, key), *_ = await long_keys(engine, 1)
+        lengths = [1, 17, 3, 60, 8]
+        done = await together(engine, [(prompt, Sampling(max_tokens=n), key) for n in lengths])
+        assert [len(c.tokens) for c in done] == lengths
+        longest = done[3].tokens
+        assert all(c.tokens == longest[: len(c.tokens)] and c.finish == "length" for c in done)
+
+    run(work)
+
+
+def test_the_context_is_an_end(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        assert engine.context == CONTEXT
+        (_, _, key), *_ = await long_keys(engine, 1)
+        done = await engine.generate([8] * (CONTEXT - 1), Sampling(max_tokens=60), key)
+        assert len(done.tokens) == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("length", [0, CONTEXT, CONTEXT + 50])
+def test_a_prompt_without_room_is_an_error(run: Callable[[Work], Any], length: int) -> None:
+    async def work(engine: Engine) -> None:
+        with pytest.raises(EngineError, match=str(CONTEXT)):
+            await engine.generate([8] * length, Sampling(), 0)
+        await engine.generate([8], Sampling(max_tokens=2), 0)  # nobody else's fault
+
+    run(work)
+
+
+def test_greedy_needs_no_key(run: Callable[[Work], Any]) -> None:
+    asked = [([72, 105], Sampling(temperature=0, max_tokens=8), key) for key in range(4)]
+    done = run(lambda engine: together(engine, asked))
+    assert len({c.tokens for c in done}) == 1
+
+
+@pytest.mark.parametrize("engine_kind", sorted(set(names("engines")) - {"fake"}))  # whose tokens mean no text
+def test_a_stop_text_is_one_requests_own(run: Callable[[Work], Any], policy: Policy) -> None:
+    async def work(engine: Engine) -> tuple[Completion, Completion, str]:
+        (request,) = await long_keys(engine, 1)
+        prompt, _, key = request
+        free = await engine.generate(prompt, Sampling(max_tokens=60), key)
+        text = policy.tokenizer.decode(free.tokens, skip_special_tokens=True)
+        pairs = (text[i : i + 2] for i in range(20, len(text)))
+        stop = next(pair for pair in pairs if pair.isascii() and pair.isprintable() and text.count(pair) == 1)
+        stopped, neighbour = await together(
+            engine,
+            [(prompt, Sampling(max_tokens=60, stop=("never", stop)), key), (prompt, Sampling(max_tokens=60), key)],
+        )
+        assert neighbour.tokens == free.tokens
+        return stopped, free, stop
+
+    stopped, free, stop = run(work)
+    assert stopped.finish == "stop"
+    assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+    assert policy.tokenizer.decode(stopped.tokens, skip_special_tokens=True).endswith(stop)
+
+
+def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        for step in (4, 9):
+            version = PolicyVersion(step=step, digest="d")
+            await engine.stamp(version)
+            assert engine.version() == version
+            assert {v for c in await together(engine, ASKED) for v in c.versions} == {step}
+
+    run(work)
+
+
+def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> list[Completion]:
+        asked = await long_keys(engine, 3)
+        await engine.stamp(PolicyVersion(step=1, digest=""))
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        await underway(engine)
+        await engine.pause()
+        await engine.stamp(PolicyVersion(step=2, digest=""))
+        await engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    for c in run(work):
+        assert c.versions == tuple(sorted(c.versions))
+        assert (c.version_min, c.version_max) == (1, 2)
+
+
+def test_a_pause_holds_and_loses_nothing(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        asked = await long_keys(engine, 3)
+        expected = await together(engine, asked)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked[:2]]
+        await underway(engine)
+        await engine.pause()
+        await engine.pause()  # twice is once
+        tasks.append(asyncio.create_task(engine.generate(*asked[2])))  # one that comes during the pause
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in tasks)
+        assert len(await engine.score([1, 2, 3])) == 2, "a proof needs a score while nothing is sampled"
+        await engine.resume()
+        assert same(await asyncio.gather(*tasks), expected)
+
+    run(work)
+
+
+def test_cancelling_one_leaves_the_others(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        asked = await long_keys(engine, 4)
+        expected = await together(engine, asked)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        await underway(engine)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(done[0], asyncio.CancelledError)
+        assert isinstance(done[2], asyncio.CancelledError)
+        assert same([done[1], done[3]], [expected[1], expected[3]])  # type: ignore[list-item]
+        await until_idle(engine)
+
+    run(work)
+
+
+def test_cancelling_during_a_pause(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        asked = await long_keys(engine, 2)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        await underway(engine)
+        await engine.pause()
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        await engine.resume()
+        assert len((await tasks[1]).tokens) == 60
+        await until_idle(engine)
+
+    run(work)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_closing_fails_who_waits(run: Callable[[Work], Any], paused: bool) -> None:
+    async def work(engine: Engine) -> None:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 3)]
+        await underway(engine)
+        if paused:
+            await engine.pause()
+        await engine.close()
+        await engine.close()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, EngineError)
+        with pytest.raises(EngineError):
+            await engine.generate([8], Sampling(), 0)
+        assert not (await engine.health()).ok
+
+    run(work)
+
+
+def test_score_is_one_logprob_less_than_tokens(run: Callable[[Work], Any]) -> None:
+    scored = run(lambda engine: engine.score([5, 9, 31, 7]))
+    assert len(scored) == 3
+    assert all(logprob <= 0 for logprob in scored)
+
+
+def test_health_counts(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        assert (await engine.health()).ok
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 3)]
+        await underway(engine)
+        await engine.pause()
+        health = await engine.health()
+        assert (health.ok, health.running + health.waiting) == (True, 3)
+        await engine.resume()
+        await asyncio.gather(*tasks)
+        await until_idle(engine)
+
+    run(work)
+
+
+def test_ports_are_kept(spec: EngineSpec, run: Callable[[Work], Any], policy: Policy) -> None:
+    """What an engine's options promise, the engine does."""
+
+    async def work(engine: Engine) -> None:
+        assert isinstance(engine, CanLend) == (CanLend in spec.ports)
+        if isinstance(engine, CanLend):
+            lent = {name: tensor.data_ptr() for name, tensor in engine.lent()}
+            assert lent == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
+
+    run(work)

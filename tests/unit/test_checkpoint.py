@@ -1,0 +1,404 @@
+"""Checkpoints: whole or not there, pruned, restored bit for bit, and clear about what cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.errors import CheckpointError
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.rollout.feed import Cursor
+from tandem.trainer import checkpoint
+from tandem.trainer.checkpoint import Checkpoints, saved_steps
+from tandem.trainer.state import TrainerState
+from tandem.trains.full import Full
+from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Iterator[Policy]:
+    model = load_model(str(tiny_model), dtype=torch.float32, device=torch.device("cpu"))
+    policy = Policy(Full().prepare(model), load_tokenizer(str(tiny_model)), name="tiny", compute=Compute(1))
+    yield policy
+    policy.close()
+
+
+class Saver:
+    """Checkpoints of a tiny model, called without an event loop."""
+
+    def __init__(self, policy: Policy, folder: Path, *, every: int = 1, keep: int = 2, steps: int = 100) -> None:
+        self.saved: list[int] = []
+        self.policy = policy
+        self.stepper = AdamW(lr=1e-2).bind(Full().parameters(policy.model))
+        self.checkpoints = Checkpoints(
+            folder=folder / "checkpoints",
+            every=every,
+            keep=keep,
+            steps=steps,
+            policy=policy,
+            trains=Full(),
+            stepper=self.stepper,
+            on_saved=lambda step, path: self.saved.append(step),
+        )
+
+    def train(self, seed: int) -> None:
+        """Some optimizer step."""
+        draw = torch.Generator().manual_seed(seed)
+        for parameter in self.policy.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            self.stepper.accumulate(parameter)
+        self.stepper.step(1e-2, 1.0)
+
+    def save(self, step: int) -> Path:
+        return asyncio.run(self.checkpoints.save(state(step)))
+
+    def restore(self, digest: str = "recipe") -> TrainerState:
+        return asyncio.run(self.checkpoints.restore(state(0, digest)))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        live = {**dict(self.policy.model.named_parameters()), **self.stepper.state_dict()}
+        return {name: tensor.detach().clone() for name, tensor in live.items()}
+
+
+def group() -> Group:
+    task = Task(
+        id="3+4", env="e", prompt=(Message(role="user", content="3 + 4?"),), answer="7", meta={"n": [1, {"a": None}]}
+    )
+    completion = Completion(tokens=(5, 6), logprobs=(-0.1, -1 / 3), versions=(1, 2), finish="stop")
+    turn = Turn(
+        prompt=(1, 2), completion=completion, temperature=0.7, reply=(Message(role="tool", content="é\ud83d"[:1]),)
+    )
+    rollouts = tuple(
+        Rollout(
+            id=f"3+4@0/{n}",
+            task=task,
+            turns=(turn,),
+            messages=task.prompt,
+            status="ok",
+            rewards={"number": 0.1 + 0.2},
+            reward=reward,
+            metrics={"calls": 1.0},
+        )
+        for n, reward in enumerate((1.0, None))
+    )
+    return Group(id="3+4@0", index=9, env="e", rollouts=rollouts)
+
+
+def state(step: int, digest: str = "recipe") -> TrainerState:
+    return TrainerState(
+        step=step,
+        version=PolicyVersion(step=step, digest="beef"),
+        tokens_seen=17 * step,
+        cursor=Cursor(drawn=12, admitted=14, again=(9, 4), ready=((3, group()),)),
+        config_digest=digest,
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# Round trip
+
+
+def test_state_survives_json_exactly() -> None:
+    before = dataclasses.replace(state(3), rng=(1, 255))
+    assert TrainerState.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_everything_is_restored_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.train(1)
+    torch.manual_seed(5)
+    saver.save(3)
+    before, drawn = saver.tensors(), torch.rand(4)
+    saver.train(2)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in saver.tensors().items())
+    other = Saver(policy, tmp_path)
+    found = other.restore()
+    assert dataclasses.replace(found, rng=()) == state(3)
+    after = other.tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(torch.rand(4), drawn), "torch's generator goes on where it was"
+
+
+def test_weights_are_an_ordinary_folder(policy: Policy, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Saver(policy, tmp_path).save(1) / "model"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(loaded.lm_head.weight, policy.head.weight)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == policy.tokenizer.chat_template
+
+
+def test_fresh_without_a_checkpoint(policy: Policy, tmp_path: Path) -> None:
+    assert Saver(policy, tmp_path).restore() == state(0)
+
+
+# When, and how many
+
+
+def test_saved_when_due_and_at_the_end(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path, every=3, keep=10, steps=8)
+    for step in range(1, 9):
+        asyncio.run(saver.checkpoints.maybe_save(state(step)))
+    assert saver.saved == [3, 6, 8]
+    assert saved_steps(tmp_path / "checkpoints") == [3, 6, 8]
+
+
+def test_only_the_newest_are_kept_and_nothing_else_is_touched(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path, keep=2)
+    (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
+    for step in (1, 2, 3, 10):
+        saver.save(step)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000003", "000010", "mine"]
+
+
+def test_half_removed_checkpoint_does_not_bear_its_name(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the process is killed while it prunes."""
+    saver = Saver(policy, tmp_path, keep=1)
+    saver.save(1)
+    removed: list[str] = []
+
+    def die(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            removed.append(Path(path).name)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(2)
+    assert removed == [".000001.tmp"]
+    assert saved_steps(tmp_path / "checkpoints") == [2]
+    assert saver.restore().step == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002"], "leftovers are cleared away"
+
+
+def test_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(policy, tmp_path, keep=1)
+    saver.save(1)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", refuse)
+        saver.save(2)
+    assert "000001 cannot be removed" in caplog.text
+
+
+def test_saving_the_same_step_again_keeps_what_is_there(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    before = content(saver.save(1))
+    saver.train(3)
+    assert content(saver.save(1)) == before
+    assert saver.saved == [1]
+
+
+# Failures while writing
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file can grow beyond this many bytes: what a full disk does to a writer, without a disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def old_one_is_untouched(saver: Saver, before: dict[str, bytes], error: CheckpointError) -> None:
+    folder = saver.checkpoints.folder
+    assert [path.name for path in folder.iterdir()] == ["000001"]
+    assert content(folder / "000001") == before
+    assert saver.saved == [1]
+    for told in ("step 2", str(folder), "newest checkpoint is step 1", f"tandem train {folder.parent}"):
+        assert told in str(error)
+    assert saver.restore().step == 1
+
+
+def test_full_disk_at_any_file_leaves_the_old_checkpoint(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    before = content(saver.save(1))
+    sizes = sorted({len(data) for data in before.values()})
+    assert len(sizes) > 4
+    for size in sizes:
+        # The first file that is as large as this, and in turn every other.
+        with small_files(size - 1), pytest.raises(CheckpointError, match="cannot be written") as caught:
+            saver.save(2)
+        old_one_is_untouched(saver, before, caught.value)
+    saver.save(2)
+
+
+def test_full_disk_while_the_tokenizer_is_written(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library raises a bare Exception."""
+    saver = Saver(policy, tmp_path)
+    before = content(saver.save(1))
+    save = policy.tokenizer.save_pretrained
+
+    def limited(folder: Path) -> None:
+        with small_files(1000):
+            save(folder)
+
+    monkeypatch.setattr(policy.tokenizer, "save_pretrained", limited)
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        saver.save(2)
+    assert type(caught.value.__cause__) is Exception
+    old_one_is_untouched(saver, before, caught.value)
+
+
+@pytest.mark.parametrize("place", ["mkdir", "write_text", "rename", "save_file"])
+def test_failure_of_any_operation_leaves_the_old_checkpoint(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    saver = Saver(policy, tmp_path)
+    before = content(saver.save(1))
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint if place == "save_file" else Path, place, full)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            saver.save(2)
+    old_one_is_untouched(saver, before, caught.value)
+
+
+def test_failure_to_reach_the_disk_leaves_the_old_checkpoint(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(policy, tmp_path, keep=1)
+    before = content(saver.save(1))
+    calls = 0
+    fsync, left = os.fsync, 0
+
+    def counted(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > left:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(handle)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", counted)
+    for left in range(len(before) + 2):  # noqa: B007 - read by counted: files, two folders
+        calls = 0
+        with pytest.raises(CheckpointError, match="Input/output error") as caught:
+            saver.save(2)
+        old_one_is_untouched(saver, before, caught.value)
+
+
+def test_a_bug_is_not_dressed_as_a_full_disk(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.save(1)
+
+    def wrong(*args: Any) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(policy.tokenizer, "save_pretrained", wrong)
+    with pytest.raises(AttributeError, match="a bug"):
+        saver.save(2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001"]
+
+
+def test_first_checkpoint_that_fails_says_that_there_is_none(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    with small_files(100), pytest.raises(CheckpointError, match="there is no checkpoint yet"):
+        saver.save(1)
+
+
+def test_what_a_killed_process_left_is_no_checkpoint(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.save(1)
+    aside = tmp_path / "checkpoints" / ".000002.tmp"
+    shutil.copytree(tmp_path / "checkpoints" / "000001", aside)
+    assert saved_steps(tmp_path / "checkpoints") == [1]
+    assert saver.restore().step == 1
+    assert not aside.exists()
+
+
+# Failures while reading
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00\xff" * 200)
+
+
+def other_json(path: Path) -> None:
+    path.write_text('{"step": 1}')
+
+
+def other_group(path: Path) -> None:
+    data = json.loads(path.read_text())
+    data["cursor"]["ready"][0][1]["rollouts"] = "none"
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("file", ["state.json", "optimizer.safetensors", "model/model.safetensors"])
+@pytest.mark.parametrize("damage", [cut, garbage, Path.unlink])
+def test_what_cannot_be_read_is_named(
+    policy: Policy, tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    saver = Saver(policy, tmp_path)
+    path = saver.save(1)
+    damage(path / file)
+    with pytest.raises(CheckpointError) as caught:
+        saver.restore()
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [other_json, other_group])
+def test_state_of_another_shape_is_named(policy: Policy, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    saver = Saver(policy, tmp_path)
+    path = saver.save(1)
+    damage(path / "state.json")
+    with pytest.raises(CheckpointError, match="state.json cannot be read") as caught:
+        saver.restore()
+    assert f"remove the folder {path}" in str(caught.value)
+
+
+def test_optimizer_of_other_parameters_is_refused(policy: Policy, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    saver = Saver(policy, tmp_path)
+    path = saver.save(1)
+    save_file({"x": torch.zeros(2)}, path / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="other parameters"):
+        saver.restore()
+
+
+def test_another_recipe_is_refused(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.save(1)
+    before = saver.tensors()
+    with pytest.raises(CheckpointError, match="other settings") as caught:
+        saver.restore(digest="another")
+    assert str(tmp_path / "config.yaml") in str(caught.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in saver.tensors().items())

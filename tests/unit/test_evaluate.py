@@ -1,0 +1,200 @@
+"""Evaluation: pass@k, its intervals, and what counts as wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+from tandem.rollout.measure import Solved, interval, measure, pass_at
+from tandem.trainer.evaluate import Evaluator
+from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
+
+
+def test_pass_at_equals_counting_every_choice() -> None:
+    for n in range(1, 7):
+        for solved in range(n + 1):
+            answers = [True] * solved + [False] * (n - solved)
+            for k in range(1, n + 1):
+                choices = list(itertools.combinations(answers, k))
+                expected = sum(any(choice) for choice in choices) / len(choices)
+                assert pass_at(solved, n, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_interval_covers_the_truth_nineteen_times_in_twenty() -> None:
+    draw = random.Random(1)
+    covered = 0
+    for _ in range(300):
+        # Tasks differ in difficulty, four answers each: the mean over all tasks there are is 0.4.
+        per_task = []
+        for _ in range(40):
+            chance = draw.choice((0.1, 0.3, 0.8))
+            per_task.append(sum(draw.random() < chance for _ in range(4)) / 4)
+        low, high = interval(per_task, resamples=300)
+        assert low <= math.fsum(per_task) / 40 <= high
+        covered += low <= 0.4 <= high
+    assert 0.90 <= covered / 300 <= 0.98
+
+
+def test_interval_of_equal_tasks_and_of_one() -> None:
+    assert interval([0.5] * 10) == (0.5, 0.5)
+    assert interval([0.25]) == (0.25, 0.25)
+    assert interval([0.0, 1.0, 1.0]) == interval([0.0, 1.0, 1.0]), "the same data, the same interval"
+
+
+def test_interval_narrows_with_more_tasks() -> None:
+    widths = [high - low for low, high in (interval([0.0, 1.0] * n) for n in (5, 20, 80))]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] / widths[2] == pytest.approx(4, rel=0.35)
+
+
+def rollout(task: Task, id: str, kind: str) -> Rollout:
+    """right, wrong, cut (right, but cut by the limit), late (failed after an answer) or dead (failed without one)."""
+    tokens = {"cut": 8, "dead": 0}.get(kind, 4)
+    completion = Completion(
+        tokens=(1,) * tokens,
+        logprobs=(-1.0,) * tokens,
+        versions=(0,) * tokens,
+        finish="length" if kind == "cut" else "stop",
+    )
+    failed = kind in ("late", "dead")
+    mark = float(kind in ("right", "cut"))
+    return Rollout(
+        id=id,
+        task=task,
+        turns=(Turn(prompt=(0,), completion=completion, temperature=1.0),) if tokens else (),
+        messages=(*task.prompt, Message(role="assistant", content=kind)),
+        status="error" if failed else "ok",
+        error="it broke" if failed else "",
+        rewards={} if failed else {"number": mark, "length": 0.5},
+        reward=None if failed else mark + 0.5,
+    )
+
+
+class Player:
+    """A ``Worker`` whose answers are given."""
+
+    def __init__(self, answers: dict[str, tuple[str, ...]]) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, int, Sampling]] = []
+        self.env = type("Env", (), {"name": "sums"})()
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        self.asked.append((id, size, sampling))
+        made = tuple(rollout(task, f"{id}/{n}", kind) for n, kind in enumerate(self.answers[task.id]))
+        return Group(id=id, index=index, env="sums", rollouts=made)
+
+
+def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tuple[Evaluator, list[Any]]:
+    told: list[Any] = []
+    made = Evaluator(
+        worker=player,  # type: ignore[arg-type]
+        tasks=[
+            Task(id=id, env="sums", prompt=(Message(role="user", content=f"{id}?"),), answer="7")
+            for id in player.answers
+        ],
+        samples=samples,
+        sampling=Sampling(temperature=0.5),
+        solved=Solved(reward="number", full_marks=1.0),
+        due=due,
+        record=told.append,
+        started=told.append,
+    )
+    return made, told
+
+
+ANSWERS = {
+    "a": ("right", "right", "right", "right"),
+    "b": ("wrong", "cut", "wrong", "wrong"),
+    "c": ("late", "dead", "right", "wrong"),
+    "d": ("dead", "dead", "dead", "dead"),
+}
+
+
+def test_summary_counts_failed_answers_as_wrong() -> None:
+    player = Player(ANSWERS)
+    record = asyncio.run(evaluator(player, 4)[0](12))
+    assert record["step"] == 12
+    assert record["env"] == "sums"
+    assert record["tasks"] == 4
+    assert record["samples"] == 4
+    assert record["mean"] == pytest.approx((4 + 1 + 1 + 0) / 16)
+    assert record["pass_at"] == {
+        "1": pytest.approx(6 / 16),
+        "2": pytest.approx((1 + 0.5 + 0.5 + 0) / 4),
+        "4": pytest.approx(3 / 4),
+    }
+    assert record["failed"] == 6
+    answered = [kind for kinds in ANSWERS.values() for kind in kinds if kind != "dead"]
+    assert record["truncated"] == pytest.approx(1 / len(answered))
+    assert record["tokens"] == pytest.approx((4 * (len(answered) - 1) + 8) / len(answered))
+    assert record["mean_ci"] == list(interval([1.0, 0.25, 0.25, 0.0]))
+    assert record["pass_ci"] == list(interval([1.0, 1.0, 1.0, 0.0]))
+    assert record["rollouts"][1] == {"task": "b", "prompt": "b?", "answer": "7", "text": "wrong", "reward": 0.5}
+
+
+def test_every_evaluation_asks_the_same() -> None:
+    """The same names of groups draw the same random streams, whatever was trained in between."""
+    player = Player(ANSWERS)
+    made, _ = evaluator(player, 4)
+    asyncio.run(made(0))
+    first, player.asked = player.asked, []
+    asyncio.run(made(9))
+    assert player.asked == first
+    assert [id for id, *_ in first] == [f"{id}@eval" for id in ANSWERS]
+    assert {(size, sampling.temperature) for _, size, sampling in first} == {(4, 0.5)}
+
+
+def test_ks_are_powers_of_two_and_the_number_of_samples() -> None:
+    record = asyncio.run(evaluator(Player({"a": ("wrong",) * 5 + ("right",)}), 6)[0](0))
+    assert list(record["pass_at"]) == ["1", "2", "4", "6"]
+    assert record["pass_at"]["6"] == 1.0
+    assert list(asyncio.run(evaluator(Player({"a": ("wrong",)}), 1)[0](0))["pass_at"]) == ["1"]
+
+
+def test_nothing_is_done_unless_due() -> None:
+    player = Player(ANSWERS)
+    made, told = evaluator(player, 4, due=lambda step: step == 5)
+    asyncio.run(made.maybe(4))
+    assert told == []
+    assert player.asked == []
+    asyncio.run(made.maybe(5))
+    assert [told[0], told[1]["step"]] == [5, 5]
+    empty, told = evaluator(Player({}), 4)
+    asyncio.run(empty.maybe(5))
+    assert told == []
+
+
+def test_solved_reads_the_first_reward_alone() -> None:
+    task = Task(id="a", env="sums", prompt=(Message(role="user", content="?"),), answer="")
+    solved = Solved(reward="number", full_marks=1.0)
+    assert solved(rollout(task, "a/0", "right"))
+    assert not solved(rollout(task, "a/0", "wrong"))
+    assert not solved(rollout(task, "a/0", "dead"))
+    assert not Solved(reward="other", full_marks=0.0)(rollout(task, "a/0", "right"))
+
+
+def test_measure_tells_scored_from_failed() -> None:
+    player = Player(ANSWERS)
+    groups = [
+        asyncio.run(
+            player.group(Task(id=id, env="e", prompt=(), answer=""), id=id, index=0, size=4, sampling=Sampling())
+        )
+        for id in ANSWERS
+    ]
+    found = {
+        name: number
+        for metric, value in measure(groups, Solved(reward="number", full_marks=1.0)).items()
+        for name, number in value.scalars(metric).items()
+    }
+    assert found["rollouts/failed"] == 6
+    assert found["accuracy"] == pytest.approx(6 / 10), "of those that could be scored"
+    assert found["reward/number"] == pytest.approx(6 / 10)
+    assert found["reward/length"] == pytest.approx(0.5)
+    assert found["reward"] == pytest.approx(1.1)
+    assert found["tokens/generated"] == 4 * 10 + 8
+    assert found["rollouts/truncated"] == pytest.approx(1 / 10)

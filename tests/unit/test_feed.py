@@ -1,0 +1,478 @@
+"""The feed: slots bound the lag, batches keep the order of admission, and no task is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import EngineError, Starved
+from tandem.metrics import flatten
+from tandem.rollout.feed import (
+    Cursor,
+    Feed,
+    FeedOptions,
+    Judge,
+    as_is,
+    group_from_json,
+    group_to_json,
+    penalise_truncated,
+)
+from tandem.rollout.measure import Solved
+from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+
+T = TypeVar("T")
+Kind = Callable[[Task], str]
+
+
+def always_good(task: Task) -> str:
+    return "ok"
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(id=f"t{n}", env="fake", prompt=(Message(role="user", content="?"),), answer="") for n in range(count)]
+
+
+def rollout(task: Task, id: str, reward: float | None, versions: tuple[int, ...], finish: Finish = "stop") -> Rollout:
+    completion = Completion(
+        tokens=(1,) * len(versions), logprobs=(-1.0,) * len(versions), versions=versions, finish=finish
+    )
+    return Rollout(
+        id=id,
+        task=task,
+        turns=(Turn(prompt=(0,), completion=completion, temperature=1.0),),
+        messages=(*task.prompt, Message(role="assistant", content="said")),
+        status="error" if reward is None else "ok",
+        error="" if reward is not None else "it broke",
+        rewards={} if reward is None else {"mark": reward},
+        reward=reward,
+    )
+
+
+REWARDS: dict[str, tuple[float | None, ...]] = {"ok": (0.0, 1.0), "flat": (1.0, 1.0), "failed": (1.0, None)}
+
+
+@dataclass
+class Trainer:
+    """What has been reached, and a worker whose answers take a random while: a ``Worker`` and a version."""
+
+    kind: Kind = always_good
+    seed: int = 0
+    slowest: int = 12
+    step: int = 0
+    started: list[str] = field(default_factory=list)
+    playing: set[str] = field(default_factory=set)
+    company: list[frozenset[str]] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        self.started.append(id)
+        self.playing.add(id)
+        first = self.step
+        try:
+            for _ in range(random.Random(f"{self.seed}/{id}/{self.step}").randrange(1, self.slowest)):
+                await asyncio.sleep(0)
+        finally:
+            self.company.append(frozenset(self.playing))
+            self.playing.discard(id)
+        kind = self.kind(task)
+        if kind == "engine":
+            raise EngineError("the engine is gone")
+        made = [rollout(task, f"{id}/{n}", reward, (first, self.step)) for n, reward in enumerate(REWARDS[kind])]
+        return Group(id=id, index=index, env="fake", rollouts=tuple(made))
+
+    def waves(self) -> dict[str, frozenset[str]]:
+        """Who was played together: whoever ends first in a wave has seen all of it."""
+        return {id: max((c for c in self.company if id in c), key=len) for id in self.started}
+
+    def feed(
+        self,
+        count: int = 1000,
+        *,
+        n: int = 3,
+        max_lag: int = 0,
+        drop_flat: bool = True,
+        patience: int = 50,
+        judge: Judge = as_is,
+        seed: int = 7,
+    ) -> Feed:
+        return Feed(
+            worker=self,  # type: ignore[arg-type]
+            tasks=tasks(count),
+            options=FeedOptions(
+                groups_per_step=n,
+                group_size=2,
+                max_lag=max_lag,
+                drop_flat=drop_flat,
+                sampling=Sampling(),
+                seed=seed,
+                patience=patience,
+            ),
+            version=lambda: self.step,
+            judge=judge,
+            solved=Solved(reward="mark", full_marks=1.0),
+            on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
+        )
+
+    async def train(self, feed: Feed, steps: int, slowest: int = 12) -> list[list[Group]]:
+        """Optimizer steps as the loop takes them; their batches."""
+        delays, batches = random.Random(self.seed), []
+        for _ in range(steps):
+            batch = await feed.take()
+            for _ in range(delays.randrange(slowest)):
+                await asyncio.sleep(0)
+            self.step += 1
+            for _ in range(delays.randrange(slowest)):
+                await asyncio.sleep(0)
+            feed.release(batch)
+            batches.append(batch)
+        return batches
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(coroutine, 20)
+
+    return asyncio.run(limited())
+
+
+def trained(trainer: Trainer, steps: int, cursor: Cursor | None = None, **options: Any) -> list[list[Group]]:
+    """Batches of a fresh feed."""
+
+    async def go() -> list[list[Group]]:
+        async with trainer.feed(**options).open(cursor or Cursor()) as feed:
+            return await trainer.train(feed, steps)
+
+    return run(go())
+
+
+def ids(batches: Sequence[Sequence[Group]]) -> list[str]:
+    return [group.id for batch in batches for group in batch]
+
+
+def mixed(task: Task) -> str:
+    """Three in ten groups cannot be trained on; which is a matter of the task alone."""
+    return {0: "flat", 3: "flat", 5: "failed"}.get(int(task.id[1:]) % 10, "ok")
+
+
+# Lag
+
+
+@pytest.mark.parametrize("kind", [always_good, mixed])
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 3])
+def test_slots_bound_the_lag_and_use_all_of_it(max_lag: int, kind: Kind) -> None:
+    worst = 0
+    for seed in range(8):
+        trainer = Trainer(kind, seed)
+        for step, batch in enumerate(trained(trainer, 12, max_lag=max_lag)):
+            lags = [step - group.version_min for group in batch]
+            assert max(lags) <= max_lag
+            worst = max(worst, *lags)
+        assert "stale" not in dict(trainer.dropped), "the slots alone must bound it"
+    assert worst == max_lag
+
+
+def test_the_slowest_group_holds_its_batch_but_not_what_comes_after() -> None:
+    trainer = Trainer(slowest=200)
+    batches = trained(trainer, 6, max_lag=2)
+    assert ids(batches) == ids(trained(Trainer(slowest=2), 6, max_lag=2))
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_never_more_groups_at_once_than_slots(max_lag: int) -> None:
+    trainer = Trainer(mixed)
+    trained(trainer, 10, max_lag=max_lag)
+    assert max(map(len, trainer.company)) == 3 * (max_lag + 1)
+
+
+def test_on_policy_waves_do_not_depend_on_who_is_fast() -> None:
+    """What is sampled together decides float rounding, so it must be a matter of the state alone."""
+    waves = []
+    for seed in range(5):
+        trainer = Trainer(mixed, seed)
+        trained(trainer, 8)
+        waves.append((trainer.started, trainer.waves()))
+    assert all(wave == waves[0] for wave in waves)
+
+
+def test_a_wave_that_was_interrupted_is_played_again_whole() -> None:
+    whole = Trainer(mixed)
+    trained(whole, 4)
+    for moment in range(40):
+        trainer = Trainer(mixed)
+
+        async def stopped(trainer: Trainer = trainer, moment: int = moment) -> Cursor:
+            async with trainer.feed().open(Cursor()) as feed:
+                for _ in range(moment):
+                    await asyncio.sleep(0)
+                return feed.cursor()
+
+        cursor = run(stopped())
+        trainer = Trainer(mixed)
+        trained(trainer, 4, cursor)
+        played = trainer.waves()
+        assert played == {id: wave for id, wave in whole.waves().items() if id in played}
+
+
+# Order
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_batches_are_formed_in_order_of_admission(max_lag: int) -> None:
+    orders = set()
+    for seed in range(5):
+        indices = [group.index for batch in trained(Trainer(seed=seed), 6, max_lag=max_lag) for group in batch]
+        assert indices == list(range(18))
+        trainer = Trainer(mixed, seed)
+        batches = trained(trainer, 6, max_lag=max_lag)
+        indices = [group.index for batch in batches for group in batch]
+        assert indices == sorted(set(indices))
+        assert {len(batch) for batch in batches} == {3}
+        orders.add(tuple(ids(batches)))
+    assert len(orders) == 1 or max_lag, "with max_lag 0 the order is fixed"
+
+
+def test_every_epoch_holds_every_task_once_in_its_own_order() -> None:
+    order = ids(trained(Trainer(), 14, count=7, n=2, max_lag=1))
+    first, second = order[:7], order[7:14]
+    assert sorted(first) == [f"t{n}@0" for n in range(7)]
+    assert sorted(second) == [f"t{n}@1" for n in range(7)]
+    assert [id[:-2] for id in first] != [id[:-2] for id in second]
+    assert first != sorted(first)
+
+
+def test_order_is_the_seeds() -> None:
+    one, same, other = (ids(trained(Trainer(), 4, seed=seed)) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_fewer_tasks_than_slots_are_visited_again() -> None:
+    order = ids(trained(Trainer(), 3, count=2, n=3))
+    assert [int(id.rpartition("@")[2]) for id in order] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert len(set(order)) == 9
+
+
+# Drops
+
+
+def test_flat_and_failed_groups_are_dropped_counted_told_and_replaced() -> None:
+    trainer = Trainer(mixed)
+
+    async def go() -> tuple[list[list[Group]], dict[str, float], dict[str, float]]:
+        async with trainer.feed().open(Cursor()) as feed:
+            batches = await trainer.train(feed, 10)
+            return batches, flatten(feed.metrics()), flatten(feed.metrics())
+
+    batches, counts, again = run(go())
+    assert all(mixed(group.rollouts[0].task) == "ok" for batch in batches for group in batch)
+    told = Counter(reason for reason, _ in trainer.dropped)
+    assert told["flat"] > 3
+    assert told["failed"] > 1
+    assert counts["groups/dropped_flat"] == told["flat"]
+    assert counts["groups/dropped_failed"] == told["failed"]
+    assert counts["groups/dropped_stale"] == 0
+    assert again["groups/dropped_flat"] == 0, "counted once"
+    assert not set(ids(batches)) & {id for _, id in trainer.dropped}
+
+
+def test_flat_groups_are_kept_if_asked_but_failed_ones_are_not() -> None:
+    trainer = Trainer(mixed)
+    batches = trained(trainer, 10, drop_flat=False)
+    assert {mixed(group.rollouts[0].task) for batch in batches for group in batch} == {"ok", "flat"}
+    assert {reason for reason, _ in trainer.dropped} == {"failed"}
+
+
+def test_the_judge_has_the_last_word_on_what_is_flat() -> None:
+    def level(group: Group) -> Group:
+        return replace(group, rollouts=tuple(replace(r, reward=0.5) for r in group.rollouts))
+
+    with pytest.raises(Starved):
+        trained(Trainer(), 1, judge=level, patience=2)
+
+
+def test_penalty_is_taken_from_truncated_answers_alone() -> None:
+    task = tasks(1)[0]
+    made = (
+        rollout(task, "a/0", 1.0, (0,), "length"),
+        rollout(task, "a/1", 1.0, (0,)),
+        rollout(task, "a/2", None, (0,), "length"),
+    )
+    group = penalise_truncated(0.25)(Group(id="a", index=0, env="fake", rollouts=made))
+    assert [r.reward for r in group.rollouts] == [0.75, 1.0, None]
+    assert not group.is_flat
+
+
+def test_stale_groups_are_dropped_and_played_again() -> None:
+    old = group_of("t5@0", index=0, version=0)
+    trainer = Trainer(step=4)
+    feed = trainer.feed(n=2, max_lag=1)
+    draw = draw_of(feed, "t5")
+    young = group_of("t6@0", index=1, version=3)
+
+    async def go() -> list[list[Group]]:
+        cursor = Cursor(drawn=50, admitted=2, ready=((draw, old), (draw_of(feed, "t6"), young)))
+        async with feed.open(cursor) as opened:
+            return await trainer.train(opened, 3)
+
+    batches = run(go())
+    assert trainer.dropped == [("stale", "t5@0")]
+    assert batches[0][0] == young
+    again = [group for batch in batches for group in batch if group.id == "t5@0"]
+    assert len(again) == 1
+    assert again[0].version_min >= 4
+
+
+def group_of(id: str, *, index: int, version: int) -> Group:
+    task = next(t for t in tasks(1000) if t.id == id[:-2])
+    made = tuple(rollout(task, f"{id}/{n}", reward, (version, version)) for n, reward in enumerate((0.0, 1.0)))
+    return Group(id=id, index=index, env="fake", rollouts=made)
+
+
+def draw_of(feed: Feed, task: str) -> int:
+    return next(draw for draw in range(len(feed.tasks)) if feed._task(draw)[0].id == task)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("flat", "rewards [1.0, 1.0]"), ("failed", "it broke")])
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_starved_says_what_was_seen_and_what_to_do(kind: str, says: str, max_lag: int) -> None:
+    trainer = Trainer(lambda task: kind)
+    with pytest.raises(Starved, match="groups in a row could not be trained on") as caught:
+        trained(trainer, 1, patience=4, max_lag=max_lag)
+    assert says in str(caught.value)
+    assert kind in str(caught.value)
+    assert "group_size" in str(caught.value)
+    assert 4 * 3 < len(trainer.dropped) <= 4 * 3 + 3 * (max_lag + 1)
+
+
+def test_a_good_group_in_between_is_enough() -> None:
+    def rarely(task: Task) -> str:
+        return "ok" if int(task.id[1:]) % 5 == 0 else "flat"
+
+    trainer = Trainer(rarely)
+    assert len(trained(trainer, 5, n=2, patience=20)) == 5
+    assert len(trainer.dropped) > 20
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_failed_engine_reaches_whoever_takes(max_lag: int) -> None:
+    def breaks(task: Task) -> str:
+        return "engine" if task.id == "t3" else "ok"
+
+    with pytest.raises(EngineError, match="the engine is gone"):
+        trained(Trainer(breaks), 20, count=10, max_lag=max_lag)
+
+
+def test_what_is_in_flight_is_cancelled_at_the_end() -> None:
+    trainer = Trainer(slowest=10_000)
+
+    async def go() -> None:
+        async with trainer.feed(max_lag=1).open(Cursor()):
+            await asyncio.sleep(0)
+            assert len(trainer.playing) == 6
+        assert trainer.playing == set()
+        assert len(asyncio.all_tasks()) <= 2
+
+    run(go())
+
+
+# Resume
+
+
+def test_groups_survive_json() -> None:
+    group = group_of("t5@0", index=3, version=2)
+    assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
+
+
+def test_on_policy_resume_between_steps_goes_on_as_if_nothing_had_been() -> None:
+    whole = trained(Trainer(mixed), 6)
+    trainer = Trainer(mixed)
+
+    async def first() -> Cursor:
+        async with trainer.feed().open(Cursor()) as feed:
+            await trainer.train(feed, 2)
+            batch = await feed.take()
+            trainer.step += 1
+            cursor = feed.cursor()  # as the loop does: the batch is trained, its slots are not free yet
+            feed.release(batch)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return cursor
+
+    cursor = run(first())
+    assert cursor.again == ()
+    assert cursor.ready == ()
+    assert trained(Trainer(mixed, step=3), 3, cursor) == whole[3:]
+
+
+@dataclass
+class Story:
+    """A run that crashes and resumes at will, and what survived of it."""
+
+    trainer: Trainer
+    options: dict[str, Any]
+    done: list[str] = field(default_factory=list)
+    saved: tuple[Cursor, int, int] = (Cursor(), 0, 0)
+
+    async def live(self, moves: Sequence[tuple[str, int]]) -> Cursor:
+        """One process: from what was saved until a crash or the end of the moves."""
+        cursor, self.trainer.step, kept = self.saved
+        del self.done[kept:]
+        async with self.trainer.feed(**self.options).open(cursor) as feed:
+            held: list[Group] = []
+            for move, amount in moves:
+                if move == "wait":
+                    for _ in range(amount):
+                        await asyncio.sleep(0)
+                elif move == "take" and not held:
+                    held = await feed.take()
+                    self.done.extend(group.id for group in held)
+                    self.trainer.step += 1
+                elif move == "release":
+                    feed.release(held)
+                    held = []
+                elif move == "save":
+                    self.saved = (feed.cursor(), self.trainer.step, len(self.done))
+            return feed.cursor()
+
+
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["wait", "take", "release", "save", "crash", "stop"]), st.integers(0, 25)), max_size=40
+)
+
+
+@settings(max_examples=150)
+@given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), n=st.integers(1, 3))
+def test_no_interleaving_loses_or_doubles_a_task(moves: list[tuple[str, int]], seed: int, max_lag: int, n: int) -> None:
+    trainer = Trainer(mixed, seed)
+    story = Story(trainer, {"count": 40, "n": n, "max_lag": max_lag, "patience": 1000})
+
+    async def go() -> Cursor:
+        life: list[tuple[str, int]] = []
+        for move in moves:
+            if move[0] == "crash":  # back to what was saved last
+                await story.live(life)
+                life = []
+            elif move[0] == "stop":  # saved at the very end, whatever is in flight
+                await story.live([*life, ("save", 0)])
+                life = []
+            else:
+                life.append(move)
+        return await story.live(life)
+
+    end = run(go())
+    order = {draw: trainer.feed(**story.options)._task(draw) for draw in range(end.drawn)}
+    good = Counter(f"{task.id}@{visit}" for task, visit in order.values() if mixed(task) == "ok")
+    name = {draw: f"{task.id}@{visit}" for draw, (task, visit) in order.items()}
+    held = Counter(name[draw] for draw in (*end.again, *(draw for draw, _ in end.ready)))
+    assert max(held.values(), default=0) <= 1
+    kept = Counter({id: count for id, count in held.items() if id in good})
+    assert Counter(story.done) + kept == good, "trained or still to come: each drawn task once"
+    assert all(name[draw] == group.id for draw, group in end.ready)
