@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,11 +14,11 @@ from typing import Any
 import torch
 
 from tandem import config as recipes
-from tandem import memory, report, resolve
+from tandem import memory, resolve
 from tandem.config import RunConfig
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, EnvError, RewardError, TandemError
+from tandem.errors import EnvError, RewardError
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
@@ -33,7 +30,7 @@ from tandem.rollout.worker import Worker
 from tandem.sinks.base import RunInfo
 from tandem.telemetry import log as logs
 from tandem.telemetry.emit import Telemetry
-from tandem.trainer import loop
+from tandem.trainer import lifetime, loop
 from tandem.trainer.checkpoint import Checkpoints, saved_steps
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer
@@ -65,10 +62,10 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     tasks = {split: _tasks(config, split) for split in _splits(config)}
     model = load_config(config.model)
     memory.plan(config, model, prompt_tokens=_longest_prompt(config, model, tasks["train"])).require()
-    folder = resume or _new_folder(config)
-    if resume:
-        _write_recipe(config, folder)  # what this resume changed holds for the next one too
-    with logs.to_folder(folder), _reported(folder):
+    folder = resume or lifetime.new_folder(config)
+    with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder):
+        if resume:
+            lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
         info = RunInfo(
             name=folder.name,
@@ -80,7 +77,7 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
         with Telemetry(info, config.sinks) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
             async with _assembled(config, folder, tasks, telemetry) as (run, state):
-                with _signals(run.stop):
+                with lifetime.signals(run.stop):
                     state = await loop.train(run, state)
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
@@ -323,61 +320,3 @@ def _longest_prompt(config: RunConfig, model: Any, tasks: Sequence[Task]) -> int
     """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
     template = Template(load_tokenizer(config.model, chat_template=config.chat_template), config.chat_template_kwargs)
     return prompts.longest(list(islice(tasks, prompts.FIRST)), template, memory.context(config, model))
-
-
-def _new_folder(config: RunConfig) -> Path:
-    """Make the run's folder, its recipe in it."""
-    tail = Path(config.model).name
-    name = config.name or f"{config.env.name}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    folder = Path(config.runs) / name
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name=")
-    try:
-        folder.mkdir(parents=True)
-        _write_recipe(config, folder)
-    except OSError as error:
-        raise TandemError(
-            f"the run's folder {folder} cannot be made: {error}; set runs= to a place that can"
-        ) from error
-    return folder
-
-
-def _write_recipe(config: RunConfig, folder: Path) -> None:
-    """The run's whole recipe, replaced at once."""
-    aside = folder / ".config.yaml.tmp"
-    aside.write_text(recipes.dump(config), encoding="utf-8")
-    aside.replace(folder / "config.yaml")
-
-
-@contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    """Write report.html however the run ends."""
-    try:
-        yield
-    finally:
-        try:
-            report.build(folder)
-        except (TandemError, OSError) as error:
-            # The run's own error, if any, is the one to tell.
-            log.error("the report could not be written: %s", error)
-
-
-@contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run in order; a second one ends it at once."""
-    events = asyncio.get_running_loop()
-
-    def first(number: int) -> None:
-        stop.set()
-        log.warning("stopping: what is under way is finished and saved; once more to end at once")
-        events.remove_signal_handler(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us handles signals
-        for number in numbers:
-            events.add_signal_handler(number, first, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            events.remove_signal_handler(number)

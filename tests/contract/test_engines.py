@@ -209,8 +209,8 @@ def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) 
 
 def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> list[Completion]:
-        asked = await long_keys(engine, 3)
         await engine.stamp(PolicyVersion(step=1, digest=""))
+        asked = await long_keys(engine, 3)
         tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
         await underway(engine)
         await engine.pause()

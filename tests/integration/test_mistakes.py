@@ -37,6 +37,10 @@ def odd(completions, **columns):
 
 def not_installed(completions, **columns):
     import nothing_of_this_name
+
+def picky(completions, answer, **columns):
+    # Understands gold answers alone.
+    return [float(said[-1]["content"].rsplit("= ", 1)[1] == right) for said, right in zip(completions, answer)]
 """
 DATA = {"kind": "dataset", "prompt": "{question}", "answer": "answer"}
 
@@ -197,10 +201,17 @@ def test_nothing_to_train_on(train: Train) -> None:
 
 
 def test_reward_that_always_fails(train: Train) -> None:
-    code, said = train(rewards={"marks:not_installed": 1.0}, groups_per_step=1)
-    assert code == 9
+    code, said = train(rewards={"marks:not_installed": 1.0})
+    assert code == 4
     assert "Traceback" not in said
     assert "nothing_of_this_name" in said.splitlines()[-1]
+
+
+def test_reward_that_fails_on_whatever_the_model_says(train: Train) -> None:
+    code, said = train(rewards={"marks:picky": 1.0}, groups_per_step=1)
+    assert code == 9
+    assert "Traceback" not in said
+    assert "IndexError" in said.splitlines()[-1]
 
 
 # Disks and checkpoints.
@@ -239,6 +250,18 @@ def test_disk_full_keeps_the_older_checkpoint(train: Train) -> None:
     assert code == 8
     assert "the newest checkpoint is step 1" in one_message(said)
     assert {path: path.read_bytes() for path in Path("runs/a/checkpoints").rglob("*") if path.is_file()} == before
+
+
+def test_disk_full_from_the_start_of_a_resume(train: Train) -> None:
+    assert train(steps=1) == (0, "")
+    recipe = Path("runs/a/config.yaml").read_bytes()
+    with small_files(300):  # smaller than the recipe, which the override changes
+        code, said = train("runs/a", "steps=2")
+    assert code == 1
+    assert "Traceback" not in said
+    assert "tandem: the run's folder runs/a cannot be written" in said.splitlines()[-1]
+    assert Path("runs/a/config.yaml").read_bytes() == recipe
+    assert train("runs/a", "steps=2") == (0, "")
 
 
 @pytest.mark.parametrize("file", ["state.json", "optimizer.safetensors", "model/model.safetensors"])

@@ -1,4 +1,4 @@
-"""A reward that a random model can climb. It is graded in a worker process, so it imports nothing."""
+"""Rewards that a random model gets some of. They are graded in a worker process, so they import nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 
 def near(completions: list[list[dict[str, str]]], answer: list[str], **columns: Any) -> list[float]:
-    """How near a one-digit answer is to the gold one; a little for each digit of anything else."""
-    said = [completion[0]["content"].strip() for completion in completions]
+    """How near the first character is to the gold digit; 0 if it is no digit."""
+    said = [completion[0]["content"][:1] for completion in completions]
     return [
-        1.0 - abs(int(text) - int(gold)) / 9
-        if text in set("0123456789")
-        else 0.1 * sum(c in "0123456789" for c in text) / max(1, len(text))
-        for text, gold in zip(said, answer, strict=True)
+        1.0 - abs(int(first) - int(gold)) / 9 if first and first in "0123456789" else 0.0
+        for first, gold in zip(said, answer, strict=True)
     ]
+
+
+def letters(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """Share of the text's characters that are letters: siblings of a random model nearly always differ in it."""
+    said = [completion[0]["content"] for completion in completions]
+    return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in said]

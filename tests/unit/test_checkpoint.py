@@ -78,9 +78,7 @@ def group() -> Group:
         id="3+4", env="e", prompt=(Message(role="user", content="3 + 4?"),), answer="7", meta={"n": [1, {"a": None}]}
     )
     completion = Completion(tokens=(5, 6), logprobs=(-0.1, -1 / 3), versions=(1, 2), finish="stop")
-    turn = Turn(
-        prompt=(1, 2), completion=completion, temperature=0.7, reply=(Message(role="tool", content="é\ud83d"[:1]),)
-    )
+    turn = Turn(prompt=(1, 2), completion=completion, temperature=0.7, reply=(Message(role="tool", content="é"),))
     rollouts = tuple(
         Rollout(
             id=f"3+4@0/{n}",
@@ -379,7 +377,7 @@ def test_state_of_another_shape_is_named(policy: Policy, tmp_path: Path, damage:
     saver = Saver(policy, tmp_path)
     path = saver.save(1)
     damage(path / "state.json")
-    with pytest.raises(CheckpointError, match="state.json cannot be read") as caught:
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
         saver.restore()
     assert f"remove the folder {path}" in str(caught.value)
 

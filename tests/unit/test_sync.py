@@ -98,7 +98,7 @@ class Copied(WeightSync):
         self.fault(self.held)
         return sum(tensor.nbytes for tensor in self.held.values())
 
-    async def engine_checksums(self, link: Link) -> Checksums:
+    async def engine_checksums(self, link: Link, mine: Checksums) -> Checksums:
         self.events.append("compare")
         return checksums(self.held.items())
 

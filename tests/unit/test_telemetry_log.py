@@ -61,3 +61,16 @@ def test_everything_is_put_back_and_a_resumed_run_appends(tmp_path: Path) -> Non
     assert "first" in text
     assert "second" in text
     assert "third" not in text
+
+
+def test_full_disk_costs_lines_of_the_log_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """/dev/full takes what is opened and refuses what is written."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.log").symlink_to("/dev/full")
+    with to_folder(tmp_path):
+        logging.getLogger("tandem.trainer").info("lost")
+        logging.getLogger("tandem.trainer").info("lost too")
+    said = capsys.readouterr().err
+    assert said.count("run.log cannot be written") == 1
+    assert "No space left on device" in said
+    assert "Traceback" not in said

@@ -140,11 +140,10 @@ class _Engine(Engine):
         )
 
     async def close(self) -> None:
-        if self._failure is None:
-            self._failure = "the engine is closed"
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        async with self._stepping:
+        self._failure = self._failure or "the engine is closed"
+        async with self._stepping:  # the step under way ends first: it is in another thread
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
             self._fail(EngineError(self._failure))
             self._cache.clear()
 
@@ -154,29 +153,31 @@ class _Engine(Engine):
 
     async def _run(self) -> None:
         """Consumes: waiting requests. Waits for: work, and the gate. Unblocks: whoever awaits a completion."""
-        while True:
-            await self._work.wait()
-            await self._settle()
-            await self._gate.wait()
-            async with self._stepping:
-                if not self._gate.is_set():
-                    continue
-                self._drop_cancelled()
-                if not self._running and not self._waiting:
-                    self._work.clear()
-                    # An idle engine keeps no cache: the trainer's activations need the memory.
-                    self._cache.clear()
-                    continue
-                try:
-                    finished = await self._policy.compute(self._step)
-                except Exception as error:
-                    # A child boundary of sorts: whatever broke inside the model belongs to all who wait for it.
-                    self._failure = f"the embedded engine failed: {type(error).__name__}: {error}"
-                    self._fail(EngineError(self._failure), error)
-                    return
-            for request, finish in finished:
-                if not request.future.done():
-                    request.future.set_result(request.completion(finish))
+        try:
+            while True:
+                await self._work.wait()
+                await self._settle()
+                await self._gate.wait()
+                for request, finish in await self._turn():
+                    if not request.future.done():
+                        request.future.set_result(request.completion(finish))
+        except Exception as error:
+            # Whatever broke inside the model or the loop belongs to all who wait for it: nobody waits in vain.
+            self._failure = f"the embedded engine failed: {type(error).__name__}: {error}"
+            self._fail(EngineError(self._failure), error)
+
+    async def _turn(self) -> list[tuple[_Request, Finish]]:
+        """One step, unless the engine was paused meanwhile or there is nothing to do; what ended in it."""
+        async with self._stepping:
+            if not self._gate.is_set():
+                return []
+            self._drop_cancelled()
+            if self._running or self._waiting:
+                return await self._policy.compute(self._step)
+            self._work.clear()
+            # An idle engine keeps no cache: the trainer's activations need the memory.
+            self._cache.clear()
+            return []
 
     async def _settle(self) -> None:
         """Let everything that is ready to ask do so, so that a batch does not depend on the moment of asking."""

@@ -78,6 +78,11 @@ class Packed:
     """Where keys and values go: a cache, and per segment the rows that get a copy, from position 0."""
     _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        for i, parent in enumerate(self.parents):
+            if parent is not None and (parent >= i or self.parents[parent] is not None):
+                raise ValueError(f"segment {i} must continue an earlier one that starts a sequence, not {parent}")
+
     def mask(self, before: int, length: int, like: Tensor) -> Tensor:
         """Additive mask (length, before + length): everything before, itself causally. Built once per plan."""
         key = (before, length)

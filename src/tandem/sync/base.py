@@ -128,7 +128,7 @@ class Handoff:
         if self.published is None:
             return {}
         p = self.published
-        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "seconds/engine_paused": Sum(p.paused)}
+        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
         if p.probe_gap is not None:
             out["probe_gap"] = Max(p.probe_gap)
         return out

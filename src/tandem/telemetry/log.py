@@ -28,7 +28,7 @@ def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
     """
     file = path / "logs" / "run.log"
     file.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(file, encoding="utf-8")
+    to_file = _File(file, encoding="utf-8")
     to_file.setFormatter(_utc("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_terminal = _Terminal(level=logging.WARNING)
     to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
@@ -52,6 +52,30 @@ def _utc(pattern: str) -> logging.Formatter:
     formatter = logging.Formatter(pattern, datefmt="%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime
     return formatter
+
+
+class _File(logging.FileHandler):
+    """Loses lines while the disk is full, and says so once: a log is no reason for a run to end."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._tell(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            sys.stderr.write(f"ERROR: {self.baseFilename} cannot be written ({error}); lines are missing there\n")
 
 
 class _Terminal(logging.Handler):

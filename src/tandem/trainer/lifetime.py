@@ -1,0 +1,99 @@
+"""A run's folder, and how a run ends: in order, by signal, or because the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem import config as recipes
+from tandem import report
+from tandem.config import RunConfig
+from tandem.errors import ConfigError, TandemError
+
+log = logging.getLogger(__name__)
+
+
+def new_folder(config: RunConfig) -> Path:
+    """Make the run's folder, its recipe in it."""
+    tail = Path(config.model).name
+    name = config.name or f"{config.env.name}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    folder = Path(config.runs) / name
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name=")
+    try:
+        folder.mkdir(parents=True)
+        write_recipe(config, folder)
+    except OSError as error:
+        raise TandemError(
+            f"the run's folder {folder} cannot be made: {error}; set runs= to a place that can"
+        ) from error
+    return folder
+
+
+def write_recipe(config: RunConfig, folder: Path) -> None:
+    """The run's whole recipe, replaced at once where it changed."""
+    recipe, text = folder / "config.yaml", recipes.dump(config)
+    if recipe.is_file() and recipe.read_text(encoding="utf-8") == text:
+        return
+    aside = folder / ".config.yaml.tmp"
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(recipe)
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """What a disk refuses is no bug: told as one message. Checkpoints and telemetry have their own.
+
+    Raises:
+        TandemError: the run's folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES):
+            raise
+        raise TandemError(
+            f"the run's folder {folder} cannot be written: {error}; free disk space or mend the folder, then go on "
+            f"with: tandem train {folder}"
+        ) from error
+
+
+@contextmanager
+def reported(folder: Path) -> Iterator[None]:
+    """Write report.html however the run ends."""
+    try:
+        yield
+    finally:
+        try:
+            report.build(folder)
+        except (TandemError, OSError) as error:
+            # The run's own error, if any, is the one to tell.
+            log.error("the report could not be written: %s", error)
+
+
+@contextmanager
+def signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run in order; a second one ends it at once."""
+    events = asyncio.get_running_loop()
+
+    def first(number: int) -> None:
+        stop.set()
+        log.warning("stopping: what is under way is finished and saved; once more to end at once")
+        events.remove_signal_handler(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us handles signals
+        for number in numbers:
+            events.add_signal_handler(number, first, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            events.remove_signal_handler(number)

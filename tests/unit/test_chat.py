@@ -1,0 +1,223 @@
+"""Messages to tokens: what was sampled stays as it was sampled, and what is around it is what the template renders."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.errors import EnvError
+from tandem.rollout.chat import EngineChat, Template
+from tandem.types import Completion, Finish, Message, Sampling, Task
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+class Scripted:
+    """An engine that says what it is told to."""
+
+    def __init__(self, says: Sequence[tuple[Sequence[int], Finish]], context: int = 1024) -> None:
+        self.says = list(says)
+        self.context = context
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        self.asked.append((tuple(prompt), key))
+        tokens, finish = self.says.pop(0)
+        num = len(tokens)
+        return Completion(tokens=tuple(tokens), logprobs=(-1.0,) * num, versions=(0,) * num, finish=finish)
+
+
+def task(*messages: Message) -> Task:
+    return Task(id="3+4", env="e", prompt=messages or (user("3 + 4?"),), answer="7")
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def chat_with(tokenizer: Any, engine: Scripted, *opening: Message, stream: str = "0/a", **sampling: Any) -> EngineChat:
+    return EngineChat(engine, Template(tokenizer, {}), task(*opening), Sampling(**sampling), stream)  # type: ignore[arg-type]
+
+
+def converse(chat: EngineChat, replies: Sequence[Sequence[Message]]) -> list[Message]:
+    """The policy speaks once more than it is replied to."""
+
+    async def go() -> list[Message]:
+        said = [await chat.reply()]
+        for reply in replies:
+            chat.add(*reply)
+            said.append(await chat.reply())
+        return said
+
+    return asyncio.run(go())
+
+
+def canonical(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """What the template makes of a whole conversation."""
+    text = tokenizer.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in messages], tokenize=False, add_generation_prompt=True
+    )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+TEXT = st.text(max_size=12).filter(lambda text: "<|" not in text and "\u2042" not in text)
+REPLY = st.lists(
+    st.builds(Message, role=st.sampled_from(["user", "tool", "system"]), content=TEXT), min_size=1, max_size=2
+)
+
+
+@given(turns=st.lists(st.tuples(TEXT, st.booleans(), REPLY), min_size=1, max_size=3), last=TEXT)
+def test_bridges_are_what_the_template_would_render(
+    tokenizer: Any, turns: list[tuple[str, bool, list[Message]]], last: str
+) -> None:
+    """With the end token sampled, and without it where a stop text ended the turn: it is then filled in."""
+    end = tokenizer.eos_token_id
+    says: list[tuple[list[int], Finish]] = [
+        ([*ids_of(tokenizer, text), *([end] if ended else [])], "stop") for text, ended, _ in turns
+    ]
+    # A completion holds at least one token.
+    says = [(tokens or [end], finish) for tokens, finish in says]
+    engine = Scripted([*says, ([*ids_of(tokenizer, last), end], "stop")])
+    chat = chat_with(tokenizer, engine)
+    converse(chat, [reply for _, _, reply in turns])
+    at = 1
+    for turn, (prompt, _) in zip(chat.turns, engine.asked, strict=True):
+        assert list(turn.prompt) == list(prompt) == canonical(tokenizer, chat.messages[:at])
+        at += 1 + len(turn.reply)
+
+
+def test_sampled_tokens_are_never_tokenised_again(tokenizer: Any) -> None:
+    """Half of a character, and special tokens in the middle: no text leads back to them."""
+    end = tokenizer.eos_token_id
+    half = ids_of(tokenizer, "é")[:1]
+    odd = [*ids_of(tokenizer, "a"), *half, tokenizer.bos_token_id, *ids_of(tokenizer, "b"), end]
+    engine = Scripted([(odd, "stop"), (half, "stop"), ([end], "stop")])
+    chat = chat_with(tokenizer, engine)
+    said = converse(chat, [[user("so?")], [user("well?")]])
+    assert ids_of(tokenizer, said[0].content) != odd[:-1], "or else this proves nothing"
+    first, second, third = chat.turns
+    assert list(first.prompt) == canonical(tokenizer, task().prompt)
+    bridge = ids_of(tokenizer, "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n")
+    assert list(second.prompt) == [*first.prompt, *odd, *bridge]
+    assert list(third.prompt) == [
+        *second.prompt,
+        *half,
+        end,  # it was not sampled: a stop text ended the turn
+        *ids_of(tokenizer, "\n<|im_start|>user\nwell?<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+    assert [turn.completion.tokens for turn in chat.turns] == [tuple(odd), tuple(half), (end,)]
+
+
+def test_template_that_rewrites_earlier_turns_changes_nothing_that_was_sampled(tokenizer: Any) -> None:
+    """Reasoning models' templates leave the thinking of earlier turns out."""
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    )
+    thought = [*ids_of(tokenizer, "<think>hm</think>7"), tokenizer.eos_token_id]
+    chat = chat_with(forgetful, Scripted([(thought, "stop"), (thought, "stop")]))
+    converse(chat, [[user("sure?")]])
+    first, second = chat.turns
+    bridge = ids_of(tokenizer, "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")
+    assert list(second.prompt) == [*first.prompt, *thought, *bridge]
+
+
+def test_record_keeps_messages_replies_and_temperature(tokenizer: Any) -> None:
+    end = tokenizer.eos_token_id
+    engine = Scripted([([*ids_of(tokenizer, "six"), end], "stop"), ([*ids_of(tokenizer, "7"), end], "stop")])
+    opening = (Message(role="system", content="Be brief."), user("3 + 4?"))
+    chat = chat_with(tokenizer, engine, *opening, temperature=0.7)
+    reply = (Message(role="tool", content="no"), user("again"))
+    said = converse(chat, [reply])
+    assert [m.content for m in said] == ["six", "7"]
+    assert chat.messages == (*opening, said[0], *reply, said[1])
+    assert [turn.reply for turn in chat.turns] == [reply, ()]
+    assert [turn.temperature for turn in chat.turns] == [0.7, 0.7]
+    greedy = chat_with(tokenizer, Scripted([([end], "stop")]), temperature=0.0)
+    converse(greedy, [])
+    assert greedy.turns[0].temperature == 1.0, "greedy logprobs are those of temperature 1"
+
+
+def test_every_turn_and_every_conversation_has_its_own_stream(tokenizer: Any) -> None:
+    end = tokenizer.eos_token_id
+
+    def keys(stream: str) -> list[int]:
+        engine = Scripted([([end], "stop")] * 2)
+        converse(chat_with(tokenizer, engine, stream=stream), [[user("?")]])
+        return [key for _, key in engine.asked]
+
+    assert keys("0/a") == keys("0/a")
+    assert len({*keys("0/a"), *keys("1/a"), *keys("0/b")}) == 6
+    assert all(0 <= key < 2**64 for key in keys("0/a"))
+
+
+def test_cut_answer_closes_the_conversation(tokenizer: Any) -> None:
+    chat = chat_with(tokenizer, Scripted([(ids_of(tokenizer, "so lon"), "length")]))
+    assert chat.open
+    converse(chat, [])
+    assert not chat.open
+
+
+def test_full_context_costs_the_conversation_and_not_the_engine(tokenizer: Any) -> None:
+    room = len(canonical(tokenizer, task().prompt))
+    engine = Scripted([], context=room)
+    chat = chat_with(tokenizer, engine)
+    assert not chat.open
+    with pytest.raises(EnvError, match=rf"task 3\+4 has {room} tokens and the context is {room}"):
+        converse(chat, [])
+    # The same in a later turn, for an environment that does not look at `open`.
+    engine = Scripted([([tokenizer.eos_token_id], "stop")], context=room + 10)
+    chat = chat_with(tokenizer, engine)
+    with pytest.raises(EnvError, match="no room is left"):
+        converse(chat, [[user("a long reply" * 9)]])
+    assert len(engine.asked) == 1
+    assert len(chat.turns) == 1
+
+
+def test_speaking_twice_without_a_message_between_is_refused(tokenizer: Any) -> None:
+    chat = chat_with(tokenizer, Scripted([([tokenizer.eos_token_id], "stop")] * 2))
+    with pytest.raises(EnvError, match="speak twice"):
+        converse(chat, [[]])
+
+
+def test_template_that_refuses_a_role_says_so(tokenizer: Any) -> None:
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(EnvError, match="user, tool: no tools"):
+        Template(strict, {}).prompt([user("?"), Message(role="tool", content="!")])
+
+
+def test_options_reach_the_template(tokenizer: Any) -> None:
+    optional = copy.deepcopy(tokenizer)
+    optional.chat_template = "{{ 'loud' if shout else 'quiet' }}"
+    assert Template(optional, {"shout": True}).prompt([user("?")]) == ids_of(tokenizer, "loud")
+    assert Template(optional, {}).prompt([user("?")]) == ids_of(tokenizer, "quiet")
+
+
+def test_pieces_and_text(tokenizer: Any) -> None:
+    template = Template(tokenizer, {})
+    tokens = [*ids_of(tokenizer, "ab"), tokenizer.eos_token_id]
+    assert template.pieces(tokens) == ["a", "b", "<|im_end|>"]
+    assert template.decode(tokens) == "ab"

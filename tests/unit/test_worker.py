@@ -1,0 +1,164 @@
+"""The worker: siblings of their own streams, scored together; a failure stays with its rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engines.base import Engine
+from tandem.engines.fake import Fake
+from tandem.envs.base import Chat, Environment, Split
+from tandem.errors import EngineError, EnvError
+from tandem.rollout.chat import Template
+from tandem.rollout.worker import Worker
+from tandem.types import Group, Message, Rollout, Sampling, Task
+
+
+@pytest.fixture(scope="module")
+def template(tiny_model: Path) -> Template:
+    from transformers import AutoTokenizer
+
+    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk(Environment):
+    """Two turns; what goes wrong is in the task."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return []
+
+    def check(self, task: Task) -> str:
+        return ""
+
+    async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+        await chat.reply()
+        if task.meta.get("raise") is not None:
+            raise task.meta["raise"]
+        if task.meta.get("two") and chat.open:
+            chat.add(Message(role="user", content="go on"))
+            await chat.reply()
+        return {"turns": float(len([m for m in chat.messages if m.role == "assistant"]))}
+
+
+@dataclass
+class Marks:
+    """Graders that give each answer's length, and keep what they were shown."""
+
+    seen: list[list[Rollout]]
+
+    async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        self.seen.append(list(rollouts))
+        return [
+            r if r.status == "error" else replace(r, rewards={"n": float(r.num_tokens)}, reward=float(r.num_tokens))
+            for r in rollouts
+        ]
+
+
+def play(
+    template: Template,
+    *,
+    id: str = "t@0",
+    seed: int = 0,
+    size: int = 3,
+    context: int = 1024,
+    max_tokens: int = 6,
+    engine: Engine | None = None,
+    **meta: Any,
+) -> tuple[Group, Marks]:
+    task = Task(id="t", env="talk", prompt=(Message(role="user", content="?"),), answer="", meta=meta)
+    marks = Marks([])
+
+    async def go() -> Group:
+        async with Fake(vocab=258).open(None, context=context) as fake:  # the last id is the tokenizer's end token
+            worker = Worker(
+                env=Talk(),
+                engine=engine or fake,
+                graders=marks,  # type: ignore[arg-type]
+                template=template,
+                seed=seed,
+            )
+            sampling = Sampling(max_tokens=max_tokens)
+            return await worker.group(task, id=id, index=4, size=size, sampling=sampling)
+
+    return asyncio.run(go()), marks
+
+
+def tokens(group: Group) -> list[tuple[int, ...]]:
+    return [turn.completion.tokens for r in group.rollouts for turn in r.turns]
+
+
+def test_group_holds_scored_siblings_in_order(template: Template) -> None:
+    group, marks = play(template, two=True, max_tokens=500)
+    assert (group.id, group.index, group.env) == ("t@0", 4, "test_worker")
+    assert [r.id for r in group.rollouts] == ["t@0/0", "t@0/1", "t@0/2"]
+    assert len(marks.seen) == 1, "siblings are graded together"
+    assert marks.seen[0] == [replace(r, rewards={}, reward=None) for r in group.rollouts]
+    for r in group.rollouts:
+        assert r.status == "ok"
+        assert r.reward == r.num_tokens == sum(len(turn.completion.tokens) for turn in r.turns)
+        said = [m for m in r.messages if m.role == "assistant"]
+        assert r.metrics == {"turns": len(said)}
+        assert len(r.turns) == len(said)
+        assert r.text == "\n".join(m.content for m in said)
+
+
+def test_streams_belong_to_seed_group_and_sibling(template: Template) -> None:
+    one, again = play(template)[0], play(template)[0]
+    assert tokens(one) == tokens(again)
+    assert len(set(tokens(one))) == 3, "siblings differ"
+    assert not set(tokens(one)) & set(tokens(play(template, seed=1)[0])), "another seed"
+    assert not set(tokens(one)) & set(tokens(play(template, id="t@1")[0])), "the next visit of the task"
+    assert tokens(play(template, size=5)[0])[:3] == tokens(one), "more siblings do not change the first"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("three is not seven"), "environment: ValueError: three is not seven"),
+        (EnvError("the tool is down; start it"), "environment: the tool is down; start it"),
+    ],
+)
+def test_failure_of_the_environment_is_the_rollouts(
+    template: Template, caplog: pytest.LogCaptureFixture, error: Exception, says: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        group, marks = play(template, **{"raise": error})
+    for r in group.rollouts:
+        assert r.status == "error"
+        assert r.error == says
+        assert r.reward is None
+        assert len(r.turns) == 1, "what was sampled before is kept, for people"
+        assert r.messages[-1].role == "assistant"
+    assert group.scored == ()
+    assert len(marks.seen) == 1
+    assert "t@0/1" in caplog.text
+
+
+def test_prompt_without_room_costs_its_rollouts(template: Template) -> None:
+    group, _ = play(template, context=4)
+    assert {r.status for r in group.rollouts} == {"error"}
+    assert all("the context is 4" in r.error for r in group.rollouts)
+    assert all(r.turns == () for r in group.rollouts)
+
+
+def test_failure_of_the_engine_is_everybodys(template: Template) -> None:
+    class Gone:
+        context = 100
+
+        async def generate(self, *arguments: Any) -> None:
+            raise EngineError("out of memory")
+
+    with pytest.raises(EngineError, match="out of memory"):
+        play(template, engine=Gone())  # type: ignore[arg-type]
+
+
+def test_answer_cut_by_the_limit_is_truncated(template: Template) -> None:
+    group, _ = play(template, max_tokens=1, two=True)
+    assert all(r.truncated and len(r.turns) == 1 for r in group.rollouts)
