@@ -25,20 +25,20 @@ class Template:
         """Token ids of a conversation, up to where the policy speaks."""
         return self._encode(self._render(messages))
 
-    def bridge(self, opening: Sequence[Message], reply: Sequence[Message], ended: bool) -> list[int]:
+    def bridge(self, opening: Sequence[Message], reply: Sequence[Message], last: int) -> list[int]:
         """Token ids between a sampled completion and the policy's next words.
 
         Args:
             opening: the conversation before the completion; templates may look at it.
             reply: what the environment says.
-            ended: the completion ends with the end-of-turn token, which is then not repeated.
+            last: the last sampled token; if it is the end-of-turn token the template writes, it is not repeated.
         """
         text = self._render([*opening, Message(role="assistant", content=_MARK), *reply])
         after = text.rpartition(_MARK)[2]
-        end = self._tokenizer.eos_token or ""
-        if ended and end and after.startswith(end):
-            after = after[len(end) :]
-        return self._encode(after)
+        # A model may end a turn with another token than the tokenizer's eos, so the token itself is compared.
+        tokens = self._encode(after)
+        is_end = not self.decode([last])
+        return tokens[1:] if is_end and tokens[:1] == [last] else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special ones left out."""
@@ -136,13 +136,8 @@ class EngineChat:
         )
         opening = self._messages[: len(self._messages) - len(reply) - 1]
         self._tokens += last.completion.tokens
-        self._tokens += self._template.bridge(opening, reply, ended=last.completion.finish == "stop" and self._ended())
+        self._tokens += self._template.bridge(opening, reply, last=last.completion.tokens[-1])
         self._pending.clear()
-
-    def _ended(self) -> bool:
-        """True if the last token says so itself; a stop text does not."""
-        last = self._turns[-1].completion.tokens
-        return bool(last) and self._template.decode(last[-1:]) == ""
 
 
 def _key(stream: str, turn: int) -> int:

@@ -23,7 +23,7 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
     config, weights = _resolve(target, overrides, step)
     if not config.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
-    from tandem import run  # only now: a mistake in the recipe is told before torch has loaded
+    from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
 
     record = finish(run.evaluate(config, weights=weights))
     for line in _lines(str(weights or config.model), record):

@@ -25,7 +25,7 @@ def train(target: Path, overrides: Sequence[str]) -> str:
         config, resume = resumed(target, overrides), target
     else:
         config, resume = load(target, overrides).config, None
-    from tandem import run  # only now: a mistake in the recipe is told before torch has loaded
+    from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
 
     folder = finish(run.train(config, resume=resume))
     return f"done: {folder} (tandem show {folder})"
