@@ -28,7 +28,7 @@ PEERS = ".venv-peers/bin/python"
 
 def run(*command: str) -> dict[str, Any]:
     """Run a script that prints JSON last."""
-    environment = {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
+    environment = {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

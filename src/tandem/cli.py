@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Threads of a product that wait for one another sleep soon instead of spinning: on a machine with anything else
     # to do, spinning costs several times the work itself. Read when torch loads its OpenMP, which is later.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     debug = "--debug" in given or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="tandem")

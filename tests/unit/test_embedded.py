@@ -12,6 +12,7 @@ import torch
 from tiny import live_policy, logprobs_of, reference, support
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tandem.engines import embedded
 from tandem.engines.base import Engine
 from tandem.engines.embedded import Embedded
 from tandem.errors import EngineError
@@ -183,13 +184,18 @@ def test_a_cancelled_request_gives_up_its_row(policy: Policy) -> None:
     assert running == 0
 
 
-def test_an_idle_engine_holds_no_cache(policy: Policy) -> None:
+def test_an_idle_engine_keeps_a_small_cache_and_gives_back_a_large_one(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work(engine: Any) -> int:
         await engine.generate([72, 105], Sampling(max_tokens=5), 1)
         for _ in range(100):
             await asyncio.sleep(0)
-        return sum(t.numel() for t in (*engine._cache.keys, *engine._cache.values))
+        return sum(t.nbytes for t in (*engine._cache.keys, *engine._cache.values))
 
+    kept = run(policy, work)
+    assert 0 < kept <= embedded._KEPT
+    monkeypatch.setattr(embedded, "_KEPT", kept - 1)
     assert run(policy, work) == 0
 
 

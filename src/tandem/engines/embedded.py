@@ -25,6 +25,12 @@ from tandem.policy.sampling import draw, restrict, uniform
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
 
+_KEPT = 256 << 20
+"""Bytes of cache that an idle engine keeps; more is given back, for the trainer's activations need the memory."""
+_AHEAD = 128
+"""Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Embedded(EngineSpec):
     """transformers in process; needs nothing but the base install."""
@@ -175,8 +181,8 @@ class _Engine(Engine):
             if self._running or self._waiting:
                 return await self._policy.compute(self._step)
             self._work.clear()
-            # An idle engine keeps no cache: the trainer's activations need the memory.
-            self._cache.clear()
+            if self._cache.bytes > _KEPT:
+                self._cache.clear()
             return []
 
     async def _settle(self) -> None:
@@ -226,7 +232,7 @@ class _Engine(Engine):
             self._running.append(self._waiting.popleft())
         if not rows_of:
             return []
-        self._cache.reserve(max(map(len, rows_of)) + 1)
+        self._cache.reserve(max(len(r.prompt) + min(r.limit, _AHEAD) for r in self._running[first:]))
         plan = Packed(
             lengths=tuple(map(len, rows_of)),
             parents=(None,) * len(rows_of),
