@@ -24,7 +24,6 @@ from tandem.policy.policy import Policy
 from tandem.policy.sampling import draw, restrict, uniform
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
-
 _KEPT = 256 << 20
 """Bytes of cache that an idle engine keeps; more is given back, for the trainer's activations need the memory."""
 _AHEAD = 128
