@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.types import Group, Json, PolicyVersion, Sampling, Task
-
-log = logging.getLogger(__name__)
 
 
 def check_pairs(config: RunConfig) -> None:
