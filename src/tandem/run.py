@@ -88,7 +88,7 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
     async with _policy(config) as policy, _graders(config, None) as graders:
         if weights is not None:
             await policy.compute(config.trains.load, policy.model, weights)
-        async with config.engine.open(policy, context=_context(config, policy)) as engine:
+        async with config.engine.open(policy, context=memory.context(config, policy.config)) as engine:
             worker = _worker(config, policy, engine, graders)
             evaluator = _evaluator(config, worker, tasks, _solved(config, graders), None, lambda record: None)
             return await evaluator(0)
@@ -115,7 +115,9 @@ async def _assembled(
             on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
         )
         state = await checkpoints.restore(_fresh(config))
-        engine = await stack.enter_async_context(config.engine.open(policy, context=_context(config, policy)))
+        engine = await stack.enter_async_context(
+            config.engine.open(policy, context=memory.context(config, policy.config))
+        )
         worker = _worker(config, policy, engine, graders)
         solved = _solved(config, graders)
         reached = _Reached(state.step)
@@ -203,11 +205,6 @@ async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _context(config: RunConfig, policy: Policy) -> int:
-    """Most tokens of a prompt and its answer."""
-    return min(config.context or policy.context, policy.context)
 
 
 def _graders(config: RunConfig, folder: Path | None) -> Graders:
