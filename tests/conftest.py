@@ -27,7 +27,9 @@ CHAT_TEMPLATE = (
 """ChatML without a default system prompt."""
 
 
-def build_tiny_model(folder: Path, *, seed: int = 0, tie: bool = True, context: int = 1024) -> Path:
+def build_tiny_model(
+    folder: Path, *, seed: int = 0, tie: bool = True, context: int = 1024, head_dim: int = 16
+) -> Path:
     """Write a random float32 Llama (2 layers, hidden 64, 4 heads, 2 of them keys) with a byte-level tokenizer.
 
     Its 259 tokens are the 256 bytes, ``<|im_start|>``, ``<|im_end|>`` (end) and ``<|pad|>``: any text round-trips.
@@ -43,6 +45,7 @@ def build_tiny_model(folder: Path, *, seed: int = 0, tie: bool = True, context: 
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=context,
         initializer_range=0.1,  # wide enough that the next-token distribution is not uniform
         tie_word_embeddings=tie,

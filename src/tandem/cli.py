@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from tandem import __version__
+from tandem import __version__, resolve
+from tandem.compat import atropos
 from tandem.errors import TandemError
+
+Verb = TypeVar("Verb", bound=Callable[..., None])
 
 app = typer.Typer(
     name="tandem",
@@ -163,6 +169,64 @@ def schema() -> None:
     from tandem.schema import schema
 
     typer.echo(json.dumps(schema(), indent=2))
+
+
+def _flags(cls: type) -> Iterator[inspect.Parameter]:
+    """A dataclass's fields as options of a verb: their names, types, defaults and docstrings are said there alone."""
+    hints, docs = get_type_hints(cls), resolve.field_docs(cls)
+    for field in dataclasses.fields(cls):
+        names = [f"--{field.name.replace('_', '-')}", *field.metadata.get("also", ())]
+        if off := field.metadata.get("off"):
+            names = [f"{names[0]}/{off}"]
+        hint, text, default = hints[field.name], docs[field.name], field.default
+        if hint == tuple[str, ...]:
+            hint = list[str]
+        if default is not dataclasses.MISSING:
+            hint |= None  # None is left out, which a verb may have to know; the default is the dataclass's
+            text += "" if default is None or default is False or default == () else f" Default: {default}."
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is dataclasses.MISSING else None,
+            annotation=Annotated[hint, typer.Option(*names, help=text)],
+        )
+
+
+def _with_flags(cls: type) -> Callable[[Verb], Verb]:
+    """Give a verb the flags of a dataclass for its ``**flags``."""
+
+    def decorate(verb: Verb) -> Verb:
+        own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        setattr(verb, "__signature__", inspect.Signature([*own, *_flags(cls)]))  # noqa: B010 - typer reads it
+        return verb
+
+    return decorate
+
+
+class _AtroposCommand(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, atropos.joined(args))
+
+
+@app.command("atropos-grpo", cls=_AtroposCommand)
+@_with_flags(atropos.Flags)
+def atropos_grpo(
+    overrides: Overrides = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and exit.")] = False,
+    **flags: Any,
+) -> None:
+    """Train by the flags of Atropos' trainer.
+
+    They are translated to a recipe, which --show prints; options may be laid over it.
+    """
+    from tandem.verbs.atropos import atropos
+
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in flags.items()
+        if value is not None and value != []
+    }
+    typer.echo(atropos(given, overrides or [], show=show))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 
 from tandem import config as recipes
-from tandem import memory, resolve
+from tandem import memory
 from tandem.config import RunConfig
-from tandem.engines.base import Engine
+from tandem.engines.base import CanAttest, CanLend, Engine, Needs
 from tandem.envs.base import Split
-from tandem.errors import EnvError, RewardError
+from tandem.errors import EnvError, RewardError, UnsupportedPair
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
@@ -27,10 +28,11 @@ from tandem.rollout.gold import check_environment
 from tandem.rollout.measure import Solved
 from tandem.rollout.worker import Worker
 from tandem.sinks.base import RunInfo
+from tandem.sync.base import Link
 from tandem.telemetry import log as logs
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer import lifetime, loop
-from tandem.trainer.checkpoint import Checkpoints, saved_steps
+from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer
 from tandem.trainer.record import records
@@ -45,7 +47,13 @@ def check_pairs(config: RunConfig) -> None:
     Raises:
         UnsupportedPair: names the ones that can.
     """
-    config.sync.check(trains=resolve.kind_of("trains", config.trains), engine=config.engine)
+    config.sync.check(trains=config.trains, engine=config.engine)
+    behind = config.sync.behind
+    if config.max_lag < behind:
+        raise UnsupportedPair(
+            f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and max_lag allows "
+            f"{config.max_lag}; set max_lag to {behind} at least, or sync.every to {config.max_lag + 1} at most"
+        )
 
 
 async def train(config: RunConfig, *, resume: Path | None) -> Path:
@@ -88,7 +96,8 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
     async with _policy(config) as policy, _graders(config, None) as graders:
         if weights is not None:
             await policy.compute(config.trains.load, policy.model, weights)
-        async with config.engine.open(policy, context=memory.context(config, policy.config)) as engine:
+        needs = dataclasses.replace(_needs(config, None), travels="weights", port=None, weights=weights)
+        async with config.engine.open(policy, context=memory.context(config, policy.config), needs=needs) as engine:
             worker = _worker(config, policy, engine, graders)
             evaluator = _evaluator(config, worker, tasks, _solved(config, graders), None, lambda record: None)
             return await evaluator(0)
@@ -103,6 +112,20 @@ async def _assembled(
         policy = await stack.enter_async_context(_policy(config))
         graders = await stack.enter_async_context(_graders(config, folder))
         await _check_gold(config, graders)
+        state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
+        needs = _needs(config, folder, restored=state.step)
+        context = memory.context(config, policy.config)
+        engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
+        link = Link(
+            sync=config.sync,
+            policy=policy,
+            engine=engine,
+            trains=config.trains,
+            folder=folder,
+            versions=needs.versions,
+        )
+        # First: the weights may move into the engine's memory, and the optimizer writes where they are.
+        await link.bind(fresh=_started_on_ours(config, engine, state.step))
         stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
         checkpoints = Checkpoints(
             folder=folder / "checkpoints",
@@ -114,19 +137,14 @@ async def _assembled(
             stepper=stepper,
             on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
         )
-        state = await checkpoints.restore(_fresh(config))
-        engine = await stack.enter_async_context(
-            config.engine.open(policy, context=memory.context(config, policy.config))
-        )
+        await checkpoints.restore(state)
         worker = _worker(config, policy, engine, graders)
         solved = _solved(config, graders)
         reached = _Reached(state.step)
         run = loop.Run(
             steps=config.steps,
             policy=policy,
-            engine=engine,
-            sync=config.sync,
-            source=config.trains.source(policy.model),
+            link=link,
             feed=_feed(config, worker, tasks["train"], solved, reached, telemetry),
             pack=_packer(config, policy),
             step=Step(
@@ -146,6 +164,29 @@ async def _assembled(
             grading=graders.metrics,
         )
         yield run, state
+
+
+def _needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
+    """What the run asks of its engine; after ``restored`` steps it is started on the checkpoint's own weights."""
+    saved = folder / "checkpoints" / f"{restored:06d}" / config.trains.folder_name if folder and restored else None
+    return Needs(
+        model=config.model,
+        dtype=config.dtype,
+        folder=folder,
+        weights=saved if config.trains.folder_name == "model" else None,
+        travels=config.trains.travels,
+        rank=getattr(config.trains, "rank", 0),
+        port=config.sync.port,
+        versions=config.max_lag + 2,
+        seed=config.seed,
+    )
+
+
+def _started_on_ours(config: RunConfig, engine: Engine, restored: int) -> bool:
+    """Whether the engine, as it started, holds the weights that the policy holds (adapters aside)."""
+    if engine.adopted:
+        return False
+    return not restored or config.trains.folder_name == "model" or config.trains.travels == "adapter"
 
 
 async def _check_gold(config: RunConfig, graders: Graders) -> None:
@@ -194,7 +235,7 @@ async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
 
     def load() -> Any:
         torch.manual_seed(config.seed)
-        model = load_model(config.model, dtype=getattr(torch, config.dtype), device=_device())
+        model = load_model(config.model, dtype=getattr(torch, config.dtype), device=_device(config))
         return config.trains.prepare(model).eval()
 
     try:
@@ -203,8 +244,10 @@ async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
         compute.close()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _device(config: RunConfig) -> torch.device:
+    """Where the policy is loaded: on the host if its weights will be those in the memory of an engine's process."""
+    lent = config.sync.port is CanLend and CanAttest in config.engine.ports
+    return torch.device("cuda" if torch.cuda.is_available() and not lent else "cpu")
 
 
 def _graders(config: RunConfig, folder: Path | None) -> Graders:
@@ -242,6 +285,7 @@ def _feed(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
             max_lag=config.max_lag,
+            behind=config.sync.behind,
             drop_flat=config.flat_groups == "drop",
             sampling=config.sampling,
             seed=config.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ from typing import Any
 import pytest
 from tiny import live_policy
 
-from tandem.engines.base import CanLend, Engine, EngineSpec
+from tandem import engines
+from tandem.engines.base import (
+    CanAdapt,
+    CanAttest,
+    CanLend,
+    CanReceive,
+    CanRelaunch,
+    CanSwap,
+    Engine,
+    EngineSpec,
+)
 from tandem.errors import EngineError
 from tandem.policy.policy import Policy
 from tandem.resolve import find, names
@@ -21,6 +32,9 @@ PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(1, 21)), [3], [100] * 9]
 ASKED = [(prompt, Sampling(max_tokens=6 + 4 * i), 1000 + i) for i, prompt in enumerate(PROMPTS)]
 """Requests that differ in prompt, length and key."""
 
+ENGINES = sorted(set(names("engines")) - {"vllm"})
+"""Engines that run in this very process; vllm is a server of its own environment, with its own suite in integration."""
+
 Work = Callable[[Engine], Awaitable[Any]]
 
 
@@ -30,7 +44,7 @@ def policy(tiny_model: Path) -> Iterator[Policy]:
         yield live
 
 
-@pytest.fixture(params=names("engines"))
+@pytest.fixture(params=ENGINES)
 def engine_kind(request: pytest.FixtureRequest) -> str:
     return request.param  # type: ignore[no-any-return]
 
@@ -174,7 +188,7 @@ def test_greedy_needs_no_key(run: Callable[[Work], Any]) -> None:
     assert len({c.tokens for c in done}) == 1
 
 
-@pytest.mark.parametrize("engine_kind", sorted(set(names("engines")) - {"fake"}))  # whose tokens mean no text
+@pytest.mark.parametrize("engine_kind", sorted(set(ENGINES) - {"fake"}))  # whose tokens mean no text
 def test_a_stop_text_is_one_requests_own(run: Callable[[Work], Any], policy: Policy) -> None:
     async def work(engine: Engine) -> tuple[Completion, Completion, str]:
         (request,) = await long_keys(engine, 1)
@@ -241,6 +255,138 @@ def test_a_pause_holds_and_loses_nothing(run: Callable[[Work], Any]) -> None:
     run(work)
 
 
+def test_every_other_engine_is_held_to_this() -> None:
+    files = {path.stem for path in Path(engines.__path__[0]).glob("*.py")} - {"__init__", "base"}
+    assert {name for name in files if not name.startswith("_")} == {*ENGINES, "vllm"}
+
+
+def test_a_pause_may_let_requests_end_first(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        asked = await long_keys(engine, 3)
+        await engine.stamp(PolicyVersion(step=1, digest=""))
+        expected = await together(engine, asked)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked[:2]]
+        await underway(engine)
+        pause = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.generate(*asked[2]))
+        await pause
+        assert [task.done() for task in tasks] == [True, True], "nothing is sampled, and nothing is half sampled"
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        health = await engine.health()
+        assert (health.ok, health.running + health.waiting) == (True, 1)
+        assert len(await engine.score([1, 2, 3])) == 2
+        await engine.stamp(PolicyVersion(step=2, digest=""))
+        await engine.resume()
+        assert same([task.result() for task in tasks], expected[:2])
+        assert set((await late).versions) == {2}, "it began under the weights that it is sampled from"
+        await until_idle(engine)
+
+    run(work)
+
+
+def test_a_pause_that_lets_requests_end_takes_no_time_when_idle_and_twice_is_once(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        for _ in range(2):
+            await engine.pause(finish=True)
+            await engine.pause(finish=True)
+            late = asyncio.create_task(engine.generate([8], Sampling(max_tokens=2), 0))
+            await asyncio.sleep(0.02)
+            assert not late.done()
+            await engine.resume()
+            assert len((await late).tokens) <= 2
+
+    run(work)
+
+
+def test_what_one_pause_holds_another_does_not_wait_for(run: Callable[[Work], Any]) -> None:
+    """Its end would wait for the resume, which comes after the pause."""
+
+    async def work(engine: Engine) -> None:
+        asked = await long_keys(engine, 2)
+        expected = await together(engine, asked)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        await underway(engine)
+        await engine.pause()
+        await asyncio.wait_for(engine.pause(finish=True), 5)
+        await asyncio.sleep(0.02)
+        assert not any(task.done() for task in tasks)
+        await engine.resume()
+        assert same(await asyncio.gather(*tasks), expected)
+
+    run(work)
+
+
+def test_a_request_given_up_is_not_waited_for(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 2)]
+        await underway(engine)
+        pause = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait_for(pause, 5)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.resume()
+        assert len((await engine.generate([8], Sampling(max_tokens=2), 0)).tokens) <= 2
+
+    run(work)
+
+
+def test_resume_tells_how_long_nothing_was_sampled(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        assert await engine.resume() == 0.0
+        began = time.monotonic()
+        await engine.pause()
+        since = time.monotonic()
+        await asyncio.sleep(0.02)
+        await engine.pause(finish=True)  # twice is once, and is counted from the first
+        await asyncio.sleep(0.02)
+        least = time.monotonic() - since
+        assert least <= await engine.resume() <= time.monotonic() - began
+        assert await engine.resume() == 0.0
+
+    run(work)
+
+
+def test_a_stopped_engine_gives_out_nothing_until_it_is_resumed(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        asked = await long_keys(engine, 1)
+        await engine.stop("the publish of version 3 failed")
+        task = asyncio.create_task(engine.generate(*asked[0]))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        await engine.resume()
+        assert len((await task).tokens) == 60
+
+    run(work)
+
+
+def test_a_probe_sees_the_weights_during_a_pause(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        tokens = [5, 9, 31, 7]
+        await engine.pause()
+        (probe,) = await engine.probe(tokens)
+        assert list(probe.scored) == await engine.score(tokens)
+        assert probe.cached == 0
+        assert probe.sampled is None or len(probe.sampled.tokens) == len(probe.sampled.logprobs)
+
+    run(work)
+
+
+def test_an_engine_in_process_has_one_life(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        epoch = engine.epoch
+        assert not engine.adopted
+        assert not await engine.recover()
+        await engine.pause()
+        await engine.resume()
+        assert engine.epoch == epoch
+
+    run(work)
+
+
 def test_cancelling_one_leaves_the_others(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 4)
@@ -291,6 +437,29 @@ def test_closing_fails_who_waits(run: Callable[[Work], Any], paused: bool) -> No
     run(work)
 
 
+@pytest.mark.parametrize("drained", [False, True])
+def test_closing_fails_who_waits_to_begin(run: Callable[[Work], Any], drained: bool) -> None:
+    """Whoever came while others were to end first, before they had ended and after."""
+
+    async def work(engine: Engine) -> None:
+        (first, second) = await long_keys(engine, 2)
+        tasks = [asyncio.create_task(engine.generate(*first))]
+        await underway(engine)
+        pause = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(engine.generate(*second)))
+        await asyncio.sleep(0)
+        if drained:
+            await pause
+        await engine.close()
+        await asyncio.wait_for(asyncio.gather(pause, return_exceptions=True), 5)
+        first_done, second_done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert isinstance(second_done, EngineError)
+        assert isinstance(first_done, Completion) == drained
+
+    run(work)
+
+
 def test_score_is_one_logprob_less_than_tokens(run: Callable[[Work], Any]) -> None:
     scored = run(lambda engine: engine.score([5, 9, 31, 7]))
     assert len(scored) == 3
@@ -316,9 +485,10 @@ def test_ports_are_kept(spec: EngineSpec, run: Callable[[Work], Any], policy: Po
     """What an engine's options promise, the engine does."""
 
     async def work(engine: Engine) -> None:
-        assert isinstance(engine, CanLend) == (CanLend in spec.ports)
+        for port in (CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest):
+            assert isinstance(engine, port) == (port in spec.ports), port.__name__
         if isinstance(engine, CanLend):
-            lent = {name: tensor.data_ptr() for name, tensor in engine.lent()}
+            lent = {name: tensor.data_ptr() for name, tensor in (await engine.lend()).items()}
             assert lent == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
 
     run(work)

@@ -22,7 +22,7 @@ from tandem.optimizers.adamw import AdamW
 from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.rollout.feed import Cursor
 from tandem.trainer import checkpoint
-from tandem.trainer.checkpoint import Checkpoints, saved_steps
+from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.state import TrainerState
 from tandem.trains.full import Full
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
@@ -66,7 +66,15 @@ class Saver:
         return asyncio.run(self.checkpoints.save(state(step)))
 
     def restore(self, digest: str = "recipe") -> TrainerState:
-        return asyncio.run(self.checkpoints.restore(state(0, digest)))
+        """As a run does: the weights first, since binding them to an engine comes before the optimizer."""
+
+        async def both() -> TrainerState:
+            folder = self.checkpoints.folder
+            found = await restore_weights(folder, self.policy, self.checkpoints.trains, state(0, digest))
+            await self.checkpoints.restore(found)
+            return found
+
+        return asyncio.run(both())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         live = {**dict(self.policy.model.named_parameters()), **self.stepper.state_dict()}
@@ -132,6 +140,35 @@ def test_everything_is_restored_bit_for_bit(policy: Policy, tmp_path: Path) -> N
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(torch.rand(4), drawn), "torch's generator goes on where it was"
+
+
+def test_weights_are_restored_before_there_is_an_optimizer(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.train(1)
+    saver.save(3)
+    before = saver.tensors()
+    saver.train(2)
+    moved = saver.stepper.state_dict()
+    found = asyncio.run(restore_weights(saver.checkpoints.folder, policy, Full(), state(0)))
+    assert dataclasses.replace(found, rng=()) == state(3)
+    after = saver.tensors()
+    names = dict(policy.model.named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in names)
+    assert all(torch.equal(moved[name], after[name]) for name in moved), "the optimizer's states are restored apart"
+    asyncio.run(saver.checkpoints.restore(found))
+    assert all(torch.equal(before[name], tensor) for name, tensor in saver.tensors().items())
+
+
+def test_the_optimizers_states_are_those_of_the_state_that_was_found(policy: Policy, tmp_path: Path) -> None:
+    """Also if a newer checkpoint appeared since."""
+    saver = Saver(policy, tmp_path)
+    saver.train(1)
+    saver.save(1)
+    before = {name: tensor.clone() for name, tensor in saver.stepper.state_dict().items()}
+    saver.train(2)
+    saver.save(2)
+    asyncio.run(saver.checkpoints.restore(state(1)))
+    assert all(torch.equal(before[name], tensor) for name, tensor in saver.stepper.state_dict().items())
 
 
 def test_weights_are_an_ordinary_folder(policy: Policy, tmp_path: Path) -> None:

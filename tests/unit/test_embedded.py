@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tandem.engines.base import Engine
 from tandem.engines.embedded import Embedded
 from tandem.errors import EngineError
 from tandem.policy.policy import Policy
+from tandem.trains.lora import Lora
 from tandem.types import Completion, Sampling
 
 PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(20)), [200] * 3, [1, 2, 3, 4, 5, 6, 7, 8, 9], [17]]
@@ -182,6 +184,86 @@ def test_a_cancelled_request_gives_up_its_row(policy: Policy) -> None:
     done, running = run(policy, work, max_rows=1)
     assert done == sample(policy, [([72, 105], Sampling(max_tokens=5), 1)])[0]
     assert running == 0
+
+
+def test_a_pause_that_lets_requests_end_admits_nobody_meanwhile(policy: Policy, naive: Any) -> None:
+    """Rows that become free are not filled again, so that it ends when those under way have."""
+    asked = [([72, 105], Sampling(max_tokens=20, top_k=20), 0), ([5, 99], Sampling(max_tokens=4), 1)]
+
+    async def work(engine: Engine) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        while (await engine.health()).running == 0:
+            await asyncio.sleep(0)
+        assert (await engine.health()).waiting == 1
+        await engine.pause(finish=True)
+        health = await engine.health()
+        assert (health.running, health.waiting) == (0, 1)
+        assert tasks[0].done()
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    done = run(policy, work, max_rows=1)
+    for (prompt, sampling, _), completion in zip(asked, done, strict=True):
+        assert_agrees(naive, prompt, completion, sampling)
+
+
+def test_steps_that_end_requests_are_not_time_without_sampling(
+    policy: Policy, naive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that ticks once in every step of the engine."""
+    hidden, steps = policy.hidden, 1
+
+    def counted(*asked: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return hidden(*asked)
+
+    async def work(engine: Engine) -> tuple[int, float, int]:
+        task = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=30, top_k=20), 0))
+        while (await engine.health()).running == 0:
+            await asyncio.sleep(0)
+        before = steps
+        await engine.pause(finish=True)
+        after = steps
+        await engine.score([1, 2, 3])
+        still = await engine.resume()
+        return after - before, still, len((await task).tokens)
+
+    monkeypatch.setattr(policy, "hidden", counted)
+    monkeypatch.setattr(embedded, "time", SimpleNamespace(monotonic=lambda: float(steps)))
+    sampled, still, length = run(policy, work)
+    assert sampled > 10 or length <= 10
+    assert still == 1.0, "the probe's step alone"
+
+
+def test_an_engine_that_fails_while_requests_are_to_end_fails_them(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(engine: Engine) -> None:
+        task = asyncio.create_task(engine.generate([7], Sampling(max_tokens=900, top_k=1), 0))
+        while (await engine.health()).running == 0:
+            await asyncio.sleep(0)
+        pause = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(policy, "hidden", lambda *_: 1 / 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            await task
+        await asyncio.wait_for(pause, 5)
+        assert not (await engine.health()).ok
+
+    run(policy, work)
+
+
+def test_it_lends_the_policys_own_parameters(tiny_model: Path) -> None:
+    """An adapter's too: they are what it samples from."""
+    with live_policy(tiny_model, trains=Lora(rank=2)) as policy:
+
+        async def work(engine: Any) -> dict[str, int]:
+            return {name: tensor.data_ptr() for name, tensor in (await engine.lend()).items()}
+
+        lent = run(policy, work)
+        assert lent == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
+        assert any("lora_A" in name for name in lent)
 
 
 def test_an_idle_engine_keeps_a_small_cache_and_gives_back_a_large_one(

@@ -68,6 +68,7 @@ class Trainer:
     seed: int = 0
     slowest: int = 12
     step: int = 0
+    behind: int = 0
     started: list[str] = field(default_factory=list)
     playing: set[str] = field(default_factory=set)
     company: list[frozenset[str]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Trainer:
     async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         self.started.append(id)
         self.playing.add(id)
-        first = self.step
+        first = self.served
         try:
             for _ in range(random.Random(f"{self.seed}/{id}/{self.step}").randrange(1, self.slowest)):
                 await asyncio.sleep(0)
@@ -86,8 +87,13 @@ class Trainer:
         kind = self.kind(task)
         if kind == "engine":
             raise EngineError("the engine is gone")
-        made = [rollout(task, f"{id}/{n}", reward, (first, self.step)) for n, reward in enumerate(REWARDS[kind])]
+        made = [rollout(task, f"{id}/{n}", reward, (first, self.served)) for n, reward in enumerate(REWARDS[kind])]
         return Group(id=id, index=index, env="fake", rollouts=tuple(made))
+
+    @property
+    def served(self) -> int:
+        """The policy step that is sampled from: it is published every ``behind`` + 1 steps."""
+        return self.step - self.step % (self.behind + 1)
 
     def waves(self) -> dict[str, frozenset[str]]:
         """Who was played together: whoever ends first in a wave has seen all of it."""
@@ -111,6 +117,7 @@ class Trainer:
                 groups_per_step=n,
                 group_size=2,
                 max_lag=max_lag,
+                behind=self.behind,
                 drop_flat=drop_flat,
                 sampling=Sampling(),
                 seed=seed,
@@ -178,6 +185,38 @@ def test_slots_bound_the_lag_and_use_all_of_it(max_lag: int, kind: Kind) -> None
             worst = max(worst, *lags)
         assert "stale" not in dict(trainer.dropped), "the slots alone must bound it"
     assert worst == max_lag
+
+
+@pytest.mark.parametrize("kind", [always_good, mixed])
+@pytest.mark.parametrize(("max_lag", "behind"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (5, 3)])
+def test_an_engine_that_is_behind_uses_up_some_of_the_lag(max_lag: int, behind: int, kind: Kind) -> None:
+    """Weights that are published now and then are old when they sample; sampling is ahead by so much less."""
+    worst = 0
+    for seed in range(8):
+        trainer = Trainer(kind, seed, behind=behind)
+        for step, batch in enumerate(trained(trainer, 14, max_lag=max_lag)):
+            lags = [step - group.version_min for group in batch]
+            assert max(lags) <= max_lag
+            worst = max(worst, *lags)
+        assert "stale" not in dict(trainer.dropped), "the slots alone must bound it"
+        assert max(map(len, trainer.company)) <= 3 * (max_lag - behind + 1)
+    assert worst == max_lag
+
+
+def test_sampling_is_ahead_by_what_an_engine_behind_leaves() -> None:
+    for behind, ahead in ((0, 3), (1, 2), (3, 0)):
+        options = Trainer(behind=behind).feed(max_lag=3).options
+        assert options.ahead == ahead
+
+
+def test_with_no_lag_left_tasks_come_in_waves() -> None:
+    """max_lag is more than 0, but the engine's own age takes all of it."""
+    waves = []
+    for seed in range(5):
+        trainer = Trainer(mixed, seed, behind=2)
+        trained(trainer, 8, max_lag=2)
+        waves.append((trainer.started, trainer.waves()))
+    assert all(wave == waves[0] for wave in waves)
 
 
 def test_the_slowest_group_holds_its_batch_but_not_what_comes_after() -> None:
@@ -449,9 +488,13 @@ MOVES = st.lists(
 
 
 @settings(max_examples=150)
-@given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), n=st.integers(1, 3))
-def test_no_interleaving_loses_or_doubles_a_task(moves: list[tuple[str, int]], seed: int, max_lag: int, n: int) -> None:
-    trainer = Trainer(mixed, seed)
+@given(
+    moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), behind=st.integers(0, 2), n=st.integers(1, 3)
+)
+def test_no_interleaving_loses_or_doubles_a_task(
+    moves: list[tuple[str, int]], seed: int, max_lag: int, behind: int, n: int
+) -> None:
+    trainer = Trainer(mixed, seed, behind=min(behind, max_lag))
     story = Story(trainer, {"count": 40, "n": n, "max_lag": max_lag, "patience": 1000})
 
     async def go() -> Cursor:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from tandem import waits
 from tandem.errors import ConfigError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.sinks import _lines
 from tandem.sinks.base import RunInfo, Sink, Writer
-from tandem.telemetry import trace, waits
+from tandem.telemetry import trace
 from tandem.telemetry.emit import Telemetry, activity, evaluation_scalars
 
 EVALUATION = {

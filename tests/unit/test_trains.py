@@ -201,6 +201,7 @@ def test_lora_learns_and_leaves_the_base_alone() -> None:
         (Lora(layers=(1,)), 14),
         (Lora(layers=(0,), target_modules=("q_proj", "down_proj")), 4),
         (Lora(target_modules=("q_proj",)), 4),
+        (Lora(layers=(0,), target_modules=("q_proj", "down_proj"), merged=True), 4),
     ],
 )
 def test_which_parameters_train(trains: Trains, trained: int) -> None:
@@ -230,7 +231,46 @@ def test_source_is_live_and_repeats(trains: Trains, tie: bool) -> None:
     assert all(torch.equal(tensor, owners[name]) for name, tensor in source)
 
 
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=2), Lora(layers=(1,), rank=2)])
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=2)])
+def test_source_follows_storage_that_is_moved(trains: Trains) -> None:
+    live = trains.prepare(model())
+    source = trains.source(live)
+    for parameter in live.parameters():
+        parameter.data = parameter.detach().clone()
+    owners = dict(live.named_parameters())
+    assert all(tensor.data_ptr() == owners[name].data_ptr() for name, tensor in source)
+
+
+def test_what_travels() -> None:
+    assert Full().travels == Full(layers=(1,)).travels == Lora(merged=True).travels == "weights"
+    assert Lora().travels == "adapter"
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora()])
+def test_nothing_to_fold(trains: Trains) -> None:
+    live = trains.prepare(model())
+    stir(trains, live, 1)
+    before = bits(live)
+    trains.fold(live)
+    assert same(bits(live), before)
+    assert trains.kept_bytes(live, on_host=True) == 0
+
+
+@pytest.mark.parametrize(
+    "trains", [Full(), Full(layers=(0,)), Lora(), Lora(layers=(1,), target_modules=("q_proj",)), Lora(merged=True)]
+)
+@pytest.mark.parametrize("tie", [True, False])
+def test_base_names_are_those_of_the_causal_model(trains: Trains, tie: bool) -> None:
+    plain = dict(model(tie=tie).named_parameters())
+    live = trains.prepare(model(tie=tie))
+    names = trains.base_names(live)
+    assert list(names) == list(plain), "Hugging Face's names in Hugging Face's order, tied ones once"
+    assert all(torch.equal(parameter, plain[name]) for name, parameter in names.items())
+    own = {id(parameter) for parameter in live.parameters()}
+    assert all(id(parameter) in own for parameter in names.values()), "the live parameters, not copies"
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=2), Lora(layers=(1,), rank=2), Lora(rank=2, merged=True)])
 def test_prepare_counts_parameters_without_weights(trains: Trains) -> None:
     config = model().config
     with torch.device("meta"):
@@ -310,3 +350,32 @@ def test_adapter_config_names_what_vllm_reads(tmp_path: Path, tokenizer: Any) ->
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, ["q_proj", "v_proj"])
     assert config["layers_to_transform"] == [1]
     assert config["peft_type"] == "LORA"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"layers": (1,)}, {"target_modules": ("v_proj", "q_proj")}, {"rank": 3, "alpha": 5}]
+)
+def test_adapter_config_in_memory_is_the_one_on_disk(
+    tmp_path: Path, tokenizer: Any, merged: bool, options: dict[str, Any]
+) -> None:
+    trains = Lora(merged=merged, **options)
+    live = trains.prepare(model())
+    mine = trains.adapter_config(live)
+    assert (mine["r"], mine["lora_alpha"]) == (trains.rank, trains.alpha)
+    assert isinstance(mine["target_modules"], list)
+    plain = Lora(**options)
+    plain.save(plain.prepare(model()), tokenizer, tmp_path)
+    stored = json.loads((tmp_path / "adapter_config.json").read_text())
+    stored["target_modules"].sort()  # PEFT writes a set
+    assert json.loads(json.dumps(mine)) == stored
+
+
+def test_there_is_no_adapter_config_without_an_adapter() -> None:
+    with pytest.raises(TypeError, match="Full trains no adapter"):
+        Full().adapter_config(Full().prepare(model()))
+
+
+def test_base_on_is_inert_unless_merged() -> None:
+    assert "base_on" in Lora().inert()
+    assert not Lora(merged=True).inert()

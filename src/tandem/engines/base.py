@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tandem.types import Completion, PolicyVersion, Sampling
 
@@ -25,6 +26,56 @@ class Health:
     """For a person."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What an engine answered to a probe, by the weights it holds now."""
+
+    name: str = "the engine"
+    """Which engine."""
+    scored: tuple[float, ...]
+    """Logprob of each token of the probe but the first, at temperature 1."""
+    sampled: Completion | None = None
+    """A few tokens sampled after it, to see the decoding path; None where that is the very code that scores."""
+    temperature: float = 1.0
+    """Temperature of ``sampled``."""
+    cached: int = 0
+    """Tokens of the probe that were taken from a prefix cache; more than 0 means keys of older weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter as it travels."""
+
+    config: Mapping[str, Any]
+    """PEFT's configuration: r, lora_alpha, target_modules."""
+    tensors: tuple[tuple[str, Any], ...]
+    """PEFT name and tensor, live, in a fixed order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run asks of the engine it starts."""
+
+    model: str
+    """Hugging Face id or folder."""
+    dtype: str
+    """Type of the weights, as torch calls it."""
+    folder: Path | None = None
+    """The run's folder, for logs and sockets; None outside a run."""
+    weights: Path | None = None
+    """Folder of the weights to start from, where they are not the model's own: a checkpoint's."""
+    travels: Literal["weights", "adapter"] = "weights"
+    """What is published to it."""
+    rank: int = 0
+    """Largest adapter rank; 0 without adapters."""
+    port: type | None = None
+    """What the way of syncing wants to do with it."""
+    versions: int = 2
+    """Policy versions that requests in flight may need at once."""
+    seed: int = 0
+    """Of the run."""
+
+
 class Engine(ABC):
     """A live engine. All methods are called from one event loop; none blocks it."""
 
@@ -40,6 +91,34 @@ class Engine(ABC):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Logprob of each token but the first given those before it, at temperature 1: a probe."""
 
+    async def probe(self, tokens: Sequence[int]) -> Sequence[Probe]:
+        """Score ``tokens`` and, where sampling is other code than scoring, sample a few more; one answer per engine.
+
+        Allowed while paused: it sees the weights as they are, and nobody else's tokens are given out for it.
+        """
+        return [Probe(scored=tuple(await self.score(tokens)))]
+
+    @property
+    def adopted(self) -> bool:
+        """True if this trainer did not start it, so that what it holds is anybody's guess."""
+        return False
+
+    async def stop(self, reason: str) -> None:
+        """Give out nothing until a publish succeeds: the weights are in doubt."""
+        await self.pause()
+
+    async def recover(self) -> bool:
+        """Start what died again, if it was ours; True if something was, and has no published weights yet."""
+        return False
+
+    @property
+    def epoch(self) -> int:
+        """Counts starts: whatever was lent, loaded or connected belongs to one of them."""
+        return 0
+
+    def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:  # noqa: B027 - an engine in process cannot die alone
+        """``republish`` brings the current weights to an engine that was started again."""
+
     @abstractmethod
     def version(self) -> PolicyVersion:
         """The version last stamped."""
@@ -49,12 +128,16 @@ class Engine(ABC):
         """Tokens sampled from now on carry this version. Called by ``WeightSync`` alone, after its proof."""
 
     @abstractmethod
-    async def pause(self) -> None:
-        """Return once no token is being sampled; requests in flight are kept and wait."""
+    async def pause(self, *, finish: bool = False) -> None:
+        """Return once no token is being sampled.
+
+        Args:
+            finish: let requests in flight end first; otherwise they are kept, wait, and go on under the next version.
+        """
 
     @abstractmethod
-    async def resume(self) -> None:
-        """Go on sampling."""
+    async def resume(self) -> float:
+        """Go on sampling and give out what was held back; returns the seconds since ``pause`` without any sampling."""
 
     @abstractmethod
     async def health(self) -> Health:
@@ -74,8 +157,83 @@ class Engine(ABC):
 class CanLend(Protocol):
     """An engine whose own weights a trainer may write in place (``shared``)."""
 
-    def lent(self) -> Iterator[tuple[str, Any]]:
-        """Hugging Face name and tensor of every weight the engine samples from, its own storage."""
+    async def lend(self) -> Mapping[str, Any]:
+        """Hugging Face name and tensor, in this process, of every weight it samples from: its own storage."""
+        ...
+
+
+@runtime_checkable
+class CanAdapt(Protocol):
+    """An engine that takes a LoRA adapter in memory."""
+
+    async def adapt(self, adapter: Adapter) -> int:
+        """Sample with this adapter from now on; returns the bytes copied."""
+        ...
+
+
+@runtime_checkable
+class CanSwap(Protocol):
+    """An engine that holds several versions of an adapter, by name (``hotswap``)."""
+
+    async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+        """Load a PEFT folder as this version; new requests use it once stamped. Returns the bytes loaded."""
+        ...
+
+
+@runtime_checkable
+class CanRelaunch(Protocol):
+    """An engine that can be ended and started on other weights (``restart``)."""
+
+    async def relaunch(self, weights: Path | None) -> None:
+        """End it and, once its memory is free, start it anew: on a model folder, or on the weights it had."""
+        ...
+
+    async def load(self, folder: Path, adapter: Adapter) -> None:
+        """Load a PEFT folder, which holds ``adapter``, into the engine as it runs."""
+        ...
+
+
+@runtime_checkable
+class CanReceive(Protocol):
+    """An engine that takes tensors from a process group (``broadcast``)."""
+
+    async def workers(self) -> Sequence[int]:
+        """How many ranks each engine fills."""
+        ...
+
+    async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
+        """Begin to join a group whose rank 0 is the trainer; ``first`` is the rank of each engine's first worker."""
+        ...
+
+    async def connected(self) -> bool:
+        """True once every worker has joined.
+
+        Raises:
+            TransportError: one could not.
+        """
+        ...
+
+    async def receive(
+        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
+    ) -> None:
+        """Take one publish from the group into the weights, or into the adapter."""
+        ...
+
+    async def disconnect(self) -> None:
+        """Leave the group."""
+        ...
+
+
+@runtime_checkable
+class CanAttest(Protocol):
+    """An engine in another process that checksums the bytes it holds."""
+
+    async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
+        """For each engine by name: checksum of each tensor it samples from, by the name it travels under."""
+        ...
+
+    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+        """An adapter's tensors under the names and with the values that the engine stores them."""
         ...
 
 
@@ -85,6 +243,10 @@ class EngineSpec(ABC):
     ports: ClassVar[frozenset[type]] = frozenset()
     """What its engines let a way of syncing do."""
 
+    def refuses(self, port: type) -> str:
+        """Why, with these options, its engines cannot be used through one of the ports; empty if they can."""
+        return ""
+
     @abstractmethod
-    def open(self, policy: Any, *, context: int) -> AbstractAsyncContextManager[Engine]:
+    def open(self, policy: Any, *, context: int, needs: Needs | None = None) -> AbstractAsyncContextManager[Engine]:
         """Start it. ``policy`` is the trainer's ``Policy``, ``context`` the most tokens of a prompt and completion."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -17,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tandem.engines.base import CanLend, Engine, EngineSpec, Health
+from tandem.engines.base import CanLend, Engine, EngineSpec, Health, Needs
 from tandem.errors import EngineError
 from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.policy.policy import Policy
@@ -46,7 +47,7 @@ class Embedded(EngineSpec):
             raise ValueError("max_rows and prefill_tokens must be at least 1")
 
     @asynccontextmanager
-    async def open(self, policy: Policy, *, context: int) -> AsyncIterator[Engine]:
+    async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
         """Start the sampling task; it ends with the block."""
         engine = _Engine(self, policy, context)
         try:
@@ -92,6 +93,9 @@ class _Engine(Engine):
         self._gate.set()
         self._stepping = asyncio.Lock()
         self._failure: str | None = None
+        self._paused_at: float | None = None
+        self._admitting = True
+        self._finished = asyncio.Event()
         self._cache = _cache(policy, spec.max_rows)
         self._task = asyncio.create_task(self._run(), name="embedded engine")
 
@@ -128,13 +132,26 @@ class _Engine(Engine):
     async def stamp(self, version: PolicyVersion) -> None:
         self._version = version
 
-    async def pause(self) -> None:
+    async def pause(self, *, finish: bool = False) -> None:
+        if finish and self._gate.is_set():  # what an earlier pause holds cannot end
+            await self._drained()
         self._gate.clear()
         async with self._stepping:  # the step under way ends first
-            pass
+            self._paused_at = self._paused_at or time.monotonic()
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
+        began, self._paused_at = self._paused_at, None
+        self._admitting = True
         self._gate.set()
+        self._work.set()
+        return 0.0 if began is None else time.monotonic() - began
+
+    async def _drained(self) -> None:
+        """Stop admitting, and return once every admitted request has ended."""
+        self._admitting = False
+        while self._running and self._failure is None:
+            self._finished.clear()
+            await self._finished.wait()
 
     async def health(self) -> Health:
         return Health(
@@ -152,9 +169,9 @@ class _Engine(Engine):
             self._fail(EngineError(self._failure))
             self._cache.clear()
 
-    def lent(self) -> Iterator[tuple[str, Tensor]]:
+    async def lend(self) -> Mapping[str, Tensor]:
         """Every weight it samples from: the module's own parameters."""
-        yield from self._policy.model.named_parameters()
+        return dict(self._policy.model.named_parameters())
 
     async def _run(self) -> None:
         """Consumes: waiting requests. Waits for: work, and the gate. Unblocks: whoever awaits a completion."""
@@ -166,6 +183,7 @@ class _Engine(Engine):
                 for request, finish in await self._turn():
                     if not request.future.done():
                         request.future.set_result(request.completion(finish))
+                self._finished.set()
         except Exception as error:
             # Whatever broke inside the model or the loop belongs to all who wait for it: nobody waits in vain.
             self._failure = f"the embedded engine failed: {type(error).__name__}: {error}"
@@ -177,7 +195,7 @@ class _Engine(Engine):
             if not self._gate.is_set():
                 return []
             self._drop_cancelled()
-            if self._running or self._waiting:
+            if self._running or (self._waiting and self._admitting):
                 return await self._policy.compute(self._step)
             self._work.clear()
             if self._cache.bytes > _KEPT:
@@ -205,13 +223,14 @@ class _Engine(Engine):
                 request.future.set_exception(error)
         self._waiting.clear()
         self._running.clear()
+        self._finished.set()
 
     # Below: on the compute thread.
 
     @torch.inference_mode()
     def _step(self) -> list[tuple[_Request, Finish]]:
         """Prefill what fits, or sample one token for every running row; returns the requests that ended."""
-        done = self._prefill()
+        done = self._prefill() if self._admitting else []
         if self._running:
             done += self._decode()
         return done

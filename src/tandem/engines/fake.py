@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.engines.base import Engine, EngineSpec, Health
+from tandem.engines.base import Engine, EngineSpec, Health, Needs
 from tandem.errors import EngineError
 from tandem.types import Completion, PolicyVersion, Sampling
 
@@ -34,7 +35,7 @@ class Fake(EngineSpec):
             raise ValueError("seconds_per_token must not be negative")
 
     @asynccontextmanager
-    async def open(self, policy: Any, *, context: int) -> AsyncIterator[Engine]:
+    async def open(self, policy: Any, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
         """Nothing starts; ``policy`` is not read."""
         engine = _Engine(self, context)
         try:
@@ -50,7 +51,11 @@ class _Engine(Engine):
         self._version = PolicyVersion(step=0, digest="")
         self._gate = asyncio.Event()
         self._gate.set()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._paused_at: float | None = None
         self._running: set[asyncio.Task[Completion]] = set()
+        self._waiting = 0
         self._closed: bool = False
 
     @property
@@ -63,6 +68,13 @@ class _Engine(Engine):
         room = self._context - len(prompt)
         if not prompt or room < 1:
             raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        self._waiting += 1
+        try:
+            await self._admitting.wait()
+        finally:
+            self._waiting -= 1
+        if self._closed:
+            raise EngineError("the engine is closed")
         stream = key if sampling.temperature else 0  # all tokens are equally likely: greedy takes any, always the same
         task = asyncio.ensure_future(self._sample(tuple(prompt), min(sampling.max_tokens, room), stream))
         self._running.add(task)
@@ -100,17 +112,25 @@ class _Engine(Engine):
     async def stamp(self, version: PolicyVersion) -> None:
         self._version = version
 
-    async def pause(self) -> None:
+    async def pause(self, *, finish: bool = False) -> None:
+        if finish and self._gate.is_set():
+            self._admitting.clear()
+            await asyncio.gather(*self._running, return_exceptions=True)
         self._gate.clear()
+        self._paused_at = self._paused_at or time.monotonic()
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
+        began, self._paused_at = self._paused_at, None
+        self._admitting.set()
         self._gate.set()
+        return 0.0 if began is None else time.monotonic() - began
 
     async def health(self) -> Health:
-        return Health(ok=not self._closed, running=len(self._running), waiting=0)
+        return Health(ok=not self._closed, running=len(self._running), waiting=self._waiting)
 
     async def close(self) -> None:
         self._closed = True
+        self._admitting.set()
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,6 +40,9 @@ class Stepper(Protocol):
 class Optimizer(ABC):
     """A frozen dataclass whose fields are its options."""
 
+    states_on: ClassVar[Literal["weights", "host"]] = "weights"
+    """Where the bytes of ``state_bytes`` are held: beside the weights, or in host memory wherever those are."""
+
     lr: float = 1e-6
     """Peak learning rate. LoRA wants about ten times a full fine-tune's."""
     warmup_steps: int = 0
@@ -64,7 +67,11 @@ class Optimizer(ABC):
 
     @abstractmethod
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
-        """Make states for the trainable parameters, float32 masters where the weights are narrower."""
+        """Make states for the trainable parameters.
+
+        Weights narrower than float32 must not lose updates that are smaller than their last bit. Where a parameter's
+        data lies is read anew at each step: it may have moved into another process's memory meanwhile.
+        """
 
     def rate(self, step: int, total: int) -> float:
         """Learning rate of optimizer step ``step`` (from 1) of ``total``."""
@@ -78,7 +85,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
-        """Bytes held beside the weights (masters, moments, float32 gradient), for the memory plan."""
+        """Bytes held besides the weights (masters, moments, float32 gradient), for the memory plan."""
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:

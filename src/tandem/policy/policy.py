@@ -99,14 +99,14 @@ class Policy:
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        """Logprob of each token but the first given those before it, at temperature 1, as the trainer computes it."""
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Logprob of each token but the first given those before it, as the trainer computes it."""
         plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(sequential_positions(plan), device=self.device)
         with torch.no_grad():
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
-            logprobs, _ = token_logprobs(hidden, self.head.weight, ids[1:], 1.0, bias=self.head.bias)
+            logprobs, _ = token_logprobs(hidden, self.head.weight, ids[1:], temperature, bias=self.head.bias)
         return logprobs.tolist()
 
     def close(self) -> None:

@@ -19,11 +19,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem import waits
 from tandem.errors import Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.rollout.measure import Solved, measure
 from tandem.rollout.worker import Worker
-from tandem.telemetry import waits
 from tandem.types import Group, Json, Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ class FeedOptions:
     group_size: int
     """Siblings in a group."""
     max_lag: int
-    """Most optimizer steps between sampling and training."""
+    """Most optimizer steps between the weights that sampled a token and those it trains."""
+    behind: int = 0
+    """How many of these steps the engine's weights may themselves be old when they sample."""
     drop_flat: bool
     """Replace groups whose rewards are all equal."""
     sampling: Sampling
@@ -64,6 +66,11 @@ class FeedOptions:
     """Order of the tasks."""
     patience: int = 50
     """Batches' worth of groups dropped in a row before giving up."""
+
+    @property
+    def ahead(self) -> int:
+        """Steps by which sampling may be ahead of training."""
+        return self.max_lag - self.behind
 
 
 @dataclass(slots=True)
@@ -168,7 +175,7 @@ class Feed:
         """Give every free slot to a task: those to be played again first, then the next of the epoch."""
         if self._failure is not None or self._wave_is_out():
             return
-        slots = (self.options.max_lag + 1) * self.options.groups_per_step
+        slots = (self.options.ahead + 1) * self.options.groups_per_step
         while len(self._entries) < slots:
             if self._again:
                 draw = self._again.pop(0)
@@ -205,7 +212,7 @@ class Feed:
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
-        return self.options.max_lag == 0 and any(entry.group is None for entry in self._entries)
+        return self.options.ahead == 0 and any(entry.group is None for entry in self._entries)
 
     def _judge_all(self) -> None:
         """Drop the groups that cannot be trained on."""

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor
+from tandem.engines.base import Probe
 
-Checksums = dict[str, int]
-"""CRC-32 of each tensor's bytes, by Hugging Face name."""
+Checksums = Mapping[str, int]
+"""Checksum of each tensor by name, see ``weights/checksums.py``."""
 
-
-def checksums(tensors: Iterable[tuple[str, Tensor]], *, threads: int = 2) -> Checksums:
-    """Checksum every tensor. zlib releases the interpreter lock and copies nothing on a CPU."""
-    named = list(tensors)
-    with ThreadPoolExecutor(threads, "checksum") as pool:
-        return dict(zip((name for name, _ in named), pool.map(_checksum, (t for _, t in named)), strict=True))
+PROBE = "The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36."
+"""Scored on both sides after a publish."""
 
 
-def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().reshape(-1).cpu().view(torch.uint8)
-    return zlib.crc32(flat.numpy().data, len(flat))
+def differing(mine: Checksums, theirs: Checksums) -> list[str]:
+    """Names of the trainer's tensors that the engine holds otherwise, or not at all."""
+    return [name for name, value in mine.items() if theirs.get(name) != value]
 
 
-def digest(sums: Checksums) -> str:
-    """One short name for all the bytes: 16 hex digits over the sorted checksums."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(sums.items()):
-        hasher.update(f"{name}={value:08x};".encode())
-    return hasher.hexdigest()
+def probe_gap(score: Callable[..., list[float]], tokens: Sequence[int], probe: Probe) -> dict[str, float]:
+    """Largest difference in nats between a probe's answer and the trainer's own ``score``, by what was asked."""
+    gaps = {"on a probe": gap(probe.scored, score(tokens))}
+    if probe.sampled is not None:
+        whole = [*tokens, *probe.sampled.tokens]
+        ours = score(whole, probe.temperature)[len(tokens) - 1 :]
+        gaps["on tokens sampled after a probe"] = gap(probe.sampled.logprobs, ours)
+    return gaps
 
 
 def gap(engine: Sequence[float], trainer: Sequence[float]) -> float:
-    """Largest absolute difference of the probe's logprobs; infinite where one side is not a number."""
+    """Largest absolute difference of logprobs; infinite where one side is not a number."""
     if len(engine) != len(trainer):
         return float("inf")
     worst = 0.0

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tandem.engines.base import Engine, EngineSpec
-from tandem.errors import StaleWeights, TornWeights, UnsupportedPair
+from tandem.engines.base import Adapter, CanAttest, Engine, EngineSpec
+from tandem.errors import EngineError, StaleWeights, TornWeights, UnsupportedPair
 from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
-from tandem.sync._proof import Checksums, checksums, digest, gap
+from tandem.sync._proof import PROBE, Checksums, differing, probe_gap
 from tandem.types import PolicyVersion
+from tandem.weights.checksums import checksums, digest
 
 log = logging.getLogger(__name__)
 
-PROBE = "The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36."
-"""Scored on both sides after a publish."""
+ATTEMPTS = 3
+"""How often one publish is tried where an engine dies under it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +32,16 @@ class Published:
     """What one publish did."""
 
     version: PolicyVersion
-    """What the engine now serves."""
-    seconds: float
+    """What the policy is now, and what the engine serves if it was published."""
+    moved: bool = True
+    """False if this step was not published: the engine goes on with an older one."""
+    seconds: float = 0.0
     """From pause to resume, without the optimizer's own time."""
-    bytes: int
+    bytes: int = 0
     """Bytes that were copied; 0 where nothing was."""
-    paused: float
+    paused: float = 0.0
     """Seconds the engine sampled nothing."""
-    probe_gap: float | None
+    probe_gap: float | None = None
     """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not proven."""
 
 
@@ -44,7 +50,7 @@ class WeightSync(ABC):
     """A frozen dataclass whose fields are the way's options."""
 
     carries: ClassVar[frozenset[str]]
-    """Which ``trains`` parts it can carry, by name."""
+    """What it can carry: weights, adapter."""
     port: ClassVar[type]
     """The engine port it needs."""
     pause: ClassVar[Literal["step", "move", "never"]]
@@ -61,25 +67,49 @@ class WeightSync(ABC):
         if self.tolerance < 0:
             raise ValueError("tolerance must not be negative")
 
-    def check(self, *, trains: str, engine: EngineSpec) -> None:
+    @property
+    def behind(self) -> int:
+        """Most steps by which what the engine serves is older than the policy, between two publishes."""
+        return 0
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether the policy of a step is published; that of the last step always is."""
+        return last or step % (self.behind + 1) == 0
+
+    @property
+    def finishes(self) -> bool:
+        """True if requests in flight end before weights change; otherwise they go on under the next version."""
+        return False
+
+    def check(self, *, trains: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.
 
         Raises:
             UnsupportedPair: names the ones that can.
         """
-        if trains not in self.carries:
-            ways = " or ".join(sorted(self.carries))
-            raise UnsupportedPair(f"sync: {_name(self)} cannot carry trains: {trains}; it carries {ways}")
+        if trains.travels not in self.carries:
+            raise UnsupportedPair(
+                f"sync: {_name(self)} carries adapters alone, and trains: {_name(trains)} changes whole weights; these "
+                "travel by sync: shared, broadcast or restart"
+            )
         if self.port not in engine.ports:
             has = ", ".join(sorted(port.__name__ for port in engine.ports)) or "none"
             raise UnsupportedPair(
                 f"sync: {_name(self)} needs an engine with the port {self.port.__name__}; engine: {_name(engine)} has "
-                f"{has}. engine: embedded with sync: shared always works"
+                f"{has}. engine: embedded goes with sync: shared, and engine: vllm with all of them"
             )
+        if reason := engine.refuses(self.port):
+            raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
+
+    async def bind(self, link: Link) -> None:  # noqa: B027 - most ways have nothing to bind
+        """Called once for every start of the engine, before anything is published to it."""
 
     @abstractmethod
     async def move(self, link: Link, version: PolicyVersion) -> int:
         """Make the engine hold the policy's weights; returns the bytes copied."""
+
+    async def unbind(self, link: Link) -> None:  # noqa: B027
+        """Called when the run ends."""
 
     async def compare(self, link: Link, mine: Checksums) -> None:
         """Compare the trainer's checksums with those of the engine's own bytes.
@@ -88,22 +118,23 @@ class WeightSync(ABC):
             StaleWeights: none of the trained tensors agree.
             TornWeights: some do.
         """
-        theirs = await self.engine_checksums(link, mine)
-        wrong = [name for name, value in mine.items() if theirs.get(name) != value]
-        if not wrong:
-            return
-        kind = StaleWeights if len(wrong) == len(mine) else TornWeights
-        raise kind(
-            f"{len(wrong)} of {len(mine)} trained tensors differ between trainer and engine, first {wrong[0]!r}; "
-            "the engine stays paused"
-        )
-
-    @abstractmethod
-    async def engine_checksums(self, link: Link, mine: Checksums) -> Checksums:
-        """Checksums of what the engine holds, under the trainer's names; ``mine`` are the trainer's."""
+        engine = link.engine
+        assert isinstance(engine, CanAttest)
+        if link.trains.travels == "adapter":
+            mine = await link.policy.compute(lambda: checksums(engine.as_stored(link.adapter())))
+        for name, theirs in (await engine.checksums(link.trains.travels)).items():
+            wrong = differing(mine, theirs)
+            if wrong:
+                kind = StaleWeights if len(wrong) == len(mine) else TornWeights
+                raise kind(
+                    f"{len(wrong)} of {len(mine)} published tensors differ between the trainer and {name}, first "
+                    f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
+                )
 
     @asynccontextmanager
-    async def open(self, policy: Policy, engine: Engine, start: PolicyVersion, source: Any) -> AsyncIterator[Link]:
+    async def open(
+        self, policy: Policy, engine: Engine, start: PolicyVersion, trains: Any, folder: Path = Path()
+    ) -> AsyncIterator[Link]:
         """Bind, publish the starting version and prove it, so that a broken way fails before the first step.
 
         ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
@@ -111,9 +142,10 @@ class WeightSync(ABC):
         Raises:
             StaleWeights, TornWeights: the proof failed.
         """
-        link = Link(sync=self, policy=policy, engine=engine, source=source)
-        await link.publish(start)
-        yield link
+        link = Link(sync=self, policy=policy, engine=engine, trains=trains, folder=folder)
+        await link.bind(fresh=True)
+        async with link.open(start):
+            yield link
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +157,7 @@ class Handoff:
 
     def metrics(self) -> Mapping[str, Value]:
         """Numbers of this publish."""
-        if self.published is None:
+        if self.published is None or not self.published.moved:
             return {}
         p = self.published
         out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
@@ -144,77 +176,182 @@ class Link:
     """The trainer's side."""
     engine: Engine
     """The engine's side."""
-    source: Any
-    """The trained weights by Hugging Face name, re-iterable."""
+    trains: Any
+    """What is trained: names the weights that travel."""
+    folder: Path
+    """For what travels through files."""
+    versions: int = 2
+    """Policy versions that requests in flight may need at once."""
+    member: Any = None
+    """The trainer's place in a process group, where one is used."""
+    fresh: bool = False
+    """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
+    _current: PolicyVersion | None = None
     _publishes: int = 0
+    _bound: int = -1
+    _served: int = -1
     _probe: list[int] = field(default_factory=list)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def adapter(self) -> Adapter:
+        """The adapter that is trained, live."""
+        model = self.policy.model
+        return Adapter(config=self.trains.adapter_config(model), tensors=tuple(self.trains.source(model)))
+
+    async def bind(self, *, fresh: bool) -> None:
+        """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
+        self.fresh = fresh
+        await self.sync.bind(self)
+        self._bound = self.engine.epoch
 
     @asynccontextmanager
-    async def commit(self, step: int) -> AsyncIterator[Handoff]:
+    async def open(self, start: PolicyVersion) -> AsyncIterator[Link]:
+        """Publish the starting version and prove it.
+
+        Raises:
+            StaleWeights, TornWeights: the proof failed.
+        """
+        self.engine.on_revival(self._revived)
+        try:
+            async with self._lock:
+                await self._persist(start)
+            yield self
+        finally:
+            await self.sync.unbind(self)
+
+    @asynccontextmanager
+    async def commit(self, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
         """``[pause: step] -> optimizer (the block) -> [pause: move] -> move -> prove -> stamp -> resume``.
 
-        If the block or the proof fails, a paused engine stays paused: it never serves weights in doubt.
-        """
-        handoff = Handoff()
-        paused_at = None
-        if self.sync.pause == "step":
-            paused_at = time.monotonic()
-            await self.engine.pause()
-        optimizer_at = time.monotonic()
-        yield handoff
-        handoff.published = await self.publish(
-            PolicyVersion(step=step, digest=""), paused_at=paused_at, optimizer=time.monotonic() - optimizer_at
-        )
+        If the block or the proof fails, the engine gives out nothing more: it never serves weights in doubt.
 
-    async def publish(
-        self, version: PolicyVersion, *, paused_at: float | None = None, optimizer: float = 0.0
-    ) -> Published:
+        Args:
+            step: of the policy that the block makes.
+            last: it is the run's last.
+        """
+        async with self._lock:
+            handoff = Handoff()
+            paused_at = None
+            if self.sync.pause == "step":
+                paused_at = time.monotonic()
+                await self._stand_still()
+            optimizer_at = time.monotonic()
+            yield handoff
+            optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
+            version = PolicyVersion(step=step, digest="")
+            if self.sync.due(step, last=last):
+                handoff.published = await self._persist(version, paused_at=paused_at, optimizer=optimizer)
+            else:
+                await self.policy.compute(self.trains.fold, self.policy.model)
+                found = digest(await self.policy.compute(checksums, self.trains.source(self.policy.model)))
+                self._current = PolicyVersion(step=step, digest=found)
+                handoff.published = Published(version=self._current, moved=False)
+
+    async def publish(self, version: PolicyVersion) -> Published:
         """Move, prove, stamp and resume. A version without a digest gets that of the bytes.
 
         Raises:
-            StaleWeights, TornWeights: the engine does not hold these weights; it is left paused.
+            StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
         """
-        start = time.monotonic()
-        if paused_at is None and self.sync.pause != "never":
-            paused_at = start
+        async with self._lock:
+            return await self._persist(version)
+
+    async def _revived(self) -> None:
+        """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
+        async with self._lock:
+            if self._current is not None and self._served != self.engine.epoch:
+                await self._persist(self._current)
+
+    async def _persist(
+        self, version: PolicyVersion, *, paused_at: float | None = None, optimizer: float = 0.0
+    ) -> Published:
+        """Publish, and begin again where an engine died under it and was started anew."""
+        for attempt in range(ATTEMPTS):
+            epoch = self.engine.epoch
+            try:
+                return await self._publish(version, paused_at=paused_at, optimizer=optimizer)
+            except EngineError as error:
+                if attempt == ATTEMPTS - 1 or not await self._recovered(epoch):
+                    raise
+                log.warning("version %d is published again: %s", version.step, str(error).splitlines()[0])
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _recovered(self, epoch: int) -> bool:
+        """Whether the engine that died since ``epoch`` lives again; a request in flight may have seen to that."""
+        return await self.engine.recover() or self.engine.epoch != epoch
+
+    async def _stand_still(self) -> None:
+        epoch = self.engine.epoch
+        try:
+            await self.engine.pause(finish=self.sync.finishes)
+        except EngineError:
+            if not await self._recovered(epoch):
+                raise
             await self.engine.pause()
-        copied = await self.sync.move(self, version)
-        prove = self._publishes % self.sync.prove_every == 0
-        mine: Checksums = await self.policy.compute(checksums, self.source)
-        found = digest(mine)
+        if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
+            await self.bind(fresh=False)
+
+    async def _publish(self, version: PolicyVersion, *, paused_at: float | None, optimizer: float) -> Published:
+        start = time.monotonic()
+        if self.sync.pause != "never":
+            await self._stand_still()
+        elif self._bound != self.engine.epoch:
+            await self.bind(fresh=False)
+        try:
+            await self.policy.compute(self.trains.fold, self.policy.model)
+            copied = await self.sync.move(self, version)
+            mine: Checksums = await self.policy.compute(checksums, self.trains.source(self.policy.model))
+            version = self._named(version, digest(mine))
+            prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
+            found = await self._prove(version, mine) if prove else None
+            await self.engine.stamp(version)
+        except BaseException as error:
+            with contextlib.suppress(EngineError):  # the first failure is the one to tell
+                if self.sync.pause == "never":  # the old version lies where it lay, and is served on
+                    raise
+                await self.engine.stop(f"the publish of version {version.step} failed: {error}")
+            raise
+        paused = await self.engine.resume()
+        self._current, self._served, self._bound = version, self.engine.epoch, self.engine.epoch
+        self.fresh = False
+        self._publishes += 1
+        return Published(
+            version=version,
+            seconds=time.monotonic() - (start if paused_at is None else paused_at) - optimizer,
+            bytes=copied,
+            paused=paused,
+            probe_gap=found,
+        )
+
+    @staticmethod
+    def _named(version: PolicyVersion, found: str) -> PolicyVersion:
         if version.digest and version.digest != found:
             raise StaleWeights(
                 f"the policy holds weights {found}, but version {version.step} was {version.digest}; "
                 "the checkpoint's weights and its state do not belong together"
             )
-        version = PolicyVersion(step=version.step, digest=found)
-        probe_gap = await self._prove(version, mine) if prove else None
-        await self.engine.stamp(version)
-        await self.engine.resume()
-        self._publishes += 1
-        now = time.monotonic()
-        return Published(
-            version=version,
-            seconds=now - start if paused_at is None else now - paused_at - optimizer,
-            bytes=copied,
-            paused=0.0 if paused_at is None else now - paused_at,
-            probe_gap=probe_gap,
-        )
+        return PolicyVersion(step=version.step, digest=found)
 
     async def _prove(self, version: PolicyVersion, mine: Checksums) -> float:
         await self.sync.compare(self, mine)
         if not self._probe:
             self._probe = self.policy.tokenizer.encode(PROBE)[:64]
-        theirs = await self.engine.score(self._probe)
-        ours = await self.policy.compute(self.policy.score, self._probe)
-        found = gap(theirs, ours)
         allowed = self.sync.tolerance or (1e-3 if self.policy.dtype.itemsize == 4 else 0.15)
-        if found > allowed:
-            raise StaleWeights(
-                f"version {version.step} was moved, but on a probe engine and trainer differ by {found:.3g} nats "
-                f"(allowed {allowed:g}): the engine does not sample from these weights. It stays paused"
-            )
-        return found
+        worst = 0.0
+        for probe in await self.engine.probe(self._probe):
+            if probe.cached:
+                raise StaleWeights(
+                    f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
+                    "their keys and values are of older weights"
+                )
+            for what, found in (await self.policy.compute(probe_gap, self.policy.score, self._probe, probe)).items():
+                if not found <= allowed:
+                    raise StaleWeights(
+                        f"version {version.step} was moved, but {what} {probe.name} and the trainer differ by "
+                        f"{found:.3g} nats (allowed {allowed:g}): it does not sample from these weights as they are"
+                    )
+                worst = max(worst, found)
+        return worst
 
 
 def _name(thing: object) -> str:

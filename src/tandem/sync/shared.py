@@ -2,46 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from tandem.engines.base import CanLend
+from tandem.engines.base import CanAdapt, CanAttest, CanLend
 from tandem.errors import UnsupportedPair
-from tandem.sync._proof import Checksums, checksums
+from tandem.sync._proof import Checksums, differing
 from tandem.sync.base import Link, WeightSync
 from tandem.types import PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(WeightSync):
-    """Trainer and engine hold the same storage. The engine stands still while the optimizer writes it."""
+    """Trainer and engine hold the same storage; an adapter beside it is handed over in memory.
 
-    carries: ClassVar[frozenset[str]] = frozenset({"full", "lora"})
+    With engine: embedded that is so by itself. With engine: vllm the trainer's parameters become views into the
+    engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
+    """
+
+    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     port: ClassVar[type] = CanLend
     pause: ClassVar[Literal["step", "move", "never"]] = "step"
 
+    in_flight: Literal["continue", "finish"] = "continue"
+    """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
+
+    @property
+    def finishes(self) -> bool:
+        """Whether requests in flight end first."""
+        return self.in_flight == "finish"
+
+    async def bind(self, link: Link) -> None:
+        """Make the policy's weights views of the engine's storage, each compared by value or written.
+
+        Raises:
+            UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
+        """
+        if not isinstance(link.engine, CanAttest):
+            return  # in process: it samples from the very module
+        await link.engine.pause()
+        assert isinstance(link.engine, CanLend)
+        lent = await link.engine.lend()
+        model = link.policy.model
+        await link.policy.compute(_attach, model, link.trains.base_names(model), lent, link.fresh)
+
     async def move(self, link: Link, version: PolicyVersion) -> int:
-        """Nothing travels; every trained tensor must be one the engine lent, at the same address.
+        """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
 
         Raises:
             UnsupportedPair: names the first tensor that is not.
         """
-        lent = {name: tensor.data_ptr() for name, tensor in self._lent(link).items()}
-        for name, tensor in link.source:
-            if lent.get(name) != tensor.data_ptr():
+        if link.trains.travels == "adapter" and isinstance(link.engine, CanAdapt):
+            return await link.engine.adapt(link.adapter())
+        if isinstance(link.engine, CanAttest):
+            return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
+        assert isinstance(link.engine, CanLend)
+        lent = await link.engine.lend()
+        for name, tensor in link.trains.source(link.policy.model):
+            if name not in lent or lent[name].data_ptr() != tensor.data_ptr():
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
 
-    async def engine_checksums(self, link: Link, mine: Checksums) -> Checksums:
-        """Checksums of the engine's own storage; bytes at the trainer's own address are not read a second time."""
-        lent = self._lent(link)
-        elsewhere = [(n, lent[n]) for n, tensor in link.source if n in lent and lent[n].data_ptr() != tensor.data_ptr()]
-        theirs = {name: value for name, value in mine.items() if name in lent}
-        return {**theirs, **await link.policy.compute(checksums, elsewhere)}
+    async def compare(self, link: Link, mine: Checksums) -> None:
+        """In process, that ``move`` saw the same addresses is the comparison; else of the engine's own bytes."""
+        if isinstance(link.engine, CanAttest):
+            await super().compare(link, mine)
 
-    @staticmethod
-    def _lent(link: Link) -> dict[str, Tensor]:
-        assert isinstance(link.engine, CanLend)
-        return dict(link.engine.lent())
+
+def _attach(model: nn.Module, own: Mapping[str, nn.Parameter], lent: Mapping[str, Any], fresh: bool) -> None:
+    """Point every parameter at the engine's storage, and bring what else the model has to the engine's device."""
+    _check(own, lent)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            view: Tensor = lent[name]
+            if not fresh:  # an engine that was started anew, or that served on without us: it gets our values
+                view.copy_(parameter)
+            elif not torch.equal(view, parameter.to(view.device)):
+                raise UnsupportedPair(
+                    f"sync shared: the engine's {name!r} has other values than the model's: it is laid out otherwise, "
+                    "or was loaded from elsewhere; use sync: broadcast"
+                )
+            parameter.data = view
+    device = next(iter(lent.values())).device
+    if any(p.device != device for p in [*model.parameters(), *model.buffers()]):
+        model.to(device)
+
+
+def _check(own: Mapping[str, nn.Parameter], lent: Mapping[str, Any]) -> None:
+    for name, parameter in own.items():
+        if name not in lent:
+            raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")
+        view = lent[name]
+        if view.shape != parameter.shape or view.dtype != parameter.dtype:
+            raise UnsupportedPair(
+                f"sync shared: {name!r} is {tuple(parameter.shape)} of {parameter.dtype} here and {tuple(view.shape)} "
+                f"of {view.dtype} in the engine; give both the same dtype"
+            )
+    if rest := differing(dict.fromkeys(lent, 0), dict.fromkeys(own, 0)):
+        raise UnsupportedPair(f"sync shared: the engine samples from {rest[0]!r}, which the model does not have")

@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from tandem import waits
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.sinks import _lines
 from tandem.sinks.base import Activity, RunInfo, Sink, Writer
 from tandem.sinks.jsonl import Jsonl
-from tandem.telemetry import trace, waits
+from tandem.telemetry import trace
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)

@@ -103,32 +103,21 @@ class Checkpoints:
                 f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
             ) from error
 
-    async def restore(self, fresh: TrainerState) -> TrainerState:
-        """Load the newest checkpoint into policy and optimizer, or return ``fresh`` if there is none.
+    async def restore(self, state: TrainerState) -> None:
+        """Load the optimizer's states that belong to ``state``, once ``restore_weights`` has loaded its weights.
 
         Raises:
-            CheckpointError: it cannot be read, or the recipe is not the one it was made with.
+            CheckpointError: they cannot be read.
         """
-        for leftover in self.folder.glob(".*.tmp"):
-            shutil.rmtree(leftover)
-        steps = saved_steps(self.folder)
-        if not steps:
-            return fresh
-        path = self.folder / f"{steps[-1]:06d}"
-        state = _read_state(path)
-        if state.config_digest != fresh.config_digest:
-            raise CheckpointError(
-                f"{path} was made with other settings than {self.folder.parent / 'config.yaml'} holds now; put the "
-                "recipe back, or start a new run from it"
-            )
+        path = self.folder / f"{state.step:06d}"
+        if not path.is_dir():
+            return
         await self.policy.compute(self._load, path)
         if state.rng:
             torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
         log.info("restored step %d from %s", state.step, path)
-        return state
 
     def _load(self, path: Path) -> None:
-        self.trains.load(self.policy.model, path / self.trains.folder_name)
         file = path / "optimizer.safetensors"
         try:
             with safe_open(file, framework="pt") as stored:
@@ -136,6 +125,28 @@ class Checkpoints:
                 self.stepper.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_unreadable(file, error)) from error
+
+
+async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: TrainerState) -> TrainerState:
+    """Load the weights of the newest checkpoint in ``folder``; its state, or ``fresh`` if there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or the recipe is not the one it was made with.
+    """
+    for leftover in folder.glob(".*.tmp"):
+        shutil.rmtree(leftover)
+    steps = saved_steps(folder)
+    if not steps:
+        return fresh
+    path = folder / f"{steps[-1]:06d}"
+    state = _read_state(path)
+    if state.config_digest != fresh.config_digest:
+        raise CheckpointError(
+            f"{path} was made with other settings than {folder.parent / 'config.yaml'} holds now; put the "
+            "recipe back, or start a new run from it"
+        )
+    await policy.compute(trains.load, policy.model, path / trains.folder_name)
+    return state
 
 
 def _aside(path: Path) -> Path:

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tandem import machine
-from tandem.engines.base import Engine
 from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.policy.policy import Policy
 from tandem.rollout.feed import Feed
-from tandem.sync.base import Published, WeightSync
+from tandem.sync.base import Link, Published
 from tandem.telemetry import trace
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer.checkpoint import Checkpoints
@@ -31,7 +30,6 @@ from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
-from tandem.trains.base import WeightSource
 from tandem.types import Json
 
 T = TypeVar("T")
@@ -45,12 +43,8 @@ class Run:
     """Optimizer steps of the whole run."""
     policy: Policy
     """What is trained."""
-    engine: Engine
-    """What samples."""
-    sync: WeightSync
-    """How weights travel."""
-    source: WeightSource
-    """The weights that travel."""
+    link: Link
+    """The way that weights travel, bound to policy and engine."""
     feed: Feed
     """Groups, in order."""
     pack: Packer
@@ -76,7 +70,7 @@ class Run:
 async def train(run: Run, state: TrainerState) -> TrainerState:
     """Train from ``state`` to the last step, or until stopped; the state that was reached, always saved."""
     async with AsyncExitStack() as stack:
-        link = await stack.enter_async_context(run.sync.open(run.policy, run.engine, state.version, run.source))
+        link = await stack.enter_async_context(run.link.open(state.version))
         # Before anything is played: a resumed run may have this evaluation behind it, and its first groups must not
         # be sampled in other company than theirs for that.
         await _unless_stopped(run, run.evaluator.maybe(state.step))
@@ -90,7 +84,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             with trace.span("seconds/pack"):
                 batch = run.pack(groups, version=state.step)
             stats = await run.step.forward_backward(batch)
-            async with link.commit(state.step + 1) as handoff:
+            async with link.commit(state.step + 1, last=state.step + 1 == run.steps) as handoff:
                 applied = await run.step.apply(state.step + 1)
             assert handoff.published is not None
             run.reached(handoff.published.version.step)
@@ -126,14 +120,15 @@ def _emit(
     """Write one step down."""
     with trace.span("seconds/record"):
         run.telemetry.rollouts(state.step, run.records(state.step, batch, stats))
-        run.telemetry.event(
-            "published",
-            step=state.step,
-            digest=published.version.digest,
-            seconds=published.seconds,
-            bytes=published.bytes,
-            probe_gap=published.probe_gap,
-        )
+        if published.moved:
+            run.telemetry.event(
+                "published",
+                step=state.step,
+                digest=published.version.digest,
+                seconds=published.seconds,
+                bytes=published.bytes,
+                probe_gap=published.probe_gap,
+            )
     seconds = time.perf_counter() - begun
     merged = merge([stats.metrics, batch.metrics, *parts])
     sampled = merged.get("tokens/generated", Sum(0.0))

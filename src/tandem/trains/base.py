@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,14 +37,17 @@ class TensorMeta:
 
 
 class WeightSource:
-    """The trained tensors by name, live: every pass yields the same storage in the same order, tied weights once."""
+    """The tensors that travel by name, live and in one order, tied weights once.
+
+    Every pass yields the storage that the parameters have at that time: an engine that lends its own may move them.
+    """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]):
-        self._named = tuple((name, tensor.detach()) for name, tensor in named)
+        self._named = tuple(named)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor, which shares the parameter's storage and wants no gradient."""
-        return iter(self._named)
+        return ((name, tensor.detach()) for name, tensor in self._named)
 
     def manifest(self) -> list[TensorMeta]:
         """Names, shapes and types, in the order of iteration."""
@@ -67,6 +70,11 @@ class Trains(ABC):
     def __post_init__(self) -> None:
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise ValueError("layers must name at least one layer, none below 0; leave it out to train all")
+
+    @property
+    def travels(self) -> Literal["weights", "adapter"]:
+        """What an engine is given: whole weights under their Hugging Face names, or the adapter's tensors."""
+        return "weights"
 
     @abstractmethod
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -95,8 +103,31 @@ class Trains(ABC):
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     def source(self, model: nn.Module) -> WeightSource:
-        """The trained tensors, as they travel."""
+        """The tensors that training changes and an engine samples from, as they travel."""
         return WeightSource(self.parameters(model))
+
+    def fold(self, model: nn.Module) -> None:  # noqa: B027 - most ways of training have nothing to fold
+        """Bring the weights that are sampled from up to date with the parameters that the optimizer wrote.
+
+        Called after the optimizer's step, on the compute thread, while no token is sampled. Writes in place, in the
+        storage that the weights have at that time.
+        """
+
+    def base_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Every weight of the causal language model by its Hugging Face name, tied ones once; no adapter tensors."""
+        return dict(model.named_parameters())
+
+    def adapter_config(self, model: nn.Module) -> dict[str, Any]:
+        """What PEFT's ``adapter_config.json`` holds, for an engine that is handed the adapter's tensors.
+
+        Raises:
+            TypeError: there is no adapter.
+        """
+        raise TypeError(f"{type(self).__name__} trains no adapter; ask only where an adapter travels")
+
+    def kept_bytes(self, model: nn.Module, *, on_host: bool) -> int:
+        """Bytes kept where the weights are, beside the model's parameters; ``on_host``: the weights are on the host."""
+        return 0
 
     def check_layers(self, names: Iterable[str]) -> None:
         """Raise ConfigError unless every wanted layer has one of the names."""

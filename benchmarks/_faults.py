@@ -1,0 +1,343 @@
+"""The faults that ``faults.py`` injects: what goes wrong, on which way, and what must catch it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.engines import _vllm_wire as wire
+from tandem.engines.base import Adapter
+from tandem.errors import EngineError, UnsupportedPair
+from tandem.sync.base import Link
+from tandem.types import PolicyVersion
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+K = "model.layers.0.self_attn.k_proj.weight"
+V = "model.layers.1.self_attn.v_proj.weight"
+GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LORA_A = "base_model.model.model.layers.{}.mlp.up_proj.lora_A.weight"
+
+Inject = Callable[[Any], AbstractAsyncContextManager[None]]
+Act = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong in one publish."""
+
+    name: str
+    """For the table."""
+    by: str
+    """What must catch it."""
+    inject: Inject
+    """Around the publish: makes it go wrong and takes that back."""
+    act: Act | None = None
+    """Instead of a publish."""
+    rebind: bool = False
+    """The way itself is broken afterwards and must be formed anew."""
+
+
+class NotInjected(AssertionError):
+    """The fault never happened, so nothing can be said about it."""
+
+
+class StartedAgain(Exception):
+    """The engine died, was started again, published to and proven."""
+
+
+def inside(fault: str, **options: Any) -> Inject:
+    """In the engine's processes, by the subclasses of ``_faulty``."""
+
+    @asynccontextmanager
+    async def inject(bench: Any) -> AsyncIterator[None]:
+        await bench.server.post("/fault", {"fault": fault, "options": options})
+        try:
+            yield
+        finally:
+            if (await bench.server.post("/fault", {"fault": "", "options": {}}))["struck"] < 1:
+                raise NotInjected(fault)
+
+    return inject
+
+
+def instead(owner: Callable[[Any], Any], name: str, make: Callable[[Any, Any], Any]) -> Inject:
+    """On the trainer's side: a method of a live object is replaced; ``make`` gets the bench and the original."""
+
+    @asynccontextmanager
+    async def inject(bench: Any) -> AsyncIterator[None]:
+        target, struck = owner(bench), []
+        original = getattr(target, name)
+        wrong = make(bench, original)
+
+        def call(*args: Any, **others: Any) -> Any:
+            struck.append(name)
+            return wrong(*args, **others)
+
+        object.__setattr__(target, name, call)  # a way of syncing is a frozen dataclass
+        try:
+            yield
+        finally:
+            object.__delattr__(target, name)
+            if not struck:
+                raise NotInjected(name)
+
+    return inject
+
+
+def _engine(bench: Any) -> Any:
+    return bench.engine
+
+
+def _sync(bench: Any) -> Any:
+    return bench.link.sync
+
+
+@asynccontextmanager
+async def nothing(bench: Any) -> AsyncIterator[None]:
+    """What happens is in ``act``."""
+    yield
+
+
+# The trainer's side
+
+
+def _lent(change: Callable[[torch.Tensor], torch.Tensor]) -> Inject:
+    def make(bench: Any, lend: Any) -> Any:
+        async def wrong() -> Mapping[str, Any]:
+            found = dict(await lend())
+            return {**found, Q: change(found[Q])}
+
+        return wrong
+
+    return instead(_engine, "lend", make)
+
+
+def _row_down(view: torch.Tensor) -> torch.Tensor:
+    return view.as_strided(view.shape, view.stride(), view.storage_offset() + view.stride(0))
+
+
+async def _bind(bench: Any) -> None:
+    await bench.link.bind(fresh=True)
+
+
+def _stamped_first(bench: Any, move: Any) -> Any:
+    async def wrong(link: Link, version: PolicyVersion) -> int:
+        await link.engine.stamp(version)
+        return 0  # what was to follow comes after the proof
+
+    return wrong
+
+
+def _skipped(bench: Any, move: Any) -> Any:
+    async def wrong(link: Link, version: PolicyVersion) -> int:
+        return 0
+
+    return wrong
+
+
+async def _nan(bench: Any) -> None:
+    def spoil() -> None:
+        with torch.no_grad():
+            dict(bench.parameters())[Q].view(-1)[5] = float("nan")
+
+    await bench.publish(then=spoil)
+
+
+async def _optimizer_dies(bench: Any) -> None:
+    def die() -> None:
+        raise MemoryError("the optimizer died halfway")
+
+    await bench.publish(then=die)
+
+
+async def _never_resumed(bench: Any) -> None:
+    """What an engine does whose trainer was killed in the middle of a publish."""
+    await bench.server.post("/bridge/pause", wire.Pause(seconds=0.2))
+    await asyncio.sleep(0.5)
+    await bench.answer()
+
+
+async def _greeted(bench: Any) -> None:
+    await bench.greet()
+
+
+def _stalled(bench: Any, connected: Any) -> Any:
+    """The sender goes silent after its first bucket."""
+    member = bench.link.member
+    pack = member._pack
+
+    def wrong(index: int, *others: Any) -> Any:
+        if index:
+            time.sleep(member.rendezvous.seconds + 1)
+        return pack(index, *others)
+
+    return wrong
+
+
+async def _killed(bench: Any) -> None:
+    """Tandem mends this itself: what is asked for is that it knows, and that the new engine is proven."""
+    epoch, seconds = bench.engine.epoch, time.monotonic()
+    await bench.server.post("/fault", {"fault": "die", "options": {"after": 6}})
+    await bench.publish()
+    if bench.engine.epoch != epoch + 1:
+        raise NotInjected("die")
+    raise StartedAgain(f"after {time.monotonic() - seconds:.0f} s")
+
+
+async def _behind_our_back(bench: Any) -> None:
+    await bench.replace_engine()
+    await bench.publish()
+
+
+def _other_folder(change: Callable[[Any, Path, PolicyVersion], Path]) -> Inject:
+    def make(bench: Any, swap: Any) -> Any:
+        async def wrong(folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+            return int(await swap(change(bench, folder, version), version, adapter))
+
+        return wrong
+
+    return instead(_engine, "swap", make)
+
+
+def _previous(bench: Any, folder: Path, version: PolicyVersion) -> Path:
+    earlier = sorted(p for p in folder.parent.iterdir() if p.name < folder.name)
+    return earlier[-1]
+
+
+def _other_alpha(bench: Any, folder: Path, version: PolicyVersion) -> Path:
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
+    return folder
+
+
+def _not_loaded(bench: Any, swap: Any) -> Any:
+    async def wrong(folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+        return 1  # "done", and the adapter of before is the one that is proven
+
+    return wrong
+
+
+SHARED = (
+    Fault(name="engine keeps its weights elsewhere: writes reach nobody", by="checksum", inject=inside("moved")),
+    Fault(name="one tensor lies elsewhere", by="checksum", inject=inside("moved", names=[NORM])),
+    Fault(name="lent view of q off by one row", by="refused", inject=_lent(_row_down), act=_bind, rebind=True),
+    Fault(
+        name="lent in another type",
+        by="refused",
+        inject=_lent(lambda view: view.to(torch.float16)),
+        act=_bind,
+        rebind=True,
+    ),
+    Fault(name="prefix cache outlives its weights", by="prefix cache", inject=inside("old salt")),
+    Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature")),
+    Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw")),
+    Fault(name="engine says its logprobs are raw", by="refused", inject=inside("admits raw"), act=_greeted),
+    Fault(name="NaN in a weight", by="probe", inject=nothing, act=_nan),
+    Fault(name="optimizer dies halfway", by="stands still", inject=nothing, act=_optimizer_dies),
+    Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed),
+    Fault(name="the stamp is lost", by="version", inject=inside("lost stamp")),
+)
+BROADCAST = (
+    Fault(name="tensor not sent", by="checksum", inject=inside("drop", names=[NORM])),
+    Fault(name="transport silently does nothing", by="checksum", inject=inside("drop")),
+    Fault(name="torn write: the second half is lost", by="checksum", inject=inside("half", after=6)),
+    Fault(name="two tensors swapped on the way", by="checksum", inject=inside("swap", names=[GATE, UP])),
+    Fault(name="two tensors swapped in the map, both ends", by="probe", inject=inside("map swap", names=[GATE, UP])),
+    Fault(name="v written one row off", by="checksum", inject=inside("alter", name=V, how="row")),
+    Fault(name="q one row off in the map, both ends", by="probe", inject=inside("map row", name=Q)),
+    Fault(name="k one row off in the map, both ends", by="probe", inject=inside("map row", name=K)),
+    Fault(name="one bit of one element flips", by="checksum", inject=inside("alter", name=V, how="bit")),
+    Fault(name="NaN arrives", by="checksum", inject=inside("alter", name=V, how="nan")),
+    Fault(name="narrowed to another type on the way", by="checksum", inject=inside("alter", name=UP, how="narrow")),
+    Fault(name="untied head written with the embedding", by="checksum", inject=inside("tie", name=HEAD, to=EMBED)),
+    Fault(name="rows shifted by the vocabulary's padding", by="checksum", inject=inside("alter", name=EMBED, how="padding")),
+    Fault(name="two publishes swapped: the last one arrives again", by="checksum", inject=inside("late")),
+    Fault(name="publish skipped", by="checksum", inject=instead(_sync, "move", _skipped)),
+    Fault(name="version stamped before the move", by="checksum", inject=instead(_sync, "move", _stamped_first)),
+    Fault(
+        name="sender goes silent in the middle",
+        by="deadline",
+        inject=instead(lambda bench: bench.link.member, "_pack", _stalled),
+        rebind=True,
+    ),
+    Fault(name="engine killed in the middle", by="started again", inject=nothing, act=_killed),
+)
+ADAPTER = (
+    Fault(name="stale adapter: handed over, not written", by="checksum", inject=inside("slot", how="stale")),
+    Fault(name="adapter written to another slot", by="checksum", inject=inside("slot", how="elsewhere")),
+    Fault(
+        name="two layers of the adapter swapped",
+        by="checksum",
+        inject=inside("slot", how="swapped", names=[LORA_A.format(0), LORA_A.format(1)]),
+    ),
+    Fault(name="adapter scaled by another alpha", by="checksum", inject=inside("slot", how="alpha")),
+    Fault(name="adapter of another rank", by="refused", inject=inside("slot", how="rank")),
+    Fault(name="base-only routing", by="probe", inject=inside("no adapter")),
+)
+HOTSWAP = (
+    Fault(name="folder of the version before, under the new name", by="checksum", inject=_other_folder(_previous)),
+    Fault(name="another alpha in the adapter's folder", by="checksum", inject=_other_folder(_other_alpha)),
+    Fault(name="swap answered, nothing loaded", by="checksum", inject=instead(_engine, "swap", _not_loaded)),
+    Fault(name="requests routed to the adapter before", by="probe", inject=inside("older adapter")),
+    Fault(name="requests routed to the base alone", by="probe", inject=inside("no adapter")),
+    Fault(
+        name="engine restarted behind our back",
+        by="boot id",
+        inject=nothing,
+        act=_behind_our_back,
+    ),
+    Fault(
+        name="one bit of a frozen base weight differs",
+        by="checksum",
+        inject=inside("held", name=V, how="bit"),
+        act=lambda bench: bench.opened(),
+    ),
+)
+WAYS: Mapping[str, tuple[Fault, ...]] = {
+    "shared full": SHARED,
+    "broadcast full": BROADCAST,
+    "shared lora": ADAPTER,
+    "hotswap lora": HOTSWAP,
+}
+
+CAUGHT: tuple[tuple[str, str], ...] = (
+    ("another process than", "boot id"),
+    ("prefix cache", "prefix cache"),
+    ("published tensors differ", "checksum"),
+    ("nats", "probe"),
+    ("never resumed", "deadline"),
+    ("waited", "deadline"),
+    ("nobody says whose", "version"),
+    ("stamped", "version"),
+    ("give", "refused"),
+    ("was put with rank", "refused"),
+    ("engine takes floating-point", "refused"),
+    ("laid out otherwise", "refused"),
+)
+
+
+def caught_by(error: BaseException) -> str:
+    """Which part of the proof raised it."""
+    if isinstance(error, MemoryError):
+        return "stands still"
+    if isinstance(error, StartedAgain):
+        return "started again"
+    said = str(error)
+    for text, by in CAUGHT:
+        if text in said:
+            return by
+    return "refused" if isinstance(error, UnsupportedPair | EngineError) else type(error).__name__
+
+
+

@@ -1,0 +1,264 @@
+"""An engine that misbehaves when it is told to: subclasses of Tandem's own two parts inside vLLM, for the fault bench.
+
+The engine is started with ``--worker-extension-cls _faulty.Worker --middleware _faulty.Routes``. One more route, POST
+/fault, names what goes wrong from then on; it answers how often the last fault struck, so that one that never happened
+is not taken for one that was caught.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tandem.engines import _vllm_routes as routes
+from tandem.engines import _vllm_worker as worker
+from tandem.engines._vllm_frontend import Answers, Frontend
+from tandem.engines._vllm_map import Place
+from torch import Tensor
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+class Worker(worker.Worker):
+    """Faults of the transport, of the map, of the memory, of adapters and of the sampler."""
+
+    _tandem_fault = ""
+    _tandem_options: Mapping[str, Any] = {}
+    _tandem_struck = 0
+    _tandem_undo: Callable[[], None] | None = None
+    _tandem_last: tuple[tuple[str, Tensor], ...] = ()
+
+    def tandem_misbehave(self, fault: str, options: str) -> int:
+        """From now on; returns how often the fault before struck."""
+        if self._tandem_undo is not None:
+            self._tandem_undo()
+        struck, self._tandem_struck, self._tandem_undo = self._tandem_struck, 0, None
+        self._tandem_fault, self._tandem_options = fault, json.loads(options)
+        at_once = {"moved": self._tandem_move, "held": self._tandem_damage, "sampler": self._tandem_sample}
+        if fault in at_once:
+            self._tandem_undo = at_once[fault]()
+            self._tandem_struck = 1
+        return struck
+
+    # Memory
+
+    def _tandem_move(self) -> Callable[[], None]:
+        """Parameters lie elsewhere than where the trainer writes."""
+        wanted = self._tandem_options.get("names")
+        moved = {n: p for n, p in self.tandem_model.named_parameters() if wanted is None or n in wanted}
+        before = {name: p.data for name, p in moved.items()}
+        for p in moved.values():
+            p.data = p.data.clone()
+
+        def back() -> None:
+            for name, p in moved.items():
+                p.data = before[name]
+
+        return back
+
+    def _tandem_damage(self) -> Callable[[], None]:
+        """One element of a weight is not what was loaded."""
+        (place, *_) = self.tandem_places()[self._tandem_options["name"]]
+        before = place.tensor.clone()
+        place.tensor.copy_(_altered(before, self._tandem_options["how"]))
+        return lambda: place.tensor.copy_(before) and None
+
+    # The sampler
+
+    def _tandem_sample(self) -> Callable[[], None]:
+        sampler = self.model_runner.sampler
+        if self._tandem_options["how"] == "raw":
+            mode, sampler.logprobs_mode = sampler.logprobs_mode, "raw_logprobs"
+            return lambda: setattr(sampler, "logprobs_mode", mode)
+        # One release has it on the sampler itself, another on what the sampler keeps.
+        owner = sampler if hasattr(sampler, "apply_temperature") else sampler.sampling_states
+        owner.apply_temperature = lambda logits, *_: logits
+        return lambda: delattr(owner, "apply_temperature")
+
+    # The transport
+
+    def tandem_receive(self, manifest: str, bucket_bytes: int, slot: int, config: str) -> None:
+        joining = self._tandem_joining
+        assert joining is not None
+        member = joining.member
+        joining.member = types.SimpleNamespace(  # type: ignore[assignment]
+            receive=lambda *asked: self._tandem_through(member.receive(*asked)), close=member.close
+        )
+        try:
+            super().tandem_receive(manifest, bucket_bytes, slot, config)
+        finally:
+            joining.member = member
+
+    def _tandem_through(self, arriving: Named) -> Named:
+        """What arrives, as the fault lets it through; what arrived is remembered for the one that comes too late."""
+        options, late, seen = self._tandem_options, dict(self._tandem_last), []
+        whole: dict[str, Tensor] = {}
+        for number, (name, tensor) in enumerate(arriving):
+            seen.append((name, tensor.clone()))
+            whole[name] = seen[-1][1]
+            match self._tandem_fault:
+                case "drop" if options.get("names") is None or name in options["names"]:
+                    self._tandem_struck += 1
+                case "half" if number >= options["after"]:
+                    self._tandem_struck += 1
+                case "swap" if name in options["names"]:
+                    self._tandem_struck += 1
+                    first, second = options["names"]
+                    yield second if name == first else first, tensor
+                case "alter" if name == options["name"]:
+                    self._tandem_struck += 1
+                    yield name, _altered(tensor, options["how"])
+                case "tie" if name == options["name"]:
+                    self._tandem_struck += 1
+                    yield name, whole[options["to"]]
+                case "late" if name in late:
+                    self._tandem_struck += 1
+                    yield name, late[name]
+                case "die" if number == options["after"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case _:
+                    yield name, tensor
+        self._tandem_last = tuple(seen)
+
+    # The map, at both ends: what is written and what is checksummed is the same wrong place
+
+    def tandem_places(self) -> dict[str, list[Place]]:
+        found, options = super().tandem_places(), self._tandem_options
+        if self._tandem_fault == "map row":
+            self._tandem_struck += 1
+            found[options["name"]] = [_one_row_down(place) for place in found[options["name"]]]
+        if self._tandem_fault == "map swap":
+            self._tandem_struck += 1
+            first, second = options["names"]
+            found[first], found[second] = found[second], found[first]
+        return found
+
+    # Adapters
+
+    def _tandem_slots(self) -> Any:
+        slots = super()._tandem_slots()
+        if self._tandem_fault != "slot":
+            return slots
+        how = self._tandem_options["how"]
+
+        def put(slot: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+            self._tandem_struck += 1
+            if how == "stale":
+                return
+            if how == "elsewhere":
+                slots.put(slot + 1, config, tensors)
+                self._tandem_undo = lambda: slots.remove(slot + 1) and None
+                return
+            if how == "swapped":
+                first, second = self._tandem_options["names"]
+                other = {first: second, second: first}
+                tensors = {name: tensors[other.get(name, name)] for name in tensors}
+            if how == "alpha":
+                config = {**config, "lora_alpha": 2 * config["lora_alpha"]}
+            if how == "rank":
+                config = {**config, "r": config["r"] // 2}
+            slots.put(slot, config, tensors)
+
+        return types.SimpleNamespace(put=put, stored=slots.stored, loaded=slots.loaded, remove=slots.remove)
+
+
+def _one_row_down(place: Place) -> Place:
+    view = place.tensor
+    moved = view.as_strided(view.shape, view.stride(), view.storage_offset() + view.stride(0))
+    return dataclasses.replace(place, tensor=moved)
+
+
+def _altered(tensor: Tensor, how: str) -> Tensor:
+    """A copy in which something is wrong."""
+    out = tensor.clone()
+    if how == "row":
+        return out.roll(1, 0)
+    if how == "padding":  # as if the padding of the vocabulary came first
+        return out.roll(-len(out) % 64, 0)
+    if how == "narrow":
+        narrow = torch.bfloat16 if out.dtype == torch.float32 else torch.float8_e4m3fn
+        return out.to(narrow).to(out.dtype)
+    if how == "nan":
+        out.view(-1)[out.numel() // 2] = float("nan")
+        return out
+    assert how == "bit"
+    bits = out.view({2: torch.int16, 4: torch.int32}[out.element_size()]).view(-1)
+    bits[out.numel() // 2] ^= 1
+    return out
+
+
+class Routes(routes.Routes):
+    """Faults of the HTTP process: prefix cache, routing of adapters, stamps."""
+
+    def _engine(self, scope: routes.Scope) -> Any:
+        fresh = self._live is None
+        live = super()._engine(scope)
+        if fresh:
+            live.frontend.__class__ = FaultyFrontend
+            stamp = live.handlers["/bridge/stamp"]["POST"]
+
+            async def fault(body: bytes) -> Any:
+                asked = json.loads(body)
+                struck = live.frontend.misbehave(asked["fault"], asked["options"])
+                ranks = await live.frontend.rpc("tandem_misbehave", asked["fault"], json.dumps(asked["options"]))
+                return {"struck": struck + max(ranks)}
+
+            async def lost(body: bytes) -> Any:
+                if live.frontend.fault != "lost stamp":
+                    return await stamp(body)
+                live.frontend.struck += 1
+                return {"step": json.loads(body)["step"], "engine": live.frontend.id}
+
+            live.handlers |= {"/fault": {"POST": fault}, "/bridge/stamp": {"POST": lost}}
+        return live
+
+
+class FaultyFrontend(Frontend):
+    """Keeps a prefix cache too long, or sends requests to another adapter than theirs."""
+
+    fault = ""
+    struck = 0
+    options: Mapping[str, Any] = {}
+    _kept = ""
+    _mode: Any = None
+
+    def misbehave(self, fault: str, options: Mapping[str, Any]) -> int:
+        """From now on; returns how often the fault before struck."""
+        struck, self.struck = self.struck, 0
+        self._kept = self.salt
+        self.fault, self.options = fault, options
+        model = self.client.vllm_config.model_config
+        if fault == "admits raw":
+            self._mode, model.logprobs_mode = model.logprobs_mode, "raw_logprobs"
+            self.struck = 1
+        elif self._mode is not None:
+            model.logprobs_mode, self._mode = self._mode, None
+        return struck
+
+    @property
+    def salt(self) -> str:
+        if self.fault == "old salt":
+            self.struck += 1
+            return self._kept
+        return Frontend.salt.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+    async def generate(self, *args: Any, adapter: Any = None, **others: Any) -> Answers:
+        if self.fault not in ("no adapter", "older adapter"):
+            return await super().generate(*args, adapter=adapter, **others)
+        self.struck += 1
+        served, self.adapter = self.adapter, None if self.fault == "no adapter" else self.adapter
+        try:
+            return await super().generate(*args, adapter=None, **others)
+        finally:
+            self.adapter = served
+
+
+def tensors_of(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    """Copies, to go back to."""
+    return [tensor.detach().clone() for _, tensor in named]

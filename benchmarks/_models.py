@@ -1,0 +1,140 @@
+"""Random models of well-known shapes with a byte-level tokenizer, made on the spot: speed does not depend on values."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "vocab_size": 4000,  # not a multiple of 64: vLLM pads it
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-3b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "intermediate_size": 11008,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-14b": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 13824,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}
+"""Qwen2's configuration of each, from the published ones."""
+
+CONTEXT = 4096
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HEADROOM = 4 << 30
+
+
+def scratch(needed: int) -> Path:
+    """A folder in memory if that has room for so many bytes, else on disk."""
+    for folder in (Path("/dev/shm"), Path("/tmp"), Path.cwd()):  # noqa: S108 - wherever there is room
+        if folder.is_dir() and shutil.disk_usage(folder).free > needed + HEADROOM:
+            return folder
+    raise SystemExit(f"no folder has room for {needed / 1e9:.0f} GB; free some, or give --folder")
+
+
+def size(shape: str, dtype: torch.dtype) -> int:
+    """Bytes of the weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_config(shape))
+    return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+
+
+def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
+    """Write the model as a Hugging Face folder, unless it is there."""
+    from transformers import AutoModelForCausalLM
+
+    target = folder / f"{shape}-{str(dtype).removeprefix('torch.')}"
+    if (target / "done").exists():
+        return target
+    begin = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # made as zeros, which would hide a bias that did not travel
+                parameter.normal_(0.0, 0.05)
+    model.save_pretrained(target)
+    _tokenizer().save_pretrained(target)
+    (target / "done").touch()
+    print(f"made {target} in {time.monotonic() - begin:.0f} s", flush=True)
+    return target
+
+
+def _config(shape: str) -> Any:
+    from transformers import Qwen2Config
+
+    tokenizer = _tokenizer()
+    return Qwen2Config(
+        **SHAPES[shape],
+        max_position_embeddings=CONTEXT,
+        rope_theta=1e6,
+        initializer_range=0.1 if shape == "tiny" else 0.02,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+    )

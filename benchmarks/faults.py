@@ -1,0 +1,343 @@
+"""Injects faults into publishes to a real vLLM and shows that each is caught within one publish, and by what.
+
+    .venv/bin/python benchmarks/faults.py [--engine-python .venv-engine/bin/python] [--ways "shared full" ...] [--json FILE]
+
+One engine serves them all. After every fault the engine must either give out nothing or answer exactly as before it,
+and the next publish must succeed, be proven and be what tokens are sampled from. Exits with 1 if a fault was missed,
+or caught by something else than it should be. The engine runs where torch finds an accelerator, else on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _faults import WAYS, Fault, NotInjected, caught_by
+
+from tandem.engines.base import CanReceive, Needs
+from tandem.engines.vllm import Vllm
+from tandem.errors import EngineError, SyncError
+from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.sync.base import Link, WeightSync
+from tandem.sync.broadcast import Broadcast
+from tandem.sync.hotswap import Hotswap
+from tandem.sync.shared import Shared
+from tandem.trains.base import Trains
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+from tandem.types import Completion, PolicyVersion, Sampling
+
+HERE = Path(__file__).parent
+CUDA = torch.cuda.is_available()
+RANK = 8
+PROMPT = "Count: one, two, three, four, five, six, seven."
+SAMPLING = Sampling(temperature=0.8, max_tokens=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyVllm(Vllm):
+    """Tandem's engine with the subclasses of ``_faulty`` in place of its two own classes."""
+
+    def command(self, needs: Needs, context: int, *, model: str, port: int) -> list[str]:
+        command = super().command(needs, context, model=model, port=port)
+        ours = {"--worker-extension-cls": "_faulty.Worker", "--middleware": "_faulty.Routes", "--max-loras": "5"}
+        for option, value in {**ours, "--max-cpu-loras": "5"}.items():
+            command[command.index(option) + 1] = value
+        return command
+
+    def _environment(self, needs: Needs, folder: Path, index: int, key: str) -> dict[str, str]:
+        environment = super()._environment(needs, folder, index, key)
+        alone = folder / "logs" / "faulty-path"  # that file and nothing else: an engine must not find the others here
+        alone.mkdir(parents=True, exist_ok=True)
+        link = alone / "_faulty.py"
+        if not link.is_symlink():
+            link.symlink_to(HERE / link.name)
+        environment["PYTHONPATH"] += f"{os.pathsep}{alone}"
+        return environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One line of the table."""
+
+    way: str
+    fault: str
+    expected: str
+    caught_by: str
+    seconds: float
+    then: str
+    """What the engine gave out afterwards."""
+    said: str
+
+    @property
+    def right(self) -> bool:
+        """Caught, by what should catch it, and nothing wrong was given out."""
+        return self.caught_by == self.expected and not self.then.startswith("WRONG")
+
+
+class Bench:
+    """One way of one policy to the one engine."""
+
+    def __init__(self, engine: Any, policy: Policy, trains: Trains, sync: WeightSync, folder: Path):
+        self.engine, self.policy, self.trains = engine, policy, trains
+        self.link = Link(sync=sync, policy=policy, engine=engine, trains=trains, folder=folder)
+        self.step = int(engine.version().step)
+        self._random = torch.Generator().manual_seed(0)
+        self._prompt = policy.tokenizer.encode(PROMPT)
+
+    @property
+    def server(self) -> Any:
+        """The engine over HTTP."""
+        return self.engine.fleet.servers[0] if hasattr(self.engine, "fleet") else self.engine.servers[0]
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """What is trained."""
+        return self.trains.parameters(self.policy.model)
+
+    def nudge(self) -> None:
+        """Stands for the optimizer: every trained tensor changes a little, as its own size or a fixed one."""
+        with torch.no_grad():
+            for _, p in self.parameters():
+                noise = torch.randn(p.shape, generator=self._random).to(p)
+                p.add_(noise, alpha=0.1 * max(float(p.float().std()), 0.02))
+
+    async def publish(self, then: Callable[[], None] = lambda: None) -> None:
+        """One step, and one answer sampled after it."""
+        self.step += 1
+        async with self.link.commit(self.step):
+            await self.policy.compute(self.nudge)
+            await self.policy.compute(then)
+        await self.answer()
+
+    async def answer(self) -> Completion:
+        """A completion; the same weights give the same."""
+        found: Completion = await self.engine.generate(self._prompt, SAMPLING, 7)
+        return found
+
+    async def publish_well(self) -> None:
+        """Publish; tokens must carry the new version and be what the policy gives."""
+        await self.publish()
+        found = await self.answer()
+        if set(found.versions) != {self.step}:
+            raise AssertionError(f"after a good publish of {self.step} tokens carry {found.versions}")
+        whole = [*self._prompt, *found.tokens]
+        ours = await self.policy.compute(self.policy.score, whole, SAMPLING.temperature)
+        ours = ours[len(self._prompt) - 1 :]
+        gap = max(abs(a - b) for a, b in zip(ours, found.logprobs, strict=True))
+        if not gap < (0.15 if CUDA else 1e-3):
+            raise AssertionError(f"after a good publish tokens are off by {gap:g} nats")
+
+    async def strike(self, way: str, fault: Fault) -> Outcome:
+        """Inject one fault; then show that the engine is harmless, and mend it."""
+        kept = [p.detach().clone() for _, p in self.parameters()]
+        before, error, seconds = await self.answer(), None, 0.0
+        async with fault.inject(self):
+            begun = time.monotonic()
+            try:
+                await (self.publish() if fault.act is None else fault.act(self))
+            except NotInjected:
+                raise
+            except Exception as found:
+                error = found
+            seconds = time.monotonic() - begun
+        found_by = "MISSED" if error is None else caught_by(error)
+        then = "nothing" if error is None else await self._afterwards(before)
+        if fault.rebind or self.link._bound != self.engine.epoch:
+            await self.link.bind(fresh=False)
+        await self.policy.compute(self._restore, kept)
+        await self.publish_well()
+        return Outcome(
+            way=way,
+            fault=fault.name,
+            expected=fault.by,
+            caught_by=found_by,
+            seconds=round(seconds, 2),
+            then=then,
+            said="" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:300],
+        )
+
+    def _restore(self, kept: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for (_, p), value in zip(self.parameters(), kept, strict=True):
+                p.copy_(value)
+
+    async def _afterwards(self, before: Completion) -> str:
+        """What the engine gives out after a fault that was caught."""
+        try:
+            async with asyncio.timeout(1.0):
+                now = await self.answer()
+        except (TimeoutError, EngineError, SyncError):
+            return "nothing"
+        if now.versions == (self.step,) * len(now.versions):
+            return "the new version"  # the publish was repeated, and proven
+        same = now.tokens == before.tokens and now.versions == before.versions
+        return "the old version" if same else f"WRONG: {now} instead of {before}"
+
+    async def opened(self) -> None:
+        """Begin anew, as a resumed run does."""
+        kept = self.link
+        self.link = Link(
+            sync=kept.sync, policy=self.policy, engine=self.engine, trains=self.trains, folder=kept.folder
+        )
+        try:
+            await self.link.bind(fresh=True)
+            self.step += 1
+            async with self.link.open(PolicyVersion(step=self.step, digest="")):
+                pass
+        finally:
+            self.link = kept
+
+    async def greet(self) -> None:
+        """What a trainer asks of an engine that it finds."""
+        await getattr(self.engine, "fleet", self.engine)._greet(self.server)
+
+    async def replace_engine(self) -> None:
+        """Somebody ends the engine and starts one like it on the same port."""
+        await self.server.process.stop()
+        await getattr(self.engine, "fleet", self.engine)._spawn(0)
+
+
+@asynccontextmanager
+async def way(engine: Any, name: str, model: Path, folder: Path) -> AsyncIterator[Bench]:
+    """A policy of its own, bound and published to the engine."""
+    how, what = name.split()
+    sync: WeightSync = {
+        "shared": Shared(),
+        # gloo, since trainer and engine may have to share one GPU, which NCCL does not do
+        "broadcast": Broadcast(seconds=4.0, bucket_mb=1, backend="gloo"),
+        "hotswap": Hotswap(),
+    }[how]
+    trains: Trains = Full() if what == "full" else Lora(rank=RANK, alpha=2 * RANK)
+    device = torch.device("cuda" if CUDA and how != "shared" else "cpu")
+    compute = Compute(1)
+
+    def load() -> Any:
+        torch.manual_seed(0)
+        return trains.prepare(load_model(str(model), dtype=dtype(), device=device)).eval()
+
+    try:
+        policy = Policy(await compute(load), load_tokenizer(str(model)), name=str(model), compute=compute)
+        bench = Bench(engine, policy, trains, sync, folder)
+        await bench.link.bind(fresh=False)
+        await compute(bench.nudge)  # an adapter that is all zeros would prove nothing
+        bench.step += 1
+        async with bench.link.open(PolicyVersion(step=bench.step, digest="")):
+            await bench.publish_well()
+            await bench.publish_well()
+            yield bench
+    finally:
+        compute.close()
+
+
+def dtype() -> torch.dtype:
+    """Of the weights."""
+    return torch.bfloat16 if CUDA else torch.float32
+
+
+def write_model(folder: Path) -> Path:
+    """A random Llama of 5 MB whose head is its own and whose vocabulary is padded, with a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>", "<|pad|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", chat_template="{{ messages }}"
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64 if CUDA else 32, max_position_embeddings=512, initializer_range=0.1,
+        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(dtype()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome], None]) -> list[Outcome]:
+    """Every fault of every way, on one engine."""
+    model = write_model(folder / "model")
+    spec = FaultyVllm(
+        python=args.engine_python,
+        enforce_eager=True,
+        max_num_seqs=16,
+        kv_cache_gb=0.25,
+        gpu_memory_utilization=0.3,
+        control_seconds=60.0,
+        linger_seconds=5.0,
+        seeded=True,
+    )
+    needs = Needs(
+        model=str(model),
+        dtype=str(dtype()).removeprefix("torch."),
+        folder=folder,
+        travels="adapter",  # with room for adapters it can be published to in all ways
+        rank=RANK,
+        port=CanReceive,
+    )
+    outcomes = []
+    policy = Policy(None, load_tokenizer(str(model)), name="", compute=Compute(1))  # type: ignore[arg-type]
+    policy.__class__ = type("Ends", (Policy,), {"end_tokens": frozenset({policy.tokenizer.eos_token_id})})
+    async with spec.open(policy, context=512, needs=needs) as engine:
+        for name in args.ways:
+            async with way(engine, name, model, folder) as bench:
+                for fault in WAYS[name]:
+                    if args.only and args.only not in fault.name:
+                        continue
+                    outcomes.append(await bench.strike(name, fault))
+                    report(outcomes[-1])
+    policy.close()
+    return outcomes
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    local = HERE.parent / ".venv-engine" / "bin" / "python"
+    parser.add_argument("--engine-python", default=None if CUDA or not local.exists() else str(local))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--only", default="", help="faults whose name has this")
+    parser.add_argument("--json", type=Path, help="write one line for each fault here")
+    parser.add_argument("--folder", type=Path, help="keep model, logs and adapters here")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+
+    def report(outcome: Outcome) -> None:
+        mark = "ok  " if outcome.right else "FAIL"
+        print(f"{mark} {outcome.way:15} {outcome.fault:52} {outcome.caught_by:14} {outcome.seconds:6.2f} s  {outcome.then}", flush=True)
+        if not outcome.right:
+            print(f"     expected: {outcome.expected}; said: {outcome.said}", flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps({**asdict(outcome), "right": outcome.right}) + "\n")
+
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tandem-faults-") as temporary:
+        outcomes = asyncio.run(run(args, args.folder or Path(temporary), report))
+    right = sum(outcome.right for outcome in outcomes)
+    print(f"{right} of {len(outcomes)} faults caught within one publish, in {time.monotonic() - begun:.0f} s")
+    return 0 if right == len(outcomes) and outcomes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

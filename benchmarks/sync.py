@@ -1,0 +1,471 @@
+"""What it costs to bring new weights to vLLM, for each way, with requests in flight; random weights of a known shape.
+
+    python benchmarks/sync.py --shape qwen2.5-3b
+    python benchmarks/sync.py --shape tiny --python .venv-engine/bin/python      # on a CPU, to see that it works
+    python benchmarks/sync.py --shape qwen2.5-3b --ways broadcast --devices 1    # the engine on a second card
+
+One engine is started for each way. Before it is bound, its speed is measured as it is: through vLLM's own route and
+through Tandem's. Then weights are published with requests in flight, and the speed is measured again. A change of every
+trained weight in place stands for the optimizer and is timed apart.
+
+ways: plain (an engine that nothing is bound to), shared, shared-lora, merged, hotswap, broadcast, broadcast-lora, and
+swaps: many hot swaps under load, where for a sample of answers the logprob of every token is compared with the
+trainer's policy of the version that the answer carries, and with its neighbours.
+
+Exits 1 if a request failed, a version was wrong, or a way that was asked for did not run.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import math
+import shutil
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _load import Load, Stopwatch, TimedCompute, by_stock, by_tandem, instrument, memory, rates, show, spread
+from _models import SHAPES, build, scratch, size
+from torch import Tensor
+
+from tandem.engines.base import CanLend, Needs
+from tandem.engines.vllm import Vllm
+from tandem.policy.policy import Policy, load_model, load_tokenizer
+from tandem.sync.base import Link, WeightSync
+from tandem.sync.broadcast import Broadcast
+from tandem.sync.hotswap import Hotswap
+from tandem.sync.shared import Shared
+from tandem.trains.base import Trains
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+from tandem.types import PolicyVersion
+
+WAYS = ("plain", "shared", "merged", "shared-lora", "hotswap", "broadcast", "broadcast-lora")
+PHASES = (
+    "pause",
+    "optimizer",
+    "fold",
+    "save",
+    "move",
+    "sum here",
+    "sum there",
+    "probe there",
+    "probe here",
+    "stamp",
+    "resume",
+    "in all",
+    "still",
+)
+
+
+class Endless(Policy):
+    """A policy whose end tokens end nothing, so that answers have the length that was asked for."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return frozenset()
+
+
+@dataclass
+class Bench:
+    """What all ways share."""
+
+    args: argparse.Namespace
+    model: Path
+    dtype: torch.dtype
+    folder: Path
+
+    @property
+    def context(self) -> int:
+        return 64 + 2 * max(int(self.args.tokens), 64)
+
+    def way(self, name: str) -> tuple[Trains, WeightSync]:
+        """What is trained and how it travels."""
+        lora: dict[str, Any] = {"rank": self.args.rank, "alpha": 2 * self.args.rank}
+        broadcast: dict[str, Any] = {"backend": self.args.backend, "bucket_mb": self.args.bucket_mb}
+        proof: dict[str, Any] = {"prove_every": self.args.prove_every}
+        trains: Trains = Lora(**lora)
+        match name:
+            case "plain" | "shared":
+                return Full(), Shared(**proof)
+            case "merged":
+                return Lora(**lora, merged=True), Shared(**proof)
+            case "shared-lora":
+                return trains, Shared(**proof)
+            case "hotswap" | "swaps":
+                return trains, Hotswap(**proof)
+            case "broadcast":
+                return Full(), Broadcast(**broadcast, **proof)
+            case "broadcast-lora":
+                return trains, Broadcast(**broadcast, **proof)
+        raise SystemExit(f"there is no way {name!r}; choose from {', '.join((*WAYS, 'swaps'))}")
+
+    def engine(self) -> Vllm:
+        """Options of every engine: the same, so that speeds compare."""
+        args = self.args
+        return Vllm(
+            python=args.python,
+            gpu_memory_utilization=args.utilization,
+            kv_cache_gb=0.25 if not torch.cuda.is_available() else 0.0,
+            max_num_seqs=max(args.requests, 8),
+            enforce_eager=args.eager,
+            tensor_parallel_size=args.tensor_parallel,
+            devices=(args.devices,) if args.devices else (),
+            linger_seconds=5.0,
+        )
+
+    def policy(self, trains: Trains, *, lent: bool) -> tuple[Policy, TimedCompute]:
+        """The trainer's side; on the host where its weights will be the engine's."""
+        device = torch.device("cuda:0" if torch.cuda.is_available() and not lent else "cpu")
+        compute = TimedCompute()
+        model = load_model(str(self.model), dtype=self.dtype, device=device)
+        torch.manual_seed(0)
+        return Endless(
+            trains.prepare(model).eval(), load_tokenizer(str(self.model)), name=str(self.model), compute=compute
+        ), compute
+
+
+class Change:
+    """What stands for the optimizer: every version has weights of its own, each written in place.
+
+    An adapter is a function of the version, so that an older one can be made again; whole weights drift to and fro.
+    """
+
+    def __init__(self, trains: Trains, policy: Policy):
+        self._trains, self._policy = trains, policy
+        self._first: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self) -> None:
+        """Give an adapter values: it starts as zero, which would change nothing."""
+        if self._trains.folder_name == "adapter":
+            generator = torch.Generator("cpu").manual_seed(7)
+            for name, parameter in self._trains.parameters(self._policy.model):
+                if "lora_B" in name:
+                    values = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
+                    self._first.append((parameter.detach(), values))
+            self.write(0)
+
+    @torch.no_grad()
+    def write(self, version: int) -> None:
+        """Bring the trained weights to ``version``."""
+        if self._first:
+            factor = 1 + 0.5 * math.cos(2.4 * version)
+            for parameter, values in self._first:
+                torch.mul(values, factor, out=parameter)
+        else:
+            live = [p.detach() for _, p in self._trains.parameters(self._policy.model)]
+            drift = 0.002 * (math.cos(2.4 * version) - math.cos(2.4 * (version - 1)))
+            torch._foreach_add_(live, drift)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Live:
+    """One way, bound."""
+
+    link: Link
+    engine: Any
+    load: Load
+    watch: Stopwatch
+    change: Change
+    found: dict[str, Any]
+    worker: int
+
+
+@contextlib.asynccontextmanager
+async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
+    """Start an engine, measure it as it is, bind it and publish version 0."""
+    args, begin = bench.args, time.monotonic()
+    trains, sync = bench.way(name)
+    found: dict[str, Any] = {"shape": args.shape, "requests": args.requests, "memory": {}}
+    folder = Path(tempfile.mkdtemp(prefix=f"sync-{name}-", dir=bench.folder))
+    found["memory"]["before"] = memory(None)
+    policy, compute = bench.policy(trains, lent=sync.port is CanLend)
+    found["weights GB"] = round(sum(p.nbytes for p in trains.base_names(policy.model).values()) / 1e9, 3)
+    versions = args.versions
+    needs = Needs(
+        model=str(bench.model),
+        dtype=str(bench.dtype).removeprefix("torch."),
+        folder=folder,
+        travels=trains.travels,
+        rank=getattr(trains, "rank", 0),
+        port=sync.port if name != "plain" else None,
+        versions=versions,
+    )
+    try:
+        async with bench.engine().open(policy, context=bench.context, needs=needs) as started:
+            engine: Any = started
+            found["start seconds"] = round(time.monotonic() - begin, 1)
+            worker = (await engine.servers[0].info()).workers[0].pid
+            found["memory"]["engine started"] = memory(worker)
+            await speeds(bench, engine, found, "unbound", stock=True)
+            watch = compute.watch = Stopwatch()
+            change = Change(trains, policy)
+            load = Load(engine, args.requests, args.tokens, single=sync.pause == "never")
+            link = Link(sync=sync, policy=policy, engine=engine, trains=trains, folder=folder, versions=versions)
+            live = Live(link, engine, load, watch, change, found, worker)
+            if name == "plain":
+                yield live
+                return
+            await link.bind(fresh=True)
+            found["memory"]["bound"] = memory(worker)
+            await policy.compute(change.begin)
+            instrument(watch, engine, sync)
+            async with link.open(PolicyVersion(step=0, digest="")):
+                watch.lap()
+                yield live
+    except BaseException:
+        for log in sorted((folder / "logs").glob("*.log")):
+            lines = [line for line in log.read_text(errors="replace").splitlines() if "leaked" not in line]
+            print(f"--- {log.name} ends:", *lines[-60:], "---", sep="\n", flush=True)
+        raise
+    finally:
+        policy.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def speeds(bench: Bench, engine: Any, found: dict[str, Any], when: str, *, stock: bool = False) -> None:
+    """Tokens a second through Tandem's route, and through vLLM's own."""
+    args = bench.args
+    work = {"requests": args.requests, "tokens": args.tokens, "waves": args.waves, "repeat": args.repeat}
+    asks = {"tandem": by_tandem(engine)} | ({"stock": by_stock(engine, str(bench.model))} if stock else {})
+    for route, each in (await rates(asks, **work)).items():
+        found[f"tokens/s {when}, {route}"] = round(statistics.median(each), 1)
+        found[f"tokens/s {when}, {route}, each"] = [round(r, 1) for r in each]
+
+
+async def publish(live: Live, step: int) -> None:
+    """One publish of the next version; its phases go to the stopwatch."""
+    live.load.latest = step
+    took = 0.0
+    async with live.link.commit(step) as handoff:
+        begin = time.perf_counter()
+        await live.link.policy.compute(live.change.write, step)
+        took = time.perf_counter() - begin
+    assert handoff.published is not None
+    live.load.served = step
+    done, row = handoff.published, live.watch.lap()
+    row["move"] = row.get("move", 0.0) - row.get("save", 0.0)
+    row["optimizer"], row["in all"] = took, done.seconds
+    row["still"] = done.paused - (took if live.link.sync.pause == "step" else 0.0)
+    row["bytes"], row["gap"] = done.bytes, done.probe_gap or 0.0
+    live.watch.rows[-1] = row
+
+
+async def measured(bench: Bench, name: str) -> dict[str, Any]:
+    """Everything about one way."""
+    args = bench.args
+    async with opened(bench, name) as live:
+        found = live.found
+        if name == "plain":
+            return found
+        await speeds(bench, live.engine, found, "bound")
+        live.watch.rows.clear()
+        async with live.load.running() as load:
+            await asyncio.sleep(args.settle)
+            made, begin = load.tokens_made, time.perf_counter()
+            for step in range(1, args.publishes + 1):
+                if live.link.sync.pause == "never":
+                    await load.no_older_than(step - args.versions + 1)
+                await publish(live, step)
+                await asyncio.sleep(args.between)
+            seconds = time.perf_counter() - begin
+            found["memory"]["publishing"] = memory(live.worker)
+            found["publishes"], found["a publish every s"] = args.publishes, round(seconds / args.publishes, 3)
+            found["tokens/s while publishing"] = round((load.tokens_made - made) / seconds, 1)
+        summarise(live, found)
+        return found
+
+
+def summarise(live: Live, found: dict[str, Any]) -> None:
+    """Phases in milliseconds, bytes, and what the answers said."""
+    rows, load = live.watch.rows, live.load
+    found["ms"] = {
+        phase: [round(1000 * value, 2) for value in spread([row[phase] for row in rows if phase in row])]
+        for phase in PHASES
+        if any(phase in row for row in rows)
+    }
+    found["bytes"] = max(row["bytes"] for row in rows)
+    moved = found["ms"]["move"][0]
+    if found["bytes"] and moved:
+        found["move GB/s"] = round(found["bytes"] / moved / 1e6, 2)
+    found["probe gap, nats"] = round(max(row["gap"] for row in rows), 6)
+    found["answers"], found["of several versions"] = load.answered, load.spans
+    found["failures"] = load.failures[:5]
+    found["failed"] = len(load.failures)
+
+
+async def swaps(bench: Bench) -> dict[str, Any]:
+    """Many hot swaps under load, and whether answers are of the version they carry."""
+    args = bench.args
+    async with opened(bench, "swaps") as live:
+        found, deadline = live.found, time.monotonic() + args.swap_seconds
+        live.watch.rows.clear()
+        live.load.keep = 1
+        done = 0
+        async with live.load.running() as load:
+            while done < args.swaps and time.monotonic() < deadline:
+                done += 1
+                await load.no_older_than(done - args.versions + 1)
+                await publish(live, done)
+                if done % 100 == 0:
+                    print(f"  {done} swaps, {load.answered} answers, {len(load.failures)} failures", flush=True)
+        found["swaps"] = done
+        summarise(live, found)
+        await live.link.policy.compute(_right_policy, live, done, args.samples, found)
+        if done < args.swaps:
+            found["failed"] += 1
+            found["failures"].append(f"only {done} of {args.swaps} swaps in {args.swap_seconds:g} s")
+        return found
+
+
+def _right_policy(live: Live, last: int, samples: int, found: dict[str, Any]) -> None:
+    """Score a sample of answers by the trainer's policy of their version, and of the versions beside it."""
+    answers = live.load.answers
+    chosen = answers[:: max(1, len(answers) // samples)]
+    gaps: dict[str, list[float]] = {"right": [], "neighbour": [], "largest": []}
+    for ids, answer in chosen:
+        version = answer.versions[0]
+        by_version = {}
+        for candidate in {version, max(version - 1, 0), min(version + 1, last)}:
+            live.change.write(candidate)
+            ours = live.link.policy.score([*ids, *answer.tokens])[len(ids) - 1 :]
+            by_version[candidate] = [abs(a - b) for a, b in zip(ours, answer.logprobs, strict=True)]
+        means = {v: statistics.fmean(gap) for v, gap in by_version.items()}
+        gaps["right"].append(means[version])
+        gaps["largest"].append(max(by_version[version]))
+        gaps["neighbour"].append(min(mean for v, mean in means.items() if v != version))
+        if min(means, key=lambda v: means[v]) != version:
+            live.load.failures.append(f"an answer of version {version} fits another one better: {means}")
+    allowed = 1e-3 if live.link.policy.dtype.itemsize == 4 else 0.3
+    wrong = sum(gap > allowed for gap in gaps["largest"])
+    found["failed"], found["failures"] = len(live.load.failures) + wrong, live.load.failures[:5]
+    if wrong:
+        found["failures"].append(f"{wrong} answers differ by more than {allowed} nats from their version's policy")
+    found["answers compared"] = len(chosen)
+    found["nats off, mean over tokens, right version"] = round(statistics.fmean(gaps["right"]), 6)
+    found["nats off, largest, right version"] = round(max(gaps["largest"]), 6)
+    found["nats off, mean over tokens, next version"] = round(statistics.fmean(gaps["neighbour"]), 6)
+
+
+def report(name: str, found: dict[str, Any]) -> None:
+    """One way's table."""
+    print(f"\n== {name}, {found['shape']}, {found['requests']} requests in flight")
+    for key, value in found.items():
+        if key == "ms":
+            print(f"   {'phase, ms':<34}{'median':>10}{'p99':>10}{'largest':>10}")
+            for phase, (median, high, largest) in value.items():
+                print(f"     {phase:<32}{median:>10.2f}{high:>10.2f}{largest:>10.2f}")
+        elif key == "memory":
+            names = [n for n in dict.fromkeys(n for moment in value.values() for n in moment)]
+            print(f"   {'memory, GB':<34}" + "".join(f"{moment:>16}" for moment in value))
+            for row in names:
+                cells = (f"{moment[row]:>16.3f}" if row in moment else f"{'':>16}" for moment in value.values())
+                print(f"     {row:<32}" + "".join(cells))
+        elif not key.endswith(", each"):
+            print(f"   {key:<44} {value}")
+    print(flush=True)
+
+
+def compare(results: dict[str, dict[str, Any]]) -> None:
+    """Speeds side by side."""
+    base = results.get("plain", {}).get("tokens/s unbound, tandem")
+    print(
+        f"\n{'way':<16}{'stock route':>13}{'unbound':>10}{'bound':>10}{'bound/plain':>13}{'still, ms':>18}{'failed':>8}"
+    )
+    for name, found in results.items():
+        bound = found.get("tokens/s bound, tandem")
+        share = f"{bound / base:.3f}" if bound and base else ""
+        still = found.get("ms", {}).get("still")
+        print(
+            f"{name:<16}{found.get('tokens/s unbound, stock', ''):>13}{found.get('tokens/s unbound, tandem', ''):>10}"
+            f"{bound or '':>10}{share:>13}{f'{still[0]:.1f} / {still[1]:.1f}' if still else '':>18}"
+            f"{found.get('failed', ''):>8}"
+        )
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2.5-3b")
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
+    parser.add_argument("--python", help="interpreter that has vLLM; by default this one")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--requests", type=int, help="kept in flight; 128, on a CPU 8")
+    parser.add_argument("--tokens", type=int, help="of each request; 256, on a CPU 32")
+    parser.add_argument("--publishes", type=int, help="100, on a CPU 5")
+    parser.add_argument("--between", type=float, default=0.2, help="seconds between two publishes")
+    parser.add_argument("--settle", type=float, default=1.0, help="seconds of load before the first")
+    parser.add_argument("--waves", type=int, default=2, help="requests one after another in a measurement of speed")
+    parser.add_argument("--repeat", type=int, default=3, help="measurements of speed")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--versions", type=int, default=4, help="adapters that requests in flight may need at once")
+    parser.add_argument("--swaps", type=int, help="of the way swaps; 1000, on a CPU 20")
+    parser.add_argument("--swap-seconds", type=float, default=420.0, help="the most that swaps may take")
+    parser.add_argument("--samples", type=int, default=64, help="answers of swaps that are compared")
+    parser.add_argument("--prove-every", type=int, default=1)
+    parser.add_argument("--utilization", type=float, default=0.4, help="gpu_memory_utilization")
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
+    parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the engine")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of a broadcast")
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--folder", type=Path, help="for the model and what travels through files")
+    parser.add_argument("--json", type=Path, help="append results here")
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    defaults = {"requests": (128, 8), "tokens": (256, 32), "publishes": (100, 5), "swaps": (1000, 20)}
+    for name, (gpu, cpu) in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, gpu if cuda else cpu)
+    args.eager = not cuda if args.eager is None else args.eager
+    if cuda and args.backend == "auto" and torch.cuda.device_count() < 2:
+        args.backend = "gloo"  # NCCL refuses two ranks on one card
+    return args
+
+
+def main() -> int:
+    args = parsed()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(message)s")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
+    folder = args.folder or scratch(size(args.shape, dtype)) / "tandem-bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args, build(args.shape, dtype, folder), dtype, folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what making the model took
+    results, bad = {}, 0
+    for name in args.ways.split(","):
+        begin = time.monotonic()
+        try:
+            found = asyncio.run(swaps(bench) if name == "swaps" else measured(bench, name))
+        except Exception as error:  # the other ways are still worth measuring
+            traceback.print_exc()
+            print(f"\n== {name}: FAILED after {time.monotonic() - begin:.0f} s: {error}", flush=True)
+            show(name, {"error": str(error)}, args.json)
+            results[name], bad = {"failed": "error"}, bad + 1
+            continue
+        found["seconds"] = round(time.monotonic() - begin, 1)
+        results[name], bad = found, bad + (1 if found.get("failed") else 0)
+        report(name, found)
+        show(name, found, args.json)
+    compare(results)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,311 @@
+"""Atropos' example trainer: its flags as a recipe, and its names for checkpoints.
+
+``Flags`` declares every flag once; ``translate`` says what they come to. A flag that cannot take effect is
+refused with the reason, never accepted and ignored. ``lay_out`` copies a run's checkpoints under Atropos' names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.errors import CheckpointError, ConfigError
+from tandem.sinks.base import RunInfo, Sink, Writer
+from tandem.types import Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The command line of Atropos' trainer, and three flags of Tandem's own: env, group_size and vllm_url."""
+
+    model_name: str = field(metadata={"also": ("--model",)})
+    """Hugging Face id or a local folder."""
+    env: str | None = None
+    """Tandem's own: the environment that tasks come from, such as gsm8k."""
+    group_size: int = 8
+    """Tandem's own: answers sampled per task; it divides batch-size times gradient-accumulation-steps."""
+    vllm_url: tuple[str, ...] = ()
+    """Tandem's own: an engine that runs already, instead of one that is started; once for each."""
+    lr: float = 1e-5
+    """Learning rate."""
+    training_steps: int = 10
+    """Optimizer steps."""
+    batch_size: int = 2
+    """Sequences of one forward and backward."""
+    gradient_accumulation_steps: int = 32
+    """Forwards and backwards of one optimizer step."""
+    seq_len: int = 2048
+    """Most tokens of a prompt and its answer together."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises."""
+    clip_eps: float = 0.2
+    """The probability ratio is clipped to 1 - eps and 1 + eps."""
+    optimizer: str = "adamw"
+    """adamw, adamw_8bit, adamw_cpu (states in host memory) or adafactor."""
+    train_layer_indices: str | None = None
+    """Layers to train in full, such as 0-3,10; all of them if it is left out."""
+    save_path: str = "trained_model_checkpoints"
+    """Folder of step_N/, final_model/ and their like."""
+    checkpoint_interval: int = 3
+    """Steps between checkpoints; 0 saves the last step alone."""
+    weight_bridge_mode: str = "none"
+    """none, shared_vllm, lora_only, lora_restart or lora_nccl."""
+    single_copy: bool = False
+    """One copy of the weights, with shared_vllm; it is always so."""
+    vllm_config_path: str | None = None
+    """With shared_vllm, the engine runs already, at vllm-url or vllm-port; it is asked for what this file holds."""
+    vllm_port: int = 9001
+    """Port of the engine."""
+    vllm_restart_interval: int = 3
+    """Steps between restarts, swaps or broadcasts, where the mode has one."""
+    vllm_gpu: int | None = None
+    """Number of the GPU that the engine is started on; left out: the trainer's."""
+    gpu_memory_utilization: float = field(default=0.45, metadata={"also": ("--vllm-gpu-memory-utilization",)})
+    """Share of the GPU's memory that the engine takes."""
+    max_model_len: int = 4096
+    """Longest context of the engine."""
+    dtype: str = "bfloat16"
+    """Type of the weights: bfloat16 or float32."""
+    lora_r: int = 16
+    """Rank of the adapter."""
+    lora_alpha: int = 32
+    """The adapter's output is multiplied by alpha/r."""
+    lora_dropout: float = 0.05
+    """Tandem has no dropout: only 0 can be asked for."""
+    lora_target_modules: str = "q_proj v_proj"
+    """Linear layers that are adapted, separated by spaces, or all-linear."""
+    lora_layer_indices: str | None = None
+    """Layers to adapt, such as 0-3,10; all of them if it is left out."""
+    nccl_init_method: str = "tcp://localhost:29500"
+    """Where trainer and engines meet, with lora_nccl."""
+    nccl_world_size: int = 2
+    """The trainer and its engines, counted, with lora_nccl."""
+    nccl_sync_every_step: bool = field(default=True, metadata={"off": "--no-nccl-sync-every-step"})
+    """Broadcast after every step rather than every vllm-restart-interval, with lora_nccl."""
+    num_inference_nodes: int = 0
+    """Engines on other nodes, named by vllm-url; with shared_vllm the weights are then broadcast."""
+    init_method: str = "env://"
+    """Where trainer and engines of other nodes meet; env:// reads MASTER_ADDR and MASTER_PORT."""
+    trainer_rank: int = 0
+    """The trainer is rank 0."""
+    world_size: int = 1
+    """The trainer and the engines of other nodes, counted."""
+    atropos_url: str = "http://localhost:8000"
+    """Where an Atropos server hands out scored groups."""
+    use_wandb: bool = False
+    """Log to Weights & Biases."""
+    wandb_project: str | None = None
+    """Its project."""
+    wandb_group: str | None = None
+    """Its group."""
+    benchmark: bool = False
+    """Print times and memory at the end."""
+    log_dir: str | None = None
+    """Folder of the run's folder; left out: $LOGDIR, or else logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """What a command line comes to."""
+
+    options: dict[str, Json]
+    """The recipe."""
+    notes: tuple[str, ...]
+    """What a person should know of how it differs from the flags."""
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """The command line with ``--lora-target-modules a b`` as one value, since a flag here has one."""
+    out: list[str] = []
+    gathers = False
+    for word in words:
+        if gathers and not word.startswith("-") and "=" not in word:
+            out[-1] = f"{out[-1]} {word}" if out[-1] != "--lora-target-modules" else f"{out[-1]}={word}"
+            continue
+        gathers = word.partition("=")[0] == "--lora-target-modules"
+        out.append(word)
+    return out
+
+
+def translate(flags: Flags, given: frozenset[str], environ: Mapping[str, str]) -> Translation:
+    """A recipe that does what the flags ask for.
+
+    Args:
+        flags: every flag, with its default where it was left out.
+        given: names of those that were not left out.
+        environ: LOGDIR, NUM_INFERENCE_NODES, MASTER_ADDR and MASTER_PORT are read.
+
+    Raises:
+        ConfigError: with every flag that is wrong or would change nothing.
+    """
+    from tandem.compat._atropos_recipe import Reading
+    from tandem.recipe.tree import Problems
+
+    problems = Problems()
+    reading = Reading(flags=flags, given=given, environ=environ, problems=problems)
+    options = reading.recipe()
+    problems.raise_if_any("the command line")
+    return Translation(options=options, notes=tuple(reading.notes()))
+
+
+def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
+    """Copy a run's checkpoints to where Atropos' trainer would have written them; what is there already is kept.
+
+    ``step_N/`` and ``final_model/``, or ``adapter_step_N/`` and ``final_adapter/``, and ``tokenizer/``. Each is copied
+    aside and renamed, so that what bears its name is whole. A folder of that name from another run is replaced.
+
+    Args:
+        run_folder: the run's.
+        save_path: made if it is not there.
+
+    Returns:
+        The folders that were written, in order.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be copied.
+        ConfigError: what the run trains has no name in Atropos.
+    """
+    from tandem.report.folder import load
+
+    naming = _Naming.of(load(run_folder).config)
+    folders = {int(path.name): path for path in (run_folder / "checkpoints").glob("*") if path.name.isdigit()}
+    written = [path for step in sorted(folders) for path in naming.place(step, folders[step], save_path)]
+    return written + (naming.place_tokenizer(folders[max(folders)], save_path) if folders else [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Naming:
+    """What one run's checkpoints are called."""
+
+    inside: str
+    step: str
+    final: str
+    last: int
+    every: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Json]) -> _Naming:
+        """By a run's whole recipe.
+
+        Raises:
+            ConfigError: what it trains has no name in Atropos.
+        """
+        trains = config["trains"]
+        kind = trains["kind"] if isinstance(trains, dict) else trains
+        if kind not in _NAMES:
+            raise ConfigError(f"Atropos has no name for checkpoints of trains: {kind}; it has: {', '.join(_NAMES)}")
+        inside, step, final = _NAMES[kind]
+        return cls(inside=inside, step=step, final=final, last=config["steps"], every=config["checkpoint"]["every"])
+
+    def place(self, step: int, checkpoint: Path, save_path: Path) -> list[Path]:
+        """Copy one checkpoint's weights; returns the folders that were written."""
+        # An interval as long as the run is how a recipe says that the last step alone is saved.
+        is_last, is_due = step == self.last, step % self.every == 0 and self.every < self.last
+        names = [f"{self.step}_{step}"] if is_due or not is_last else []
+        names += [self.final] if is_last else []
+        source = checkpoint / self.inside
+        return [path for name in names if (path := _place(source, save_path / name))]
+
+    def place_tokenizer(self, checkpoint: Path, save_path: Path) -> list[Path]:
+        """Copy the tokenizer out of a checkpoint; returns its folder if it was written."""
+        path = _place(checkpoint / self.inside, save_path / "tokenizer", leave=_not_of_the_tokenizer)
+        return [path] if path else []
+
+
+_NAMES = {"full": ("model", "step", "final_model"), "lora": ("adapter", "adapter_step", "final_adapter")}
+"""By what was trained: its folder within a checkpoint, and Atropos' two names."""
+
+_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "*_config.json", "README.md")
+
+
+def _not_of_the_tokenizer(folder: str, names: list[str]) -> set[str]:
+    """Files beside the tokenizer's in a saved model or adapter; an ``ignore`` of ``shutil.copytree``."""
+    ignored = shutil.ignore_patterns(*_MODEL_FILES)(folder, names)
+    return set(ignored) - {"tokenizer_config.json"}
+
+
+def _place(source: Path, target: Path, leave: Callable[[str, list[str]], set[str]] | None = None) -> Path | None:
+    """Copy a folder to its final name, unless it is there; returns where it was written, or None.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    aside, old = (target.with_name(f".{target.name}.{what}") for what in ("tmp", "old"))
+    try:
+        if _files(source, leave) == (_files(target) if target.is_dir() else None):
+            return None
+        for leftover in (aside, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, aside, ignore=leave)
+        if target.exists():
+            target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"{source} cannot be copied to {target}: {error}; free disk space or mend the folder, then copy it by hand "
+            "or by: tandem export"
+        ) from error
+    return target
+
+
+def _files(folder: Path, leave: Callable[[str, list[str]], set[str]] | None = None) -> dict[str, tuple[int, int]]:
+    """Size and time of every file of a flat folder; a copy has those of what it was copied from."""
+    names = os.listdir(folder)
+    left = leave(str(folder), names) if leave else set()
+    stats = {name: (folder / name).stat() for name in names if name not in left}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(Sink):
+    """Copy every checkpoint to a folder under the names that Atropos' trainer gives them, while the run goes on."""
+
+    save_path: str
+    """Where step_N/, final_model/ and their like go."""
+
+    def open(self, info: RunInfo) -> Writer:
+        """Copies are made in a thread of their own."""
+        return _LayoutWriter(info, Path(self.save_path))
+
+
+class _LayoutWriter:
+    def __init__(self, info: RunInfo, save_path: Path) -> None:
+        self._naming = _Naming.of(info.config)
+        self._save_path = save_path
+        self._thread = ThreadPoolExecutor(1, "layout")
+        self._copying: Future[None] | None = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        return
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        return
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        if name == "checkpoint_saved":
+            self._finish()  # before the checkpoint that is being copied may be pruned
+            checkpoint = Path(str(fields["path"]))
+            self._copying = self._thread.submit(self._copy, fields["step"], checkpoint)
+
+    def close(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
+
+    def _copy(self, step: int, checkpoint: Path) -> None:
+        self._naming.place(step, checkpoint, self._save_path)
+        self._naming.place_tokenizer(checkpoint, self._save_path)
+
+    def _finish(self) -> None:
+        """Wait for the copy under way; its error is this sink's."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.result()

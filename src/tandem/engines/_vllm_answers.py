@@ -1,0 +1,54 @@
+"""What requests gave so far, each token with the era it was sampled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Answer:
+    """One completion in the making."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Sampled so far."""
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    """Of each token: its logprob, and those of the likeliest ones where they were asked for; empty without logprobs."""
+    eras: list[int] = field(default_factory=list)
+    """The era that each token was sampled in."""
+    text: str = ""
+    """The tokens as text; empty where that was spared."""
+    finish: str = "abort"
+    """Why it ended: stop or length; abort until it did."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one request gave."""
+
+    completions: list[Answer]
+    """As many as were asked for."""
+    prompt: list[int]
+    """Its token ids."""
+    prompt_logprobs: list[dict[int, float] | None] | None
+    """Of each prompt token but the first; None where nobody asked."""
+    cached: int
+    """Prompt tokens that came from the prefix cache."""
+
+    def add(self, output: Any, era: int) -> None:
+        """File what vLLM sampled since the last time, all of it in this era."""
+        if output.prompt_logprobs and self.prompt_logprobs is None:
+            self.prompt_logprobs = [None if p is None else _plain(p) for p in output.prompt_logprobs]
+        self.cached = max(self.cached, output.num_cached_tokens or 0)
+        for part in output.outputs:
+            answer = self.completions[part.index]
+            answer.tokens.extend(part.token_ids)
+            answer.eras.extend([era] * len(part.token_ids))
+            answer.logprobs.extend(_plain(p) for p in part.logprobs or ())
+            answer.text += part.text or ""
+            answer.finish = part.finish_reason or answer.finish
+
+
+def _plain(logprobs: Mapping[int, Any]) -> dict[int, float]:
+    return {token: value.logprob for token, value in logprobs.items()}

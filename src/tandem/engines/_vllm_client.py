@@ -1,0 +1,132 @@
+"""One engine over HTTP: every call has a deadline, every failure says which engine and what it last said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from tandem import waits
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_process import EngineProcess
+from tandem.errors import EngineError
+
+T = TypeVar("T")
+
+
+class Unreachable(EngineError):
+    """Nobody answers: the engine's process is gone, or the way to it."""
+
+
+class Server:
+    """An engine's HTTP process, and our child if we started it."""
+
+    def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
+        self.url = url.rstrip("/")
+        self.process: EngineProcess | None = None
+        self.boot = ""
+        self.outstanding = 0
+        self.key = key
+        self._control = control_seconds
+        self._request = request_seconds
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"engine {self.url}" + (f" (pid {self.process.pid})" if self.process else "")
+
+    def opened(self) -> aiohttp.ClientSession:
+        """The session; made where the event loop runs."""
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            connector = aiohttp.TCPConnector(limit=0)  # vLLM queues; a second queue here would only hide it
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        return self._session
+
+    async def close(self) -> None:
+        """Close connections; requests in flight fail."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def info(self) -> wire.Info:
+        """What it is and holds."""
+        return await self.get("/bridge/info", wire.Info)
+
+    async def get(self, path: str, kind: type[T]) -> T:
+        """Ask; see ``post``."""
+        found: T = await self._call("GET", path, None, kind, self._control)
+        return found
+
+    async def post(self, path: str, body: Any = None, kind: Callable[..., T] | Any = dict, seconds: float = 0.0) -> Any:
+        """Tell.
+
+        Args:
+            path: the route.
+            body: a struct of ``_vllm_wire`` or plain data.
+            kind: type of the answer.
+            seconds: deadline; by default that of control messages.
+
+        Raises:
+            Unreachable: nobody answers.
+            EngineError: it answers that something went wrong.
+            Deadline: it answers too late.
+        """
+        return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
+
+    async def generate(self, asked: wire.Generate) -> wire.Generated:
+        """Sample; counted, so that load can be spread."""
+        self.outstanding += 1
+        try:
+            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self._request)
+        finally:
+            self.outstanding -= 1
+        return answer
+
+    async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
+        data = None if body is None else msgspec.json.encode(body)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        async with waits.waiting("trainer", f"{method} {path}", on=self.name, deadline=seconds):
+            try:
+                async with self.opened().request(method, self.url + path, data=data, timeout=timeout) as response:
+                    found = await response.read()
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                said = str(error) or type(error).__name__
+                raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
+        if response.status >= 400:
+            said = f"{_detail(found)}{self._last_words()}"
+            raise EngineError(f"{self.name} answers {path} with {response.status}: {said}")
+        return msgspec.json.decode(found, type=kind)
+
+    def _last_words(self) -> str:
+        """The end of its log, if it is our child and dead."""
+        if self.process is None or self.process.alive():
+            return ""
+        return f"; it {self.process.exit_reason()}. Its log ends:\n{self.process.tail()}"
+
+    async def gone(self) -> bool:
+        """True if the process itself has ended, rather than one connection."""
+        if self.process is not None:
+            for _ in range(20):  # a dying process closes its sockets before it can be waited for
+                if not self.process.alive():
+                    return True
+                await asyncio.sleep(0.1)
+        try:
+            await self.get("/health", dict)
+        except EngineError:
+            return True
+        return False
+
+
+def _detail(body: bytes) -> str:
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body.decode(errors="replace")[:500]
+    if isinstance(found, dict):
+        return str(found.get("detail") or found.get("error") or found)
+    return str(found)[:500]

@@ -1,0 +1,306 @@
+"""A live vLLM engine, or several that hold the same weights: what the trainer sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_adapter import scaled
+from tandem.engines._vllm_client import Server, Unreachable
+from tandem.engines._vllm_fleet import Fleet
+from tandem.engines.base import Adapter, Engine, Health, Needs, Probe
+from tandem.errors import EngineError, StaleWeights, TransportError
+from tandem.types import Completion, Finish, PolicyVersion, Sampling
+from tandem.weights import sharing
+
+PROBE_TEMPERATURE = 0.7
+"""Not 1, so that logprobs that leave the temperature out are seen."""
+PROBE_TOKENS = 4
+"""Tokens sampled after a probe."""
+
+
+class Vllm(Engine):
+    """One policy on one or more servers."""
+
+    def __init__(self, fleet: Fleet, *, seeded: bool, context: int, ends: Sequence[int], needs: Needs, patience: float):
+        self.fleet = fleet
+        self._seeded = seeded
+        self._context = context
+        self._ends = list(ends)
+        self._needs = needs
+        self._patience = patience
+        self._version = PolicyVersion(step=0, digest="")
+        self._swapped: list[str] = []
+        self._pending: str | None = None
+        self._adapter: Adapter | None = None
+        self._republish: Callable[[], Awaitable[None]] | None = None
+
+    # Life and death
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """Where requests go."""
+        return self.fleet.servers
+
+    async def start(self) -> None:
+        """Start or find the servers."""
+        await self.fleet.start()
+        self._context = min(self._context, self.fleet.context)
+
+    async def recover(self) -> bool:
+        found = await self.fleet.recover()
+        if found:
+            self._swapped.clear()
+        return found
+
+    @property
+    def epoch(self) -> int:
+        return self.fleet.epoch
+
+    def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:
+        self._republish = republish
+
+    async def close(self) -> None:
+        await self.fleet.close()
+
+    @property
+    def adopted(self) -> bool:
+        return self.fleet.adopted
+
+    async def load(self, folder: Path, adapter: Adapter) -> None:
+        self._adapter = adapter
+        await self._load(folder, f"{folder.name}-{self.epoch}")
+
+    async def relaunch(self, weights: Path | None) -> None:
+        if weights is not None:
+            self.fleet.model = str(weights)
+        await self.fleet.relaunch()
+        self._swapped.clear()
+
+    # Sampling
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        room = self._context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
+                "shorten the prompt or raise context"
+            )
+        asked = wire.Generate(
+            prompt=wire.Ids(prompt_token_ids=list(prompt)),
+            max_tokens=min(sampling.max_tokens, room),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=self._ends,
+            seed=key % 2**63 if self._seeded else None,
+            logprobs=0,
+            detokenize=bool(sampling.stop),
+        )
+        while True:
+            await self.fleet.ready.wait()
+            epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
+            try:
+                return self._completion(server, await server.generate(asked))
+            except Unreachable:
+                if self.fleet.closed or not await self._revived(server, epoch):
+                    raise
+
+    async def _revived(self, server: Server, epoch: int) -> bool:
+        """Bring the engines back to life, weights and all; False if there is nothing to be brought back."""
+        if epoch != self.epoch or not self.fleet.ready.is_set():
+            return True  # somebody is at it, or was
+        if not await server.gone() or not await self.recover():
+            return epoch != self.epoch
+        if self._republish is not None:
+            await self._republish()
+        return True
+
+    def _completion(self, server: Server, found: wire.Generated) -> Completion:
+        self._same(server, found.engine)
+        versions = wire.steps(found.versions[0])
+        if any(version < 0 for version in versions):
+            raise StaleWeights(f"{server.name} sampled before any weights were published to it")
+        tokens = found.token_ids[0]
+        logprobs = [p[0][t] for t, p in zip(tokens, (found.logprobs or [[]])[0], strict=True)]
+        finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
+        return Completion(
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=versions,
+            finish=finish.get(found.finish_reasons[0], "abort"),
+        )
+
+    def _same(self, server: Server, boot: str) -> None:
+        if boot != server.boot:
+            raise StaleWeights(
+                f"{server.name} is another process than the one that weights were published to: it was restarted "
+                "behind our back. Resume the run: its weights are then published again"
+            )
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        asked = wire.Generate(
+            prompt=wire.Ids(prompt_token_ids=list(tokens)), max_tokens=1, prompt_logprobs=0, detokenize=False
+        )
+        found = await self.servers[0].generate(asked)
+        prompt = found.prompt_logprobs or []
+        return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
+
+    async def probe(self, tokens: Sequence[int]) -> Sequence[Probe]:
+        return await asyncio.gather(*(self._probe(server, tokens) for server in self.servers))
+
+    async def _probe(self, server: Server, tokens: Sequence[int]) -> Probe:
+        asked = wire.Probe(
+            tokens=list(tokens),
+            temperature=PROBE_TEMPERATURE,
+            max_tokens=PROBE_TOKENS,
+            stop_token_ids=self._ends,
+            adapter=self._pending,
+        )
+        found: wire.Probed = await server.post("/bridge/probe", asked, wire.Probed)
+        finish: Finish = "stop" if found.finish == "stop" else "length"
+        sampled = Completion(
+            tokens=tuple(found.tokens), logprobs=tuple(found.logprobs), versions=(0,) * len(found.tokens), finish=finish
+        )
+        return Probe(
+            name=server.name,
+            scored=tuple(found.scored),
+            sampled=sampled,
+            temperature=found.temperature,
+            cached=found.cached,
+        )
+
+    async def health(self) -> Health:
+        found = await asyncio.gather(*(s.get("/health", dict) for s in self.servers), return_exceptions=True)
+        bad = [str(f) for f in found if isinstance(f, BaseException)]
+        running = sum(int(f["running"]) for f in found if isinstance(f, dict))
+        return Health(ok=not bad, running=running, waiting=0, detail="; ".join(bad))
+
+    # The transaction
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def stamp(self, version: PolicyVersion) -> None:
+        body = wire.Stamp(step=version.step, digest=version.digest, adapter=self._pending)
+        for answer, server in zip(await self.fleet.all("/bridge/stamp", body), self.servers, strict=True):
+            self._same(server, answer["engine"])
+        self._version = version
+        if self._pending is not None:
+            await self._forget_old()
+        self._pending = None
+
+    async def pause(self, *, finish: bool = False) -> None:
+        await self.fleet.all("/bridge/pause", wire.Pause(finish=finish, seconds=self._patience))
+
+    async def resume(self) -> float:
+        still = max(float(answer["seconds"]) for answer in await self.fleet.all("/bridge/resume"))
+        self.fleet.ready.set()
+        return still
+
+    async def stop(self, reason: str) -> None:
+        await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))
+
+    async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
+        """What every server holds; the shares of its ranks added up."""
+        body = wire.Checksums(travels=travels, adapter=self._pending)
+        if self._pending is not None and self._adapter is not None:
+            body.names, body.config = [name for name, _ in self._adapter.tensors], dict(self._adapter.config)
+        out: dict[str, Mapping[str, int]] = {}
+        for server, answer in zip(self.servers, await self.fleet.all("/bridge/checksums", body), strict=True):
+            self._same(server, answer["engine"])
+            sums: dict[str, int] = {}
+            for rank in answer["ranks"]:
+                for name, value in rank.items():
+                    sums[name] = (sums.get(name, 0) + int(value, 16)) % 2**64
+            out[server.name] = sums
+        return out
+
+    async def lend(self) -> Mapping[str, Any]:
+        (server,) = self.servers
+        answer = await server.post("/bridge/lend", wire.Lend(folder="/dev/shm"))
+        (rank,) = answer["ranks"]
+        attached = sharing.attach(rank["lent"])
+        return {name: _view(attached, places) for name, places in rank["map"].items()}
+
+    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+        for name, tensor in adapter.tensors:
+            plain = name.replace(".default.", ".")
+            yield plain, scaled(tensor, adapter.config) if ".lora_B." in plain else tensor
+
+    async def adapt(self, adapter: Adapter) -> int:
+        (server,) = self.servers
+        with sharing.handed(dict(adapter.tensors)) as source:
+            answer = await server.post("/bridge/adapt", wire.Adapt(config=dict(adapter.config), source=source))
+        return int(answer["bytes"])
+
+    async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+        self._adapter = adapter
+        await self._load(folder, f"step-{version.step:06d}-{self.epoch}-{len(self._swapped)}")
+        return int(sum(t.numel() * t.element_size() for _, t in adapter.tensors)) * len(self.servers)
+
+    async def _load(self, folder: Path, name: str) -> None:
+        await self.fleet.all("/lora/load", wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name))
+        self._pending = name
+        self._swapped.append(name)
+
+    async def _forget_old(self) -> None:
+        """Unload versions that no request can need any more; one still in use is asked about again next time."""
+        for name in self._swapped[: -self._needs.versions]:
+            answers = await self.fleet.all("/lora/unload", wire.UnloadAdapter(adapter_name=name, unless_used=True))
+            if all(name in answer["unloaded"] for answer in answers):
+                self._swapped.remove(name)
+
+    async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
+        """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
+        for server, rank in zip(self.servers, first, strict=True):
+            body = wire.StartReceiver(
+                init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
+                world_size=int(rendezvous["world"]),
+                backend=rendezvous["backend"],
+                name=rendezvous["name"],
+                seconds=float(rendezvous["seconds"]),
+                first_rank=rank,
+            )
+            await server.post("/nccl/start_receiver", body)
+
+    async def workers(self) -> Sequence[int]:
+        """Ranks of each server."""
+        return [len((await server.info()).workers) for server in self.servers]
+
+    async def connected(self) -> bool:
+        found = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
+        for server, answer in zip(self.servers, found, strict=True):
+            if answer["status"] == "error":
+                raise TransportError(f"{server.name} could not join the process group: {answer['error']}")
+        return all(answer["status"] == "connected" for answer in found)
+
+    async def receive(
+        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
+    ) -> None:
+        body = wire.Receive(
+            manifest=[(name, list(shape), dtype) for name, shape, dtype in manifest],
+            bucket_bytes=bucket_bytes,
+            config=None if adapter is None else dict(adapter.config),
+        )
+        await self.fleet.all("/nccl/receive", body)
+
+    async def disconnect(self) -> None:
+        await self.fleet.all("/nccl/stop_receiver")
+
+
+def _view(attached: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> Any:
+    """A Hugging Face tensor as a view into the engine's fused one."""
+    (place,) = places
+    tensor = attached[place["vllm_name"]]
+    return tensor.as_strided(place["size"], place["stride"], tensor.storage_offset() + place["offset"])

@@ -1,0 +1,202 @@
+"""The servers that hold one policy: started, found again, restarted and ended, always by their own handles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_client import Server, Unreachable
+from tandem.engines._vllm_process import EngineProcess, EngineRecord
+from tandem.engines.base import Needs
+from tandem.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How our own engines are started."""
+
+    command: Callable[[str, int], list[str]]
+    """By model folder and port."""
+    environment: Callable[[int, str], dict[str, str]]
+    """By replica and API key."""
+    trainer: str
+    """This process, for them to watch."""
+    log: Path
+    """Folder of their logs."""
+    records: Path | None
+    """Folder of the files by which a resumed run finds them."""
+
+
+class Fleet:
+    """One or more servers; ``launch`` is None for those that somebody else runs."""
+
+    def __init__(self, servers: Sequence[Server], *, launch: Launch | None, options: Any, needs: Needs):
+        self.servers = list(servers)
+        self.context = 0
+        """Most tokens that every server takes."""
+        self.epoch = 0
+        """Counts starts."""
+        self.adopted = launch is None
+        """Somebody else started one of them: an earlier trainer, or whoever runs what is at ``urls``."""
+        self.model = str(needs.weights or needs.model)
+        """What the next start loads."""
+        self.ready = asyncio.Event()
+        """Clear while a server was started and nothing was published to it yet."""
+        self.ready.set()
+        self._launch = launch
+        self._options = options
+        self._needs = needs
+        self._restarts = 0
+        self._recovering = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start or find every server, and check it against the run's needs."""
+        await asyncio.gather(*(self._begin(i) for i in range(len(self.servers))))
+
+    async def _begin(self, index: int) -> None:
+        if self._launch is None:
+            await self._greet(self.servers[index])
+        elif not await self._adopt(self._launch, index):
+            await self._spawn(index)
+
+    async def _adopt(self, launch: Launch, index: int) -> bool:
+        """Go on with an engine that an earlier trainer of this run left behind, if it still answers."""
+        record = None if launch.records is None else EngineRecord.read(_record(launch.records, index))
+        process = None if record is None else EngineProcess.adopt(record)
+        if record is None or process is None:
+            return False
+        options = self._options
+        server = Server(
+            record.url, record.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
+        )
+        server.process = process
+        try:
+            await server.get("/health", dict)
+            await server.post("/bridge/adopt", wire.Adopt(trainer=launch.trainer))
+            await self._greet(server)
+        except EngineError as error:
+            log.warning("%s, left by an earlier trainer, cannot be used, so another is started: %s", server.name, error)
+            await server.close()
+            await process.stop()
+            return False
+        log.info("going on with %s, which an earlier trainer started", server.name)
+        self.servers[index], self.adopted = server, True
+        return True
+
+    async def _spawn(self, index: int) -> None:
+        launch, server = self._launch, self.servers[index]
+        assert launch is not None
+        process = server.process = EngineProcess.start(
+            launch.command(self.model, urlsplit(server.url).port or 0),
+            launch.environment(index, server.key),
+            launch.log / f"engine-{index}.log",
+        )
+        self._note(launch, index)  # at once: a trainer that dies during the start must leave a trace
+        try:
+            await process.wait_healthy(server.url, self._options.start_seconds)
+            self._note(launch, index)
+            await self._greet(server)
+        except BaseException:
+            await process.stop()
+            raise
+
+    def _note(self, launch: Launch, index: int) -> None:
+        server = self.servers[index]
+        if launch.records is not None and server.process is not None:
+            server.process.record(server.url, server.key).write(_record(launch.records, index))
+
+    async def _greet(self, server: Server) -> None:
+        try:
+            info = await server.info()
+        except Unreachable as error:
+            raise EngineError(f"{error}; is it running? Start one by: tandem serve engine RECIPE") from error
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; stock vLLM lacks the routes that engine.urls need; start it by: tandem serve engine RECIPE"
+            ) from error
+        server.boot = info.engine
+        if info.logprobs != "processed_logprobs":
+            raise EngineError(
+                f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+        if self._needs.travels == "adapter" and not info.adapters:
+            raise EngineError(f"{server.name} was started without adapters; start it with --enable-lora")
+        self.context = min(self.context or info.context, info.context)
+
+    def dead(self) -> list[int]:
+        """Places of servers of ours whose process has ended."""
+        return [i for i, s in enumerate(self.servers) if s.process is not None and not s.process.alive()]
+
+    async def recover(self) -> bool:
+        """Start dead servers of ours again; False if none was dead.
+
+        Raises:
+            EngineError: it happened too often.
+        """
+        async with self._recovering:
+            dead = self.dead()
+            if not dead or self._closed or self._launch is None:
+                return False
+            self.ready.clear()
+            self._restarts += 1
+            for index in dead:
+                server = self.servers[index]
+                assert server.process is not None
+                if self._restarts > self._options.restarts:
+                    raise EngineError(
+                        f"{server.name} {server.process.exit_reason()}, and engine.restarts allows "
+                        f"{self._options.restarts} restarts. Its log ends:\n{server.process.tail()}"
+                    )
+                log.warning("%s %s; starting it again", server.name, server.process.exit_reason())
+                await server.process.stop()
+                await self._spawn(index)
+            self.epoch += 1
+            return True
+
+    async def relaunch(self) -> None:
+        """End every server of ours and, once its memory is free, start it on ``model``."""
+        async with self._recovering:
+            self.ready.clear()
+            for index, server in enumerate(self.servers):
+                assert server.process is not None
+                await server.process.stop()
+                await self._spawn(index)
+            self.epoch += 1
+
+    async def close(self) -> None:
+        """End our servers and let go of the others."""
+        self._closed = True
+        self.ready.set()
+        for index, server in enumerate(self.servers):
+            await server.close()
+            if server.process is not None and self._launch is not None:
+                await server.process.stop()
+                if self._launch.records is not None:
+                    _record(self._launch.records, index).unlink(missing_ok=True)
+
+    @property
+    def closed(self) -> bool:
+        """True once nobody may ask any more."""
+        return self._closed
+
+    async def all(self, path: str, body: Any = None) -> list[Any]:
+        """Tell every server at once; the first failure is raised when all have answered."""
+        found = await asyncio.gather(*(s.post(path, body) for s in self.servers), return_exceptions=True)
+        for answer in found:
+            if isinstance(answer, BaseException):
+                raise answer
+        return list(found)
+
+
+def _record(folder: Path, index: int) -> Path:
+    return folder / f"engine-{index}.json"

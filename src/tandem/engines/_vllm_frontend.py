@@ -1,0 +1,363 @@
+"""What the engine's HTTP process keeps: which weights a token comes from, and when it may be given out.
+
+The scheduler is paused between two forward passes ("keep": requests in flight stay where they are). Every time it
+goes on, an era begins, and every token is filed under the era it was sampled in. A publish gives the era its policy
+step. Until then, tokens of that era are held back: they may be sampled, so that a probe can run, but nobody gets
+them before the weights are proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
+
+from tandem.engines._vllm_answers import Answer, Answers
+from tandem.engines._vllm_wire import Refused
+
+log = logging.getLogger("vllm.tandem")
+
+State = Literal["serving", "paused", "proving", "stopped"]
+"""serving; paused: nothing is sampled; proving: sampled and held back; stopped: the weights are in doubt."""
+
+IN_PLACE = "tandem"
+"""Name of the adapter whose tensors are overwritten by each publish."""
+
+UNKNOWN = -1
+"""Era, and policy step, of weights that nobody has stamped."""
+
+SETTLE = 20
+"""Turns of the event loop in which tokens that have arrived reach whoever asked for them."""
+
+
+class Stopped(Exception):
+    """The engine holds weights that nobody vouches for, so it answers nothing."""
+
+
+class Frontend:
+    """Between HTTP and vLLM's asynchronous engine (``AsyncLLM``, of which only public methods are used but two).
+
+    The two, each with a public way to fall back on: ``engine_core.pause_scheduler_async``, because the public
+    ``pause_generation`` sleeps 20 ms after the work is done, and ``engine_core.outputs_queue``, to see that every
+    token sampled before a pause has been handed out.
+    """
+
+    def __init__(self, client: Any):
+        self.client = client
+        self.id = uuid.uuid4().hex[:12]
+        self.state: State = "serving"
+        self.reason = ""
+        self.adapter: Any = None
+        self.era = 0
+        self.updates = 0
+        self.steps: dict[int, int] = {UNKNOWN: UNKNOWN, 0: UNKNOWN}
+        self.digest = ""
+        self.running = 0
+        self.users: Counter[str] = Counter()
+        self._proven = 0
+        self._era_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
+        self._lease: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._broken_off = asyncio.Event()
+        self._paused_at = 0.0
+        self._stood_still = 0.0
+        self._stamped: int | None = None
+        self.written = False
+        self._changed = asyncio.Condition()
+        self._control = asyncio.Lock()
+
+    @property
+    def step(self) -> int:
+        """Policy step that is served; -1 before the first stamp."""
+        return self.steps[self._proven]
+
+    async def pause(
+        self, *, finish: bool = False, reason: str = "its weights were replaced before they were proven"
+    ) -> None:
+        """Return once nothing is sampled and all that was sampled is filed. Twice is once.
+
+        Args:
+            finish: let requests in flight end first.
+            reason: told to those that were sampled by weights that are being proven; nobody gets such tokens.
+        """
+        async with self._control:
+            if self.state == "paused":
+                return
+            if self.state == "proving":
+                self._break_off(reason)
+            await self._turn("paused")
+            if finish:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self.running == 0)
+            await self._halt()
+            self._paused_at = self._paused_at or time.monotonic()
+
+    async def _halt(self) -> None:
+        """Have the scheduler stand still, and every token that it sampled be filed."""
+        core = getattr(self.client, "engine_core", None)
+        pause = getattr(core, "pause_scheduler_async", None)
+        if pause is not None:
+            await pause(mode="keep", clear_cache=False)
+        else:
+            await self.client.pause_generation(mode="keep", clear_cache=False)
+        queue = getattr(core, "outputs_queue", None)
+        while queue is not None and not queue.empty():
+            await asyncio.sleep(0)
+        for _ in range(SETTLE):
+            await asyncio.sleep(0)
+
+    def expect_back(self, seconds: float) -> None:
+        """Stop if whoever paused the engine does not resume it in time: weights half written must not be served.
+
+        Each pause, also of an engine that is paused, begins the time anew.
+        """
+        self._end_lease()
+        loop = asyncio.get_running_loop()
+
+        def late() -> None:
+            reason = f"paused {seconds:g} s ago and never resumed; its trainer is gone. Publish again"
+            self._stopping = loop.create_task(self.stop(reason))
+
+        self._lease = loop.call_later(seconds, late)
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = None
+
+    async def stamp(self, step: int, digest: str, adapter: Any = None) -> None:
+        """The weights held now are this policy step, from the era that is being proven or from the next one.
+
+        While serving (a way that never pauses) an era begins at once, for requests handed in from now on: those in
+        flight go on with the adapter they have, and stay in its era.
+        """
+        async with self._control:
+            if self.state == "stopped":
+                raise Stopped(self.reason)
+            self.digest, self.adapter, self.written = digest, adapter, False
+            self.updates += 1
+            if self.state == "serving":
+                self.era += 1
+                self._proven = self.era
+                self.steps[self.era] = step
+                self._named_era()
+            else:
+                self._stamped = step
+
+    async def resume(self) -> float:
+        """Sample and give out; returns the seconds in which nothing was sampled.
+
+        Raises:
+            Stopped: a publish is needed first.
+            Refused: weights were being proven, and nobody has said that they are.
+        """
+        async with self._control:
+            if self.state == "stopped":
+                raise Stopped(self.reason)
+            if self._stamped is None and (self.written or self.state == "proving"):
+                raise Refused(409, "weights were written and nobody says whose: stamp them first (POST /bridge/stamp)")
+            if self.state == "paused":
+                await self._go_on()
+            self.steps[self.era] = self.steps[self._proven] if self._stamped is None else self._stamped
+            self._stamped = None
+            self._proven = self.era
+            self._named_era()
+            self._end_lease()
+            await self._turn("serving")
+            still, self._stood_still = self._stood_still, 0.0
+            return still
+
+    def _named_era(self) -> None:
+        """Requests that ask for an adapter by name are of the era in which it was stamped."""
+        if self.adapter is not None and self.adapter.lora_name != IN_PLACE:
+            self._era_of.setdefault(self.adapter.lora_name, self.era)
+
+    def forget(self, adapter: Any) -> None:
+        """An adapter was unloaded."""
+        self._era_of.pop(adapter.lora_name, None)
+        if self.adapter is adapter:
+            self.adapter = None
+
+    async def stop(self, reason: str) -> None:
+        """Give out nothing more until a publish succeeds; requests in flight end with ``Stopped``."""
+        log.error("stopped: %s", reason)
+        if self.state != "paused":
+            await self.pause(reason=reason)
+        async with self._control:
+            self._end_lease()
+            self._stamped = None
+            self._break_off(reason)
+            await self._turn("stopped")
+
+    def _break_off(self, reason: str) -> None:
+        self.reason = reason
+        self._broken_off.set()  # wakes who waits now, even though it is cleared at once
+        self._broken_off.clear()
+
+    async def broken_off(self) -> None:
+        """Wait, as the other end of a request in flight, for what ends it.
+
+        Raises:
+            Stopped: the weights that it samples from are in doubt.
+        """
+        await self._broken_off.wait()
+        raise Stopped(self.reason)
+
+    async def prove(self) -> None:
+        """Let the scheduler go on, with everything sampled from now on held back."""
+        async with self._control:
+            if self.state in ("paused", "stopped"):
+                await self._go_on()
+                await self._turn("proving")
+
+    async def _go_on(self) -> None:
+        self.era += 1
+        self.steps[self.era] = UNKNOWN if self._stamped is None else self._stamped
+        await self.client.resume_generation()
+        self._stood_still += time.monotonic() - self._paused_at
+        self._paused_at = 0.0
+
+    async def _turn(self, state: State) -> None:
+        self.state = state
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def deliverable(self, era: int | None = None) -> None:
+        """Return once tokens of an era (by default: of any) may be given out.
+
+        Raises:
+            Stopped: they never may.
+        """
+        async with self._changed:
+            while True:
+                if era is not None and era <= self._proven:
+                    return
+                if self.state == "stopped":
+                    raise Stopped(self.reason)
+                if era is None and self.state == "serving":
+                    return
+                await self._changed.wait()
+
+    async def admitted(self) -> None:
+        """Return once new requests may be handed to the scheduler: their cache salt must be that of their era."""
+        async with self._changed:
+            while self.state == "paused":
+                await self._changed.wait()
+            if self.state == "stopped":
+                raise Stopped(self.reason)
+
+    @property
+    def salt(self) -> str:
+        """Prefix cache entries are found under the same salt alone, so none outlives the weights it was made by."""
+        return f"{self.id}-{self.era}"
+
+    @contextlib.asynccontextmanager
+    async def counted(self, adapter: Any = None) -> AsyncIterator[None]:
+        """Around the life of one request."""
+        name = adapter.lora_name if adapter is not None else ""
+        self.running += 1
+        self.users[name] += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.users[name] -= 1
+            if not self.users[name]:
+                del self.users[name]
+            if not self.running:
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def generate(
+        self, prompt: Sequence[int], params: Mapping[str, Any], *, adapter: Any = None, probe: bool = False
+    ) -> Answers:
+        """Sample; the answer is given out once every era in it is proven.
+
+        Args:
+            prompt: token ids.
+            params: of vLLM's SamplingParams.
+            adapter: a LoRARequest, instead of the one that is served.
+            probe: a question about the weights themselves: answered while they are being proven.
+
+        Raises:
+            Stopped: the weights are in doubt.
+            ValueError: vLLM refuses the request.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if not probe:
+            await self.admitted()
+        params_ = SamplingParams(**params, output_kind=RequestOutputKind.DELTA)
+        found = Answers([Answer() for _ in range(params_.n)], list(prompt), None, 0)
+        served, adapter = adapter is None, adapter or self.adapter
+        # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
+        era = None
+        if adapter is not None and adapter.lora_name != IN_PLACE:
+            era = self.era if served else self._era_of.get(adapter.lora_name, UNKNOWN)
+        async with self.counted(adapter):
+            outputs = self.client.generate(
+                {"prompt_token_ids": list(prompt), "cache_salt": self.salt},
+                params_,
+                uuid.uuid4().hex,
+                lora_request=adapter,
+            )
+            async for output in outputs:
+                found.add(output, self.era if era is None else era)
+        if not probe:
+            await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))
+        return found
+
+    async def probe(
+        self,
+        tokens: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        ends: Sequence[int],
+        adapter: Any = None,
+    ) -> dict[str, Any]:
+        """Score the tokens and sample a few after them, by the weights held now."""
+        await self.prove()
+        ask: dict[str, Any] = {"detokenize": False, "temperature": temperature, "seed": seed, "logprobs": 0}
+        sample = {**ask, "max_tokens": max_tokens, "stop_token_ids": list(ends)}
+        # First, for it reads the prefix cache and so tells whether there was any; scoring never reads it, but fills it.
+        sampled = await self.generate(tokens, sample, adapter=adapter, probe=True)
+        score = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        scored = await self.generate(tokens, score, adapter=adapter, probe=True)
+        answer = sampled.completions[0]
+        cached = sampled.cached
+        if longer := self._beyond_a_block(tokens):
+            once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+            cached = (await self.generate(longer, once, adapter=adapter, probe=True)).cached
+        return {
+            "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],
+            "tokens": answer.tokens,
+            "logprobs": [p[t] for t, p in zip(answer.tokens, answer.logprobs, strict=True)],
+            "finish": answer.finish,
+            "cached": cached,
+            "temperature": temperature,
+        }
+
+    def _beyond_a_block(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens again and again, one more than the prefix cache's unit: it keeps nothing that is shorter."""
+        config = self.client.vllm_config
+        block = int(config.cache_config.block_size)
+        if len(tokens) > block or block + 1 >= config.model_config.max_model_len:
+            return []
+        return ([*tokens] * (block // len(tokens) + 1))[: block + 1]
+
+    def steps_of(self, answer: Answer) -> list[int]:
+        """Policy step of each token."""
+        return [self.steps[era] for era in answer.eras]
+
+    async def rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
+        """Call a method of the worker extension on every rank; results by rank."""
+        call = self.client.collective_rpc(method, args=args)
+        return list(await asyncio.wait_for(call, seconds))

@@ -1,0 +1,95 @@
+"""The engine's end of a broadcast: joins the trainer's process group and takes publishes from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_adapters import SLOT, Adapters
+from tandem.engines._vllm_frontend import Frontend
+from tandem.engines._vllm_wire import Refused, parsed
+
+
+class Receiver:
+    """The /nccl/* routes."""
+
+    def __init__(self, frontend: Frontend, adapters: Adapters):
+        self._frontend = frontend
+        self._adapters = adapters
+        self._announced: list[wire.Entry] = []
+
+    async def start(self, body: bytes) -> Any:
+        """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
+        asked = parsed(body, wire.StartReceiver)
+        meeting = self._meeting(asked)
+        self._announced = await self._known(asked)
+        await self._frontend.rpc("tandem_connect", json.dumps(meeting), asked.first_rank)
+        return await self.status(b"")
+
+    def _meeting(self, asked: wire.StartReceiver) -> dict[str, Any]:
+        found = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d+)", asked.init_method)
+        if not found:
+            raise Refused(400, f"init_method must be tcp://host:port of rank 0, not {asked.init_method!r}")
+        if asked.backend not in (None, "nccl", "gloo"):
+            raise Refused(400, f"backend must be nccl or gloo, not {asked.backend!r}")
+        if not 1 <= asked.first_rank < asked.world_size:
+            raise Refused(400, f"first_rank {asked.first_rank} is not within a world of {asked.world_size}")
+        return {
+            "host": found[1],
+            "port": int(found[2]),
+            "world": asked.world_size,
+            "backend": asked.backend,
+            "name": asked.name,
+            "seconds": asked.seconds,
+        }
+
+    async def _known(self, asked: wire.StartReceiver) -> list[wire.Entry]:
+        """What param_metadata announces, if all of it has a place here."""
+        entries = [(name, meta.shape, meta.dtype.removeprefix("torch.")) for name, meta in asked.param_metadata.items()]
+        weights = {*asked.param_metadata, *asked.param_mappings}
+        weights = {name for name in weights if ".lora_A." not in name and ".lora_B." not in name}
+        if weights:
+            held = json.loads((await self._frontend.rpc("tandem_map"))[0])
+            if unknown := sorted(weights - set(held)):
+                raise Refused(
+                    400, f"this engine has no weight {unknown[0]!r}; /bridge/state_dict_info names those it has"
+                )
+        return entries
+
+    async def status(self, _: bytes) -> Any:
+        """GET /nccl/status: idle, connecting, connected, or error with its reason."""
+        ranks = await self._frontend.rpc("tandem_connection")
+        states = [rank["state"] for rank in ranks]
+        worst = next(state for state in ("error", "idle", "connecting", "connected") if state in states)
+        reasons = [rank["reason"] for rank in ranks if rank["reason"]]
+        return {"status": worst, "error": "; ".join(reasons) or None, "ranks": ranks}
+
+    async def stop(self, _: bytes) -> Any:
+        """POST /nccl/stop_receiver: leave the group."""
+        await self._frontend.rpc("tandem_disconnect")
+        return await self.status(b"")
+
+    async def receive(self, body: bytes) -> Any:
+        """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
+        asked = parsed(body, wire.Receive)
+        if self._frontend.state not in ("paused", "stopped"):
+            raise Refused(409, "receiving overwrites what is sampled from: pause first (POST /bridge/pause)")
+        manifest = asked.manifest or self._announced
+        if not manifest:
+            raise Refused(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
+        slot = 0
+        if asked.config is not None:
+            self._adapters.require_enabled()
+            slot = SLOT
+        try:
+            self._frontend.written = True
+            arguments = json.dumps(manifest), asked.bucket_bytes, slot, json.dumps(asked.config)
+            await self._frontend.rpc("tandem_receive", *arguments)
+        except Exception as error:
+            await self._frontend.stop(f"a publish broke off while it was being received: {error}")
+            raise
+        if slot:
+            self._adapters.written()
+        return {"status": "ok", "tensors": len(manifest)}

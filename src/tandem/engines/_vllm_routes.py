@@ -1,0 +1,315 @@
+"""Routes of ours on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
+
+Everything else passes through untouched, but for three things: requests get a cache salt, so that no prefix outlives
+the weights it was computed with; replies wait while weights are being proven; and adapters that vLLM's own route is
+told to load must lie where adapters may come from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_adapters import Adapters, allowed
+from tandem.engines._vllm_asgi import (
+    Gone,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    authorise,
+    disconnected,
+    given,
+    read,
+    refuse,
+    salted,
+    unless,
+)
+from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_receiver import Receiver
+from tandem.engines._vllm_watch import Watch
+from tandem.engines._vllm_wire import Refused, parsed
+
+SALTED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+        "/invocations",
+        "/generative_scoring",
+    }
+)
+"""Stock routes that sample."""
+SAMPLE = frozenset({"/generate", "/bridge/probe"})
+"""Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
+
+Handler = Callable[[bytes], Awaitable[Any]]
+
+
+class Routes:
+    """The middleware. It finds vLLM's engine in the application's state at the first request."""
+
+    def __init__(self, app: Any):
+        self._app = app
+        self._live: _Live | None = None
+        self._watch = Watch.begin()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI event."""
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        try:
+            if path != "/health":
+                authorise(scope)
+            live = self._engine(scope)
+            methods = live.handlers.get(path)
+            if methods is not None:
+                await answer(send, await self._handled(live, path, methods, scope["method"], receive))
+                return
+        except Exception as error:
+            await refuse(send, error)
+            return
+        await self._pass(live, path, scope, receive, send)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            authorise(scope)
+        except Refused:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": "API key"})
+            return
+        await self._app(scope, receive, send)
+
+    def _engine(self, scope: Scope) -> _Live:
+        if self._live is None:
+            client = getattr(scope["app"].state, "engine_client", None)
+            if client is None:
+                raise Refused(503, "the engine is starting")
+            self._live = _Live(client, scope["app"].state, self._watch)
+        return self._live
+
+    async def _handled(self, live: _Live, path: str, methods: dict[str, Handler], method: str, receive: Receive) -> Any:
+        handler = methods.get(method)
+        if handler is None:
+            allow = ", ".join(methods)
+            raise Refused(405, f"{path} answers {allow}, not {method}", [(b"allow", allow.encode())])
+        body = await read(receive)
+        if path in SAMPLE:
+            return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
+        return await handler(body)
+
+    async def _pass(self, live: _Live, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """On to vLLM's own routes."""
+        sampled = path in SALTED
+        if scope["method"] != "POST" or not (sampled or path == "/v1/load_lora_adapter"):
+            await self._app(scope, receive, send)
+            return
+        begun = False
+        front = live.frontend
+
+        async def proven(message: Message) -> None:
+            nonlocal begun
+            await front.deliverable(None if front.era != era else era)
+            begun = True
+            await send(message)
+
+        try:
+            body = await read(receive, most=None)
+            if not sampled:
+                allowed(_path_of(body))
+            await front.admitted()
+            era = front.era
+            if sampled:
+                body = salted(body, front.salt)
+            headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
+            headers.append((b"content-length", str(len(body)).encode()))
+            async with front.counted():
+                await self._app({**scope, "headers": headers}, given(body, receive, front.broken_off), proven)
+        except (Refused, Stopped, Gone) as error:
+            if begun:
+                raise  # too late for a status: the connection breaks off, which no client takes for a whole answer
+            await refuse(send, error)
+
+
+def _path_of(body: bytes) -> str:
+    """Where /v1/load_lora_adapter is to load from; empty where that is not said, which vLLM refuses itself."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return ""
+    return str(asked.get("lora_path", "")) if isinstance(asked, dict) else ""
+
+
+class _Live:
+    """The routes over a live engine."""
+
+    def __init__(self, client: Any, state: Any, watch: Watch | None):
+        self.client = client
+        self._watch = watch
+        self.frontend = Frontend(client)
+        self.adapters = Adapters(self.frontend, state)
+        self.receiver = Receiver(self.frontend, self.adapters)
+        self.handlers: dict[str, dict[str, Handler]] = {
+            "/health": {"GET": self.health},
+            "/generate": {"POST": self.generate},
+            "/bridge/info": {"GET": self.info},
+            "/bridge/state_dict_info": {"GET": self.state_dict_info},
+            "/bridge/notify_update": {"POST": self.notify_update},
+            "/bridge/pause": {"POST": self.pause},
+            "/bridge/resume": {"POST": self.resume},
+            "/bridge/lend": {"POST": self.lend},
+            "/bridge/checksums": {"POST": self.checksums},
+            "/bridge/probe": {"POST": self.probe},
+            "/bridge/stamp": {"POST": self.stamp},
+            "/bridge/stop": {"POST": self.stop},
+            "/bridge/adapt": {"POST": self.adapt},
+            "/bridge/adopt": {"POST": self.adopt},
+            "/lora/status": {"GET": self.adapters.status},
+            "/lora/load": {"POST": self.adapters.load},
+            "/lora/unload": {"POST": self.adapters.unload},
+            "/nccl/start_receiver": {"POST": self.receiver.start},
+            "/nccl/status": {"GET": self.receiver.status},
+            "/nccl/stop_receiver": {"POST": self.receiver.stop},
+            "/nccl/receive": {"POST": self.receiver.receive},
+        }
+
+    async def health(self, _: bytes) -> Any:
+        await self.client.check_health()
+        front = self.frontend
+        if front.state == "stopped":
+            raise Stopped(front.reason)
+        return {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, "running": front.running}
+
+    async def generate(self, body: bytes) -> wire.Generated:
+        asked = parsed(body, wire.Generate)
+        if asked.stream:
+            raise Refused(400, "stream: /generate answers when all is sampled; /v1/completions streams")
+        tokenizer = self.client.get_tokenizer()
+        text = asked.prompt if isinstance(asked.prompt, str) else None
+        ids = tokenizer.encode(text) if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
+        if not ids:
+            raise Refused(400, "prompt is empty: it needs at least one token")
+        adapter = None if asked.adapter is None else self.adapters.named(asked.adapter)
+        found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter)
+        return wire.Generated(
+            text=[c.text for c in found.completions],
+            prompt=text if text is not None else tokenizer.decode(ids) if asked.detokenize else "",
+            finish_reasons=[c.finish for c in found.completions],
+            logprobs=None if asked.logprobs is None else [[[p] for p in c.logprobs] for c in found.completions],
+            prompt_logprobs=found.prompt_logprobs,
+            prompt_token_ids=list(ids),
+            token_ids=[c.tokens for c in found.completions],
+            versions=[wire.runs(self.frontend.steps_of(c)) for c in found.completions],
+            engine=self.frontend.id,
+            cached=found.cached,
+        )
+
+    async def info(self, _: bytes) -> wire.Info:
+        front, config = self.frontend, self.client.vllm_config
+        return wire.Info(
+            engine=front.id,
+            state=front.state,
+            reason=front.reason,
+            step=front.step,
+            digest=front.digest,
+            updates=front.updates,
+            running=front.running,
+            adapter=front.adapter.lora_name if front.adapter else None,
+            model=config.model_config.model,
+            context=config.model_config.max_model_len,
+            logprobs=str(config.model_config.logprobs_mode),
+            adapters=config.lora_config is not None,
+            workers=[wire.Workers(**worker) for worker in await front.rpc("tandem_info")],
+        )
+
+    async def state_dict_info(self, _: bytes) -> Any:
+        ranks = [json.loads(text) for text in await self.frontend.rpc("tandem_map")]
+        config = self.client.vllm_config
+        return {
+            "model": config.model_config.model,
+            "tp_degree": config.parallel_config.tensor_parallel_size,
+            "num_params": len(ranks[0]),
+            "param_names": sorted(ranks[0]),
+            "param_mappings": {name: places[0] for name, places in ranks[0].items()},
+            "ranks": ranks,
+        }
+
+    async def notify_update(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Stamp)
+        step = self.frontend.step + 1 if asked.step is None else asked.step
+        await self.frontend.stamp(step, asked.digest, self.frontend.adapter)
+        return {"status": "ok", "step": step, "updates": self.frontend.updates}
+
+    async def pause(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Pause)
+        await self.frontend.pause(finish=asked.finish)
+        self.frontend.expect_back(asked.seconds)
+        return {"state": self.frontend.state}
+
+    async def resume(self, body: bytes) -> Any:
+        parsed(body, wire.Body)
+        return {"seconds": await self.frontend.resume(), "state": self.frontend.state}
+
+    async def lend(self, body: bytes) -> Any:
+        self._require_paused("lend")
+        ranks = await self.frontend.rpc("tandem_lend", parsed(body, wire.Lend).folder)
+        return {"ranks": [json.loads(text) for text in ranks]}
+
+    async def checksums(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Checksums)
+        if asked.travels == "weights":
+            ranks = await self.frontend.rpc("tandem_checksums")
+        else:
+            slot, config = self.adapters.slot(asked.adapter), json.dumps(asked.config)
+            ranks = await self.frontend.rpc("tandem_adapter_checksums", slot, asked.names, config)
+        return {"ranks": ranks, "engine": self.frontend.id}
+
+    async def probe(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Probe)
+        return await self.frontend.probe(
+            asked.tokens,
+            temperature=asked.temperature,
+            max_tokens=asked.max_tokens,
+            seed=asked.seed,
+            ends=asked.stop_token_ids,
+            # What was written in place is served only once it is stamped, so it is named here.
+            adapter=self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter),
+        )
+
+    async def stamp(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Stamp)
+        if asked.step is None:
+            raise Refused(400, "step is missing: which policy step do these weights belong to?")
+        adapter = self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter)
+        await self.frontend.stamp(asked.step, asked.digest, adapter)
+        return {"step": asked.step, "engine": self.frontend.id}
+
+    async def stop(self, body: bytes) -> Any:
+        await self.frontend.stop(parsed(body, wire.Stop).reason)
+        return {"state": self.frontend.state}
+
+    async def adapt(self, body: bytes) -> Any:
+        self._require_paused("adapt")
+        asked = parsed(body, wire.Adapt)
+        return {"bytes": await self.adapters.adapt(asked.config, asked.source)}
+
+    async def adopt(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Adopt)
+        if self._watch is None:
+            raise Refused(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
+        self._watch.adopt(asked.trainer)
+        return {"engine": self.frontend.id}
+
+    def _require_paused(self, what: str) -> None:
+        if self.frontend.state not in ("paused", "stopped"):
+            raise Refused(409, f"/bridge/{what} writes what is sampled from: pause first (POST /bridge/pause)")

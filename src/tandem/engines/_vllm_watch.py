@@ -1,0 +1,61 @@
+"""Ends an engine whose trainer is gone for good, so that a crashed run does not keep an accelerator."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import time
+
+from tandem.engines._processes import alive_after
+from tandem.weights.sharing import remove_orphans
+
+log = logging.getLogger("vllm.tandem")
+
+TRAINER = "TANDEM_TRAINER"
+"""Environment variable: ``pid:start time`` of the process that started the engine; unset where nobody is watched."""
+LINGER = "TANDEM_LINGER"
+"""Environment variable: seconds that the engine outlives that process."""
+
+GRACE = 60.0
+"""Seconds that the server gets to end in order; then it is killed with its workers."""
+
+
+class Watch(threading.Thread):
+    """Looks after the trainer once a second. A trainer that comes back adopts the engine and is watched instead."""
+
+    def __init__(self, trainer: str, linger: float):
+        super().__init__(name="tandem watch", daemon=True)
+        self._trainer = trainer
+        self._linger = linger
+
+    @classmethod
+    def begin(cls) -> Watch | None:
+        """Start watching whom the environment names."""
+        trainer = os.environ.get(TRAINER)
+        if not trainer:
+            return None
+        watch = cls(trainer, float(os.environ.get(LINGER, "0")))
+        watch.start()
+        atexit.register(remove_orphans)  # workers are killed at the end, so what they lent on a host has its name yet
+        return watch
+
+    def adopt(self, trainer: str) -> None:
+        """Watch another process from now on."""
+        self._trainer = trainer
+
+    def run(self) -> None:
+        """Ask the server to end, in order, ``linger`` seconds after the trainer was last seen."""
+        seen = time.monotonic()
+        while time.monotonic() - seen <= self._linger:
+            time.sleep(1.0)
+            pid, _, started = self._trainer.partition(":")
+            if alive_after(int(pid), started):
+                seen = time.monotonic()
+        log.warning("the trainer (pid %s) is gone for %.0f s and nobody came back: ending", pid, self._linger)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        if os.getpgid(0) == os.getpid():  # else the group is a stranger's too
+            os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,289 @@
+"""What travels between the trainer and an engine's HTTP process, as types that refuse what they do not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """A request that is answered with an error; ``status`` and ``headers`` are HTTP's."""
+
+    def __init__(self, status: int, reason: str, headers: Sequence[tuple[bytes, bytes]] = ()):
+        super().__init__(reason)
+        self.status = status
+        self.headers = headers
+
+
+def parsed(body: bytes, kind: type[T]) -> T:
+    """A request's body; an empty one is an empty object.
+
+    Raises:
+        Refused: it is no JSON, or not of this type; the message says where.
+    """
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, f"the request's body is not as expected: {error}") from error
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A request's body."""
+
+
+class Ids(Body):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+class Generate(Body):
+    """POST /generate. Fields that nothing is said of are those of vLLM's SamplingParams."""
+
+    prompt: str | Ids
+    """Text, or token ids."""
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """0 and 1 tell that of the sampled token; more, those of as many of the likeliest too; null tells none at all."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    """False spares the text."""
+    adapter: str | None = None
+    """Name of a loaded adapter, instead of what is served."""
+    stream: bool = False
+    """Refused when true: /v1/completions streams."""
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of SamplingParams."""
+        plain = msgspec.to_builtins(self)
+        given = {name: value for name, value in plain.items() if name not in ("prompt", "adapter", "stream")}
+        if self.logprobs == 1:
+            given["logprobs"] = 0  # vLLM would tell the likeliest token's beside the sampled one's
+        # Said even where vLLM's default is the same: its defaults are not ours to rely on.
+        return {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature, **given}
+
+
+class Generated(msgspec.Struct, kw_only=True):
+    """Answer of /generate. One entry per completion."""
+
+    text: list[str]
+    prompt: str
+    finish_reasons: list[str]
+    token_ids: list[list[int]]
+    prompt_token_ids: list[int]
+    versions: list[list[tuple[int, int]]]
+    """Policy steps that sampled the tokens, as runs of (step, tokens)."""
+    engine: str
+    """Name that the HTTP process gave itself when it started."""
+    logprobs: list[list[list[dict[int, float]]]] | None = None
+    """Per token a list with one mapping of token id to logprob."""
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    cached: int = 0
+    """Prompt tokens that came from the prefix cache."""
+
+
+class Pause(Body):
+    """POST /bridge/pause."""
+
+    finish: bool = False
+    """Let requests in flight end first."""
+    seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    """How long it may last, proof included: an engine that nobody resumes by then is stopped instead of hanging."""
+
+
+class Lend(Body):
+    """POST /bridge/lend."""
+
+    folder: str
+    """Where shared memory files are made; read on a CPU alone."""
+
+
+class Stamp(Body):
+    """POST /bridge/stamp and /bridge/notify_update."""
+
+    step: int | None = None
+    """Policy step of the weights held now; by default one more than the last."""
+    digest: str = ""
+    """Of their bytes."""
+    adapter: str | None = None
+    """Name of the loaded adapter that this step is."""
+
+
+class Stop(Body):
+    """POST /bridge/stop."""
+
+    reason: str
+
+
+class Checksums(Body):
+    """POST /bridge/checksums."""
+
+    travels: Literal["weights", "adapter"] = "weights"
+    """What is compared."""
+    adapter: str | None = None
+    """Which adapter, by name; by default the one written in place."""
+    names: list[str] = []
+    """Of a named adapter: its tensors."""
+    config: dict[str, Any] = {}
+    """Of a named adapter: PEFT's configuration."""
+
+
+class Probe(Body):
+    """POST /bridge/probe."""
+
+    tokens: list[int]
+    temperature: float = 0.7
+    max_tokens: int = 8
+    seed: int = 0
+    stop_token_ids: list[int] = []
+    adapter: str | None = None
+
+
+class Probed(msgspec.Struct, kw_only=True):
+    """Answer of /bridge/probe."""
+
+    scored: list[float]
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    cached: int
+    temperature: float
+
+
+class Adapt(Body):
+    """POST /bridge/adapt."""
+
+    config: dict[str, Any]
+    source: dict[str, Any]
+    """A description of ``weights/sharing``."""
+
+
+class LoadAdapter(Body):
+    """POST /lora/load."""
+
+    adapter_path: str
+    adapter_name: str | None = None
+    """By default the folder's name."""
+
+
+class UnloadAdapter(Body):
+    """POST /lora/unload."""
+
+    adapter_name: str | None = None
+    """By default all."""
+    unless_used: bool = False
+    """Leave it loaded while a request is being sampled with it."""
+
+
+class Adopt(Body):
+    """POST /bridge/adopt."""
+
+    trainer: Annotated[str, msgspec.Meta(pattern=r"^\d+:.+$")]
+    """``pid:start time`` of the process whose death ends the engine, after a while."""
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    """One tensor that will be sent."""
+
+    shape: list[int]
+    dtype: str
+
+
+Entry = tuple[str, list[int], str]
+"""Name, shape and type of a tensor that is sent."""
+
+
+class StartReceiver(Body):
+    """POST /nccl/start_receiver."""
+
+    init_method: str
+    """tcp://host:port of rank 0."""
+    world_size: int
+    param_metadata: dict[str, Metadata] = {}
+    """What comes with each publish, in this order; otherwise every /nccl/receive says it."""
+    param_mappings: dict[str, Any] = {}
+    """The engine's names of it; checked, for the engine knows where its tensors lie."""
+    first_rank: int = 1
+    """Rank of this engine's first worker."""
+    backend: str | None = None
+    """nccl or gloo; by default what the device has."""
+    name: str = "tandem"
+    seconds: float = 120.0
+    """Deadline of joining and of each transfer."""
+
+
+class Receive(Body):
+    """POST /nccl/receive."""
+
+    manifest: list[Entry] = []
+    """Each tensor, in the order in which they come; by default what start_receiver announced."""
+    bucket_bytes: int = 64 << 20
+    """Most bytes of one transfer, as rank 0 sends them."""
+    config: dict[str, Any] | None = None
+    """PEFT's configuration, where it is an adapter that comes."""
+
+
+class Workers(msgspec.Struct, kw_only=True):
+    """Part of /bridge/info."""
+
+    rank: int
+    world: int
+    pid: int
+    device: str
+    torch: str
+    backend: str
+
+
+class Info(msgspec.Struct, kw_only=True):
+    """Answer of /bridge/info."""
+
+    engine: str
+    state: str
+    reason: str
+    step: int
+    digest: str
+    updates: int
+    running: int
+    adapter: str | None
+    model: str
+    context: int
+    logprobs: str
+    """vLLM's logprobs_mode."""
+    adapters: bool
+    """True if LoRA is enabled."""
+    workers: list[Workers]
+
+
+def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of equal steps: ``[3, 3, 4]`` is ``[(3, 2), (4, 1)]``."""
+    out: list[tuple[int, int]] = []
+    for step in steps:
+        if out and out[-1][0] == step:
+            out[-1] = (step, out[-1][1] + 1)
+        else:
+            out.append((step, 1))
+    return out
+
+
+def steps(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Inverse of ``runs``."""
+    return tuple(step for step, count in found for _ in range(count))

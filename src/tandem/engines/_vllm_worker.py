@@ -1,0 +1,258 @@
+"""What runs inside vLLM's workers (``--worker-extension-cls``): weights lent, received, adapted and checksummed.
+
+Every method is called through ``collective_rpc`` while the scheduler stands still, takes and returns plain data, and
+touches the storage that the forward pass reads; nothing of vLLM is replaced. On a CPU alone, linear layers are kept
+from being repacked for oneDNN when weights are to be written in place: the repacked copy is what would be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engines._vllm_adapter import AdapterSlots
+from tandem.engines._vllm_map import Place, places, uncovered
+from tandem.errors import EngineError
+from tandem.weights import sharing
+from tandem.weights.checksums import Shard, Tally
+from tandem.weights.collective import Member
+from tandem.weights.rendezvous import Rendezvous
+
+IN_PLACE = "TANDEM_IN_PLACE"
+"""Environment variable that says weights will be written in place."""
+
+
+def keep_layouts() -> None:
+    """Keep CPU linear layers as they are loaded, so that what is written is what is read."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import utils
+
+    ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+if os.environ.get(IN_PLACE) and not torch.cuda.is_available():
+    keep_layouts()
+
+
+class Worker:
+    """Mixed into vLLM's worker class; names begin with ``tandem_`` so that they collide with none of its own."""
+
+    model_runner: Any
+    rank: int
+
+    def tandem_info(self) -> dict[str, Any]:
+        """Who this worker is."""
+        device = self.tandem_device
+        return {
+            "rank": self.tandem_rank,
+            "world": self.tandem_world,
+            "pid": os.getpid(),
+            "device": str(device),
+            "torch": str(torch.__version__),
+            "backend": "nccl" if device.type == "cuda" else "gloo",
+        }
+
+    @property
+    def tandem_device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.tandem_model.parameters()).device
+
+    @property
+    def tandem_rank(self) -> int:
+        """Among the engine's workers."""
+        return int(getattr(self, "rank", 0))
+
+    @property
+    def tandem_world(self) -> int:
+        """The engine's workers."""
+        parallel = self.model_runner.vllm_config.parallel_config
+        return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+
+    @property
+    def tandem_model(self) -> torch.nn.Module:
+        """vLLM's model."""
+        model: Any = self.model_runner.model
+        module: torch.nn.Module = model.unwrap() if hasattr(model, "unwrap") else model  # hidden by CUDA graph wrappers
+        return module
+
+    def tandem_places(self) -> dict[str, list[Place]]:
+        """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
+
+        Raises:
+            EngineError: a parameter has no place, or a place does not cover it.
+        """
+        found = places(self.tandem_model, rank=self.tandem_rank, world=self.tandem_world)
+        if rest := uncovered(self.tandem_model, found):
+            raise EngineError(
+                f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
+            )
+        return found
+
+    def tandem_map(self) -> str:
+        """JSON: where every Hugging Face tensor lies in this rank's parameters."""
+        parameters = dict(self.tandem_model.named_parameters())
+        return json.dumps(
+            {
+                name: [_described(place, parameters[place.parameter]) for place in found]
+                for name, found in self.tandem_places().items()
+            }
+        )
+
+    def tandem_lend(self, folder: str) -> str:
+        """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
+
+        The same description is handed out again, to a trainer that comes back.
+        """
+        if self._tandem_lent is None:
+            parameters = dict(self.tandem_model.named_parameters())
+            values = {name: p.data for name, p in parameters.items()}
+            if self.tandem_device.type == "cuda":
+                self._tandem_lent = sharing.lend_cuda(values)
+            else:
+                # Named by process, so that what a killed engine left behind can be told from what is in use.
+                lent = sharing.lend_host(values, Path(folder) / f"tandem-weights-{os.getpid()}")
+                for name, p in parameters.items():
+                    p.data = lent.tensors[name]
+                self._tandem_lent, self._tandem_keep = lent.description, lent
+        return json.dumps({"lent": self._tandem_lent, "map": json.loads(self.tandem_map())})
+
+    _tandem_lent: Any = None
+    _tandem_keep: Any = None
+
+    def tandem_checksums(self) -> dict[str, str]:
+        """Checksum of this rank's share of every tensor, in hexadecimal; shares of all ranks add up."""
+        places = self.tandem_places().items()
+        return _sums(Shard(name, p.tensor, p.first) for name, found in places for p in found if p.counted)
+
+    def tandem_adapt(self, slot: int, config: str, source: str) -> int:
+        """Put an adapter, attached from the trainer's memory, into a slot; returns its bytes."""
+        tensors = sharing.attach(json.loads(source))
+        self._tandem_slots().put(slot, json.loads(config), tensors)
+        copied = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self.tandem_device.type == "cuda":
+            torch.cuda.synchronize()
+        del tensors  # the trainer's memory is let go before it is told that we are done
+        return copied
+
+    def tandem_adapter_checksums(self, slot: int, names: list[str], config: str) -> dict[str, str]:
+        """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
+        slots = self._tandem_slots()
+        held = slots.loaded(slot, names, json.loads(config)) if names else slots.stored(slot)
+        return _sums(Shard(part.name, part.tensor, part.first) for part in held if part.counted)
+
+    def tandem_forget(self, slot: int) -> None:
+        """Free an adapter's slot."""
+        self._tandem_slots().remove(slot)
+
+    def _tandem_slots(self) -> AdapterSlots:
+        slots: AdapterSlots | None = getattr(self, "_tandem_adapters", None)
+        if slots is None:
+            slots = self._tandem_adapters = AdapterSlots(self.model_runner)
+        return slots
+
+    def tandem_connect(self, rendezvous: str, first: int) -> None:
+        """Begin to join the trainer's process group as rank ``first`` + our own; sampling goes on meanwhile."""
+        self.tandem_disconnect()
+        meeting = Rendezvous(**json.loads(rendezvous))
+        device = self.tandem_device
+        who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
+        joining = self._tandem_joining = _Joining(meeting, first + self.tandem_rank, device, who)
+        joining.start()
+
+    def tandem_connection(self) -> dict[str, str]:
+        """How joining went: idle, connecting, connected, or error with its reason."""
+        joining = self._tandem_joining
+        if joining is None:
+            return {"state": "idle", "reason": ""}
+        return {"state": joining.state, "reason": joining.reason}
+
+    def tandem_receive(self, manifest: str, bucket_bytes: int, slot: int, config: str) -> None:
+        """Take one publish: into the weights, or (``slot`` above 0) into an adapter."""
+        joining = self._tandem_joining
+        if joining is None or joining.member is None:
+            raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
+        entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
+        if slot:
+            tensors = {name: tensor.clone() for name, tensor in joining.member.receive(entries, bucket_bytes)}
+            self._tandem_slots().put(slot, json.loads(config), tensors)
+        else:
+            places = self.tandem_places()
+            if unknown := [name for name, _, _ in entries if name not in places]:
+                raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
+            for name, tensor in joining.member.receive(entries, bucket_bytes):
+                for place in places[name]:
+                    place.tensor.copy_(_share(tensor, place))
+        if self.tandem_device.type == "cuda":
+            torch.cuda.synchronize()
+
+    _tandem_joining: _Joining | None = None
+
+    def tandem_disconnect(self) -> None:
+        """Leave the group."""
+        if self._tandem_joining is not None:
+            self._tandem_joining.leave()
+        self._tandem_joining = None
+
+
+class _Joining(threading.Thread):
+    """Joins a group off the engine's own thread, which must go on sampling until everybody is there."""
+
+    def __init__(self, meeting: Rendezvous, rank: int, device: torch.device, who: str):
+        super().__init__(name="tandem joining", daemon=True)
+        self.state, self.reason = "connecting", ""
+        self.member: Member | None = None
+        self._arguments = (meeting, rank, device, who)
+        self._left = False
+
+    def run(self) -> None:
+        meeting, rank, device, who = self._arguments
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            member = Member.join(meeting, rank, device, who=who)
+        except Exception as error:
+            # The boundary of a background task: /nccl/status tells it.
+            self.state, self.reason = "error", str(error)
+            return
+        if self._left:
+            member.close()
+            return
+        self.member, self.state = member, "connected"
+
+    def leave(self) -> None:
+        self._left = True
+        if self.member is not None:
+            self.member.close()
+
+
+def _share(tensor: Tensor, place: Place) -> Tensor:
+    """The part of a whole tensor that lies at a place."""
+    rows = tensor[place.first[0] : place.first[0] + place.tensor.shape[0]]
+    return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
+
+
+def _described(place: Place, parameter: Tensor) -> dict[str, Any]:
+    view = place.tensor
+    return {
+        "vllm_name": place.parameter,
+        "shape": list(place.shape),
+        "dtype": str(view.dtype).removeprefix("torch."),
+        "device": str(view.device),
+        "first": list(place.first),
+        "size": list(view.shape),
+        "stride": list(view.stride()),
+        "offset": view.storage_offset() - parameter.storage_offset(),
+    }
+
+
+def _sums(shards: Iterable[Shard]) -> dict[str, str]:
+    # In hexadecimal: not every encoding on the way takes 64 bits unsigned.
+    return {name: f"{value:016x}" for name, value in Tally(shards).take().items()}

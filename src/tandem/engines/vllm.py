@@ -1,0 +1,278 @@
+"""vLLM, the production engine: child processes of ours on its stock server, or servers that run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tandem.engines import _vllm_process as processes
+from tandem.engines._processes import identity
+from tandem.engines._vllm_client import Server
+from tandem.engines._vllm_engine import Vllm as LiveVllm
+from tandem.engines._vllm_fleet import Fleet, Launch
+from tandem.engines.base import (
+    CanAdapt,
+    CanAttest,
+    CanLend,
+    CanReceive,
+    CanRelaunch,
+    CanSwap,
+    Engine,
+    EngineSpec,
+    Needs,
+)
+from tandem.errors import ConfigError
+from tandem.machine import cores
+from tandem.policy.policy import Policy
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks that vLLM has room for."""
+CPU_CACHE_GB = 1.0
+"""KV cache on a CPU where kv_cache_gb does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vllm(EngineSpec):
+    """vLLM, started by us on this machine, or already running at ``urls`` (by: tandem serve engine RECIPE)."""
+
+    ports: ClassVar[frozenset[type]] = frozenset({CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest})
+
+    urls: tuple[str, ...] = ()
+    """Engines that run already, such as [http://host:8000]; empty: they are started here."""
+    python: str | None = None
+    """Interpreter that has vLLM; null: the trainer's own. Two environments keep versions from fighting."""
+    replicas: int = 1
+    """Engines started here; requests go to the one with the shortest queue."""
+    devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each replica, such as ["1", "2,3"]; empty: what the trainer sees."""
+    host: str = "127.0.0.1"
+    """Address that started engines listen on."""
+    port: int = 0
+    """Port of the first started engine, the next ones follow; 0 takes free ones."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the accelerator that a started engine fills, weights included; the rest is the trainer's."""
+    kv_cache_gb: float = 0.0
+    """Room for keys and values in GB instead of what gpu_memory_utilization leaves; on a CPU 0 means 1."""
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its answer together; null: the recipe's context."""
+    max_num_seqs: int = 256
+    """Most requests sampled at once."""
+    enforce_eager: bool = False
+    """True does without CUDA graphs and compilation: a faster start, slower sampling."""
+    enable_prefix_caching: bool = True
+    """Keep the keys and values of prompts for the next request with the same beginning and the same weights."""
+    tensor_parallel_size: int = 1
+    """Accelerators of one engine."""
+    limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
+    """Most images, videos and so on of one prompt, by kind."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Other options of vLLM's server by name, such as {attention_backend: FLASH_ATTN}; true gives a bare flag."""
+    seeded: bool = False
+    """Give every answer a random stream of its own, so that it can be sampled again; it costs speed on a GPU."""
+    api_key_variable: str = ""
+    """Environment variable with the key of the engines at urls; started ones get a random key."""
+    start_seconds: float = 900.0
+    """How long a start may take; the first on a machine compiles."""
+    request_seconds: float = 3600.0
+    """How long one answer may take."""
+    control_seconds: float = 300.0
+    """How long a control message, a publish included, may take."""
+    restarts: int = 3
+    """How often a started engine that died is started again, in one run."""
+    linger_seconds: float = 300.0
+    """How long a started engine outlives its trainer's death, for a resumed run to find it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError("gpu_memory_utilization must be above 0 and at most 1")
+        for name in ("replicas", "max_num_seqs", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for name in ("start_seconds", "request_seconds", "control_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0")
+        for name in ("kv_cache_gb", "restarts", "linger_seconds", "port"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices names {len(self.devices)} sets of accelerators for {self.replicas} replicas")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls: {url!r} must begin with http:// or https://")
+        owned = [name for name in self.args if f"--{name.replace('_', '-')}" in _OURS]
+        if owned:
+            raise ValueError(f"args: {owned[0]} is set by Tandem or is an option of its own; remove it from args")
+
+    def inert(self) -> Mapping[str, str]:
+        """Options of starting an engine, where none is started."""
+        if not self.urls:
+            return {"api_key_variable": "engines started here get a random key"}
+        return dict.fromkeys(_STARTING, "urls names engines that run already, with options of their own")
+
+    def refuses(self, port: type) -> str:
+        """Why engines of these options cannot be used in some way; empty if they can."""
+        engines = len(self.urls) or self.replicas
+        if port is CanLend and self.tensor_parallel_size > 1:
+            return (
+                f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
+                "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine"
+            )
+        if port is CanLend and engines > 1:
+            return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
+        if port is CanRelaunch and self.urls:
+            return "engines at urls were not started here, so they are not ours to end; use hotswap or broadcast"
+        return ""
+
+    @asynccontextmanager
+    async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
+        """Start the engines or find them, and check that they can do what the run needs."""
+        if needs is None:
+            raise ConfigError("engine: vllm needs to know the run it serves")
+        fleet = Fleet(
+            [self._server(i) for i in range(len(self.urls) or self.replicas)],
+            launch=self._launch(needs, context) if not self.urls else None,
+            options=self,
+            needs=needs,
+        )
+        engine = LiveVllm(
+            fleet,
+            seeded=self.seeded,
+            context=min(context, self.max_model_len or context),
+            ends=sorted(policy.end_tokens),
+            needs=needs,
+            patience=2 * self.control_seconds,
+        )
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+
+    def _server(self, index: int) -> Server:
+        if self.urls:
+            key = os.environ.get(self.api_key_variable, "") if self.api_key_variable else ""
+            if self.api_key_variable and not key:
+                raise ConfigError(f"engine.api_key_variable: {self.api_key_variable} is not set in the environment")
+            url = self.urls[index]
+        else:
+            port = self.port + index if self.port else processes.free_port(self.host)
+            key, url = secrets.token_urlsafe(24), f"http://{self.host}:{port}"
+        return Server(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+
+    def _launch(self, needs: Needs, context: int) -> Launch:
+        """How each engine is started; the model folder may differ from start to start."""
+        folder = (needs.folder or Path.cwd()).absolute()
+        return Launch(
+            command=lambda model, port: self.command(needs, context, model=model, port=port),
+            environment=lambda index, key: self._environment(needs, folder, index, key),
+            trainer=_me(),
+            log=folder / "logs",
+            records=folder if needs.folder else None,
+        )
+
+    def command(self, needs: Needs, context: int, *, model: str, port: int) -> list[str]:
+        """The command line of one engine."""
+        given: dict[str, Any] = {
+            "model": model,
+            "served-model-name": needs.model,
+            "host": self.host,
+            "port": port,
+            "dtype": needs.dtype,
+            "seed": needs.seed % 2**31,
+            "max-model-len": self.max_model_len or context,
+            "max-num-seqs": self.max_num_seqs,
+            "tensor-parallel-size": self.tensor_parallel_size,
+            "logprobs-mode": "processed_logprobs",
+            "worker-extension-cls": "tandem.engines._vllm_worker.Worker",
+            "middleware": "tandem.engines._vllm_routes.Routes",
+            "uvicorn-log-level": "warning",
+            "enforce-eager": self.enforce_eager,
+            "enable-prefix-caching" if self.enable_prefix_caching else "no-enable-prefix-caching": True,
+        }
+        cache = self.kv_cache_gb
+        if _has_cuda():
+            given["gpu-memory-utilization"] = self.gpu_memory_utilization
+        else:
+            cache = cache or CPU_CACHE_GB
+        if cache:
+            given["kv-cache-memory-bytes"] = int(cache * 1e9)
+        if self.limit_mm_per_prompt:
+            given["limit-mm-per-prompt"] = self.limit_mm_per_prompt
+        if needs.travels == "adapter":
+            rank = next((rank for rank in RANKS if rank >= needs.rank), None)
+            if rank is None:
+                raise ConfigError(f"trains.rank: vLLM has room for ranks up to {RANKS[-1]}, not {needs.rank}")
+            slots = needs.versions if needs.port is CanSwap else 1
+            given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": slots, "max-cpu-loras": slots}
+        command = [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in {**given, **self.args}.items():
+            command += _flag(name, value)
+        return command
+
+    def _environment(self, needs: Needs, folder: Path, index: int, key: str) -> dict[str, str]:
+        paths = [str(processes.import_path(folder / "logs" / "engine-path"))]
+        if self.python is None:  # its interpreter is ours, and may find vLLM by our path alone
+            paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        extra: dict[str, str | None] = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TANDEM_API_KEY": key,
+            "TANDEM_ADAPTER_FOLDERS": str(folder),
+            "TANDEM_TRAINER": _me(),
+            "TANDEM_LINGER": str(self.linger_seconds),
+            # Weights that are written or checksummed; those a restart loads are, so that it can be proven.
+            "TANDEM_IN_PLACE": "1" if needs.port in (CanLend, CanReceive, CanRelaunch) else None,
+            # Memory of expandable segments cannot be shared between processes.
+            "PYTORCH_CUDA_ALLOC_CONF": None,
+            "PYTORCH_ALLOC_CONF": None,
+        }
+        if self.devices:
+            extra["CUDA_VISIBLE_DEVICES"] = self.devices[index]
+        if not _has_cuda():
+            extra |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cores()),
+                "KMP_BLOCKTIME": "1",  # threads that wait must not spin: the trainer needs the cores
+            }
+        return processes.environment(os.environ, python=self.python or sys.executable, **extra)
+
+
+def _me() -> str:
+    """This process, for the engine to watch."""
+    me = identity(os.getpid())
+    return "" if me is None else f"{me.pid}:{me.started}"
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [option]
+    if value is False or value is None:
+        return []
+    return [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+_STARTING = (
+    "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
+    "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args",
+    "start_seconds", "restarts", "linger_seconds",
+)  # fmt: skip
+_OURS = frozenset((
+    "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",
+    "--tensor-parallel-size", "--logprobs-mode", "--worker-extension-cls", "--middleware", "--enforce-eager",
+    "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
+    "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count", "--data-parallel-size",
+    "--pipeline-parallel-size",
+))  # fmt: skip

@@ -1,0 +1,117 @@
+"""What the optimizers of the Adam family share: options, and torch's update of whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tandem.optimizers._slots import Slot, Slots
+from tandem.optimizers.base import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Options of AdamW (arXiv 1711.05101)."""
+
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: float = 0.999
+    """Decay of the squared gradient's running mean."""
+    eps: float = 1e-8
+    """Added to the root of the squared gradient's mean; it matters where gradients are this small."""
+    weight_decay: float = 0.0
+    """Share of each weight that is subtracted per step, times the rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite")
+
+
+class FloatMoments(Slots):
+    """AdamW with float32 moments, by torch's fused kernels."""
+
+    def __init__(self, options: Adam, slots: Sequence[Slot]):
+        self._options = options
+        super().__init__(slots)
+
+    def fresh(self, slot: Slot) -> dict[str, Tensor]:
+        """Two moments where the master is, or else where the weight is."""
+        like = (slot.parameter if slot.master is None else slot.master).detach()
+        return {
+            "step": torch.zeros((), device=like.device),
+            "exp_avg": torch.zeros(like.shape, device=like.device),
+            "exp_avg_sq": torch.zeros(like.shape, device=like.device),
+        }
+
+    def update(self, slots: Sequence[Slot], lr: float) -> None:
+        """Masters all at once, weights without piece by piece."""
+        whole = [slot for slot in slots if _is_whole(slot)]
+        if whole:
+            states = [self.states[slot] for slot in whole]
+            self._adamw(
+                [slot.master.detach() for slot in whole if slot.master is not None],
+                [slot.gradient for slot in whole],
+                *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+                lr=lr,
+            )
+            self.write([slot for slot in whole if not slot.own])
+        for slot in slots:
+            if not _is_whole(slot):
+                self._update_pieces(slot, lr)
+
+    def write(self, slots: Sequence[Slot]) -> None:
+        """Round masters to their weights."""
+        masters = [slot.master.detach() for slot in slots if slot.master is not None]
+        if masters:
+            torch._foreach_copy_([slot.parameter for slot in slots], masters)
+
+    def _update_pieces(self, slot: Slot, lr: float) -> None:
+        state = self.states[slot]
+        exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+        grad = slot.gradient.reshape(-1)
+        for value, at in slot.pieces():
+            # torch raises the count; it must be raised once, not once for each piece.
+            self._adamw([value], [grad[at]], [exp_avg[at]], [exp_avg_sq[at]], [state["step"].clone()], lr=lr)
+        state["step"] += 1
+
+    def _adamw(
+        self,
+        values: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        *,
+        lr: float,
+    ) -> None:
+        adamw(
+            values,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=self._options.beta1,
+            beta2=self._options.beta2,
+            lr=lr,
+            weight_decay=self._options.weight_decay,
+            eps=self._options.eps,
+            maximize=False,
+        )
+
+
+def _is_whole(slot: Slot) -> bool:
+    """Whether there is a float32 tensor for the fused kernels, which read and write flat memory."""
+    return slot.master is not None and slot.master.is_contiguous()

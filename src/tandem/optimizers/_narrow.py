@@ -1,0 +1,70 @@
+"""How a bfloat16 weight takes an update that is smaller than its last bit.
+
+A bfloat16 is the upper half of a float32, so both ways here are arithmetic on whole numbers:
+
+- **compensation**: the lower half is kept beside the weight, in 16 bits. The two together are the float32 to the bit;
+- **stochastic rounding**: the lower half is the probability, in 65536ths, of rounding away from zero. The weight is
+  right in the mean. The random bits are a function of step, parameter and element alone, so they are the same on any
+  device, with any number of threads, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 22
+"""Elements that are widened at once. The random stream has a key for each piece, so this is part of its definition."""
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest bfloat16 of a float32, ties away from zero, and what it lacks: an int16 for ``join``.
+
+    To even, as hardware rounds, a tie would leave +32768 as often as -32768, and an int16 holds only one of them.
+    """
+    bits = value.contiguous().view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def join(weight: Tensor, compensation: Tensor) -> Tensor:
+    """The float32 that ``split`` took apart."""
+    upper = weight.contiguous().view(torch.int16).to(torch.int32)
+    return (upper << 16).add_(compensation).view(torch.float32)
+
+
+def round_stochastically(value: Tensor, key: int) -> Tensor:
+    """A bfloat16 neighbour of each float32, whose mean over keys is the float32."""
+    bits = value.contiguous().view(torch.int32)
+    return (random_bits(key, bits) + bits).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+
+
+def stream(step: int, name: str, start: int) -> int:
+    """Key of 64 bits for the piece of a parameter that begins at element ``start``."""
+    return int.from_bytes(hashlib.blake2b(f"{step}/{name}/{start}".encode(), digest_size=8).digest(), "big")
+
+
+def random_bits(key: int, like: Tensor) -> Tensor:
+    """An int32 from 0 to 65535 for each element of a flat tensor, on its device.
+
+    One hash of 32 bits (the lowbias32 mixer, with half of the key before it and half within) serves two elements.
+    """
+    x = torch.arange((len(like) + 1) // 2, dtype=torch.int32, device=like.device)
+    x.add_(_signed(key >> 32))
+    x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)
+    x.add_(_signed(key & 0xFFFFFFFF))
+    x.bitwise_xor_(_shifted(x, 15)).mul_(_signed(0x846CA68B))
+    x.bitwise_xor_(_shifted(x, 16))
+    return x.view(torch.int16)[: len(like)].to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shifted right as if unsigned: torch copies the sign bit in."""
+    return (x >> by).bitwise_and_((1 << (32 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """32 bits as torch's int32 has them."""
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,0 +1,222 @@
+"""What optimizers do alike: add gradients up in float32, clip, skip what is not finite, write weights, keep state."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tandem.errors import CheckpointError, ConfigError
+from tandem.optimizers import _narrow
+from tandem.optimizers._narrow import PIECE
+from tandem.optimizers.base import Optimizer, global_norm
+
+FLOAT = 4  # bytes
+
+_EXTRA = {"masters": 4, "kahan": 2, "stochastic": 0}  # bytes beside a narrow weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precise(Optimizer):
+    """Options of optimizers that update weights where they are."""
+
+    precision: Literal["masters", "kahan", "stochastic", "plain"] = "masters"
+    """How bfloat16 weights take small updates: masters keeps a float32 copy of each (4 bytes); kahan the 16 bits that
+    rounding took off (2 bytes, the same result); stochastic nothing, it rounds at random and is right in the mean.
+    plain rounding is refused. float32 weights need none of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision == "plain":
+            raise ValueError(
+                "precision: plain rounding loses the update: a step of 1e-6 is under a hundredth of the last bit of a "
+                "typical bfloat16 weight and rounds to nothing; take masters, kahan or stochastic"
+            )
+
+    def narrow_bytes(self, parameter_bytes: int) -> int:
+        """Bytes that a weight of this width needs so that it loses no update."""
+        return 0 if parameter_bytes >= FLOAT else _EXTRA[self.precision]
+
+
+class Slot:
+    """One parameter: its gradient so far and how it is written.
+
+    Args:
+        name: the parameter's.
+        parameter: what is trained.
+        precision: an option of ``Precise``.
+        device: where master and gradient are kept, whatever the parameter's type and place; by default beside it.
+    """
+
+    def __init__(self, name: str, parameter: Parameter, precision: str, device: torch.device | None = None):
+        weights = parameter.detach()
+        home = device or weights.device
+        self.name = name
+        self.parameter = parameter
+        self.own = weights.dtype == torch.float32 and device is None
+        """The parameter is its own master."""
+        self.master: Parameter | None = None
+        self.compensation: Tensor | None = None
+        self.buffer: Tensor | None = None
+        self.started = False
+        self.steps = 0
+        if self.own:
+            self.master = parameter
+        elif precision == "masters":
+            self.master = Parameter(weights.to(home, torch.float32, copy=True).contiguous())
+        elif weights.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"optimizer.precision: {precision} is for bfloat16 weights, and {name} is {weights.dtype}; take masters"
+            )
+        elif precision == "kahan":
+            self.compensation = torch.zeros(weights.shape, dtype=torch.int16, device=home)
+
+    def add(self, grad: Tensor) -> None:
+        """Add a micro-batch's gradient. The first of a step is moved or copied in, so nothing has to be zeroed.
+
+        The sum is contiguous, whatever the gradient is: fused kernels read flat memory.
+        """
+        if self.started:
+            assert self.buffer is not None
+            self.buffer.add_(grad)
+        elif self.own:
+            self.buffer = grad.contiguous()
+        elif self.buffer is None:
+            self.buffer = torch.empty(grad.shape, dtype=torch.float32, device=grad.device).copy_(grad)
+        else:
+            self.buffer.copy_(grad)
+        self.started = True
+
+    @property
+    def gradient(self) -> Tensor:
+        """Of the step so far; only where there is one."""
+        assert self.buffer is not None
+        return self.buffer
+
+    def forget(self) -> None:
+        """Drop the gradient. A narrow weight keeps the buffer: fresh pages cost more than a copy into old ones."""
+        self.started = False
+        if self.own:
+            self.buffer = None
+
+    def pieces(self, size: int = PIECE) -> Iterator[tuple[Tensor, slice]]:
+        """Flat float32 values to be updated in place and where they are; each is written when the next is asked for.
+
+        Only a piece of a weight without master is float32 at any time.
+        """
+        source = (self.parameter if self.master is None else self.master).detach()
+        flat = source.reshape(-1)  # a copy where the weight is strided
+        for start in range(0, flat.numel(), size):
+            at = slice(start, min(start + size, flat.numel()))
+            value = self._widened(flat, at)
+            yield value, at
+            if self.master is None:
+                self._narrow(value, flat, start)
+        if not source.is_contiguous():
+            source.copy_(flat.view_as(source))
+        if not self.own and self.master is not None:
+            self.parameter.copy_(self.master)
+
+    def _widened(self, flat: Tensor, at: slice) -> Tensor:
+        if self.compensation is not None:
+            return _narrow.join(flat[at], self.compensation.view(-1)[at])
+        return flat[at].float()  # itself if it is float32
+
+    def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
+        for first in range(0, len(value), PIECE):
+            part = value[first : first + PIECE]
+            at = slice(start + first, start + first + len(part))
+            if self.compensation is not None:
+                weight, rest = _narrow.split(part)
+                flat[at].copy_(weight)
+                self.compensation.view(-1)[at].copy_(rest)
+            else:
+                key = _narrow.stream(self.steps, self.name, at.start)
+                flat[at].copy_(_narrow.round_stochastically(part, key))
+
+    def held(self) -> dict[str, Tensor]:
+        """What keeps the weight precise, as state."""
+        if self.compensation is not None:
+            return {"compensation": self.compensation}
+        return {} if self.own or self.master is None else {"master": self.master.detach()}
+
+
+class Slots(ABC):
+    """A ``Stepper`` but for the update itself."""
+
+    def __init__(self, slots: Iterable[Slot]):
+        self.slots = list(slots)
+        self._slot_of = {slot.parameter: slot for slot in self.slots}
+        # Made now, not at the first step, so that what does not fit fails now.
+        self.states: dict[Slot, dict[str, Tensor]] = {slot: self.fresh(slot) for slot in self.slots}
+
+    @abstractmethod
+    def fresh(self, slot: Slot) -> dict[str, Tensor]:
+        """States of a parameter before its first step; ``step`` counts its updates and is ``update``'s to raise."""
+
+    @abstractmethod
+    def update(self, slots: Sequence[Slot], lr: float) -> None:
+        """Update and write the weights of these slots by their gradients."""
+
+    def accumulate(self, parameter: Parameter) -> None:
+        """Add ``parameter.grad`` to the step's float32 gradient and set it to None; a post-accumulate hook."""
+        if parameter.grad is not None:
+            self._slot_of[parameter].add(parameter.grad)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        """Clip, update, write the weights in place and forget the gradient; returns the norm before clipping.
+
+        A norm that is not finite is returned with nothing updated: weights and states stay as they were.
+        """
+        slots = [slot for slot in self.slots if slot.started]
+        grads = [slot.gradient for slot in slots]
+        norm = float(global_norm(grads)) if grads else 0.0
+        if grads and math.isfinite(norm):
+            if 0.0 < max_grad_norm < norm:
+                torch._foreach_mul_(grads, max_grad_norm / norm)
+            for slot in slots:
+                slot.steps += 1
+            self.update(slots, lr)
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradient of an unfinished step, and those still on the parameters."""
+        for slot in self.slots:
+            slot.parameter.grad = None
+            slot.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors, not copies, as ``<parameter>/<state>``."""
+        return {
+            f"{slot.name}/{key}": value
+            for slot in self.slots
+            for key, value in {**self.states[slot], **slot.held()}.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what ``state_dict`` gave into this optimizer's own tensors. Weights are not touched.
+
+        Raises:
+            CheckpointError: it is the state of other parameters, or of another optimizer.
+        """
+        mine = self.state_dict()
+        wrong = sorted(mine.keys() ^ state.keys()) or [n for n, t in mine.items() if t.shape != state[n].shape]
+        if wrong:
+            raise CheckpointError(
+                f"the optimizer state is of other parameters: {len(wrong)} entries do not match, first {wrong[0]!r}; "
+                "resume with the recipe that the checkpoint was made with"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        for slot in self.slots:
+            slot.steps = int(self.states[slot]["step"])

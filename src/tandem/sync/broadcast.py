@@ -1,0 +1,163 @@
+"""Tensors over a process group: from the trainer, rank 0, into the memory of any number of engine workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+
+from tandem import waits
+from tandem.engines.base import CanReceive
+from tandem.errors import EngineError, TransportError
+from tandem.sync.base import Link, WeightSync
+from tandem.types import PolicyVersion
+from tandem.weights.collective import Member, manifest
+from tandem.weights.rendezvous import Rendezvous
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast(WeightSync):
+    """NCCL between GPUs, gloo on a CPU; weights or adapter tensors land in place, and no disk is touched."""
+
+    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    port: ClassVar[type] = CanReceive
+    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+
+    every: int = 1
+    """Steps between two broadcasts; there is one after the last step too."""
+    in_flight: Literal["continue", "finish"] = "continue"
+    """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
+    host: str = "127.0.0.1"
+    """Address of the trainer, as the engines see it."""
+    port_number: int = 0
+    """Port of the trainer's store; 0 takes a free one."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: NCCL where the weights are on a GPU."""
+    seconds: float = 120.0
+    """Deadline for all to join, and for a transfer to make progress."""
+    bucket_mb: int = 256
+    """Megabytes sent at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1 or self.bucket_mb < 1:
+            raise ValueError("every and bucket_mb must be at least 1")
+        if self.seconds <= 0:
+            raise ValueError("seconds must be above 0")
+
+    @property
+    def behind(self) -> int:
+        """Steps by which the engine's weights may be older than the policy."""
+        return self.every - 1
+
+    @property
+    def finishes(self) -> bool:
+        """Whether requests in flight end first."""
+        return self.in_flight == "finish"
+
+    async def bind(self, link: Link) -> None:
+        """Form the group.
+
+        Raises:
+            TransportError: names who did not join in time.
+        """
+        await self.unbind(link)
+        engine = link.engine
+        assert isinstance(engine, CanReceive)
+        ranks = list(await engine.workers())
+        device = link.policy.device
+        backend = self.backend if self.backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
+        meeting = Rendezvous(
+            host=self.host,
+            port=self.port_number,
+            world=1 + sum(ranks),
+            backend=backend,
+            name=f"tandem-{_group(link)}",
+            seconds=self.seconds,
+        )
+        member = link.member = Member.host(meeting, device)
+        await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
+        late = 2 * self.seconds
+        async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
+            await _on_daemon(member.connect)
+            while not await engine.connected():
+                await asyncio.sleep(0.05)
+
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Send every tensor; the engines' workers write them where they sample from.
+
+        Raises:
+            TransportError: names the engine or rank that broke off.
+        """
+        engine, source = link.engine, link.trains.source(link.policy.model)
+        assert isinstance(engine, CanReceive)
+        adapter = link.adapter() if link.trains.travels == "adapter" else None
+        named = list(source)
+        entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
+        receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
+        sending = asyncio.ensure_future(_on_daemon(self._send, link.member, named))
+        async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=4 * self.seconds):
+            await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
+        if receiving.done() and receiving.exception() is not None:
+            link.member.abort()  # the other end is gone: do not wait for the group's own deadline
+        found = await asyncio.gather(receiving, sending, return_exceptions=True)
+        for error in found:
+            if isinstance(error, EngineError):
+                raise error  # an engine that died may be started again, and then be published to
+        for error in found:
+            if isinstance(error, BaseException):
+                raise TransportError(f"the publish of version {version.step} broke off: {error}") from error
+        return int(sum(tensor.bytes for tensor in source.manifest()))
+
+    def _send(self, member: Any, named: list[tuple[str, Any]]) -> None:
+        if named and named[0][1].is_cuda:
+            torch.cuda.synchronize()  # the optimizer's writes were made on another thread's stream
+        member.send(named, self.bucket_mb << 20)
+
+    async def unbind(self, link: Link) -> None:
+        """Leave the group."""
+        member, link.member = link.member, None
+        if member is not None:
+            await _on_daemon(member.close)
+
+
+def _group(link: Link) -> str:
+    """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
+    return f"{id(link):x}-{link.engine.epoch}"
+
+
+async def _on_daemon(function: Callable[..., T], *args: Any) -> T:
+    """Run a blocking call of a process group on a thread that no exit waits for: a wait in NCCL cannot be cancelled."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = function(*args)
+        except BaseException as error:
+            _tell(loop, deliver, None, error)
+        else:
+            _tell(loop, deliver, result, None)
+
+    threading.Thread(target=run, name="process group", daemon=True).start()
+    return await future
+
+
+def _tell(loop: asyncio.AbstractEventLoop, deliver: Callable[..., None], *args: Any) -> None:
+    if not loop.is_closed():  # else nobody waits any more
+        loop.call_soon_threadsafe(deliver, *args)

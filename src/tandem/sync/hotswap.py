@@ -1,0 +1,49 @@
+"""Adapters by name: each version is loaded beside the last, and nobody waits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from tandem.engines.base import CanSwap
+from tandem.sync.base import Link, WeightSync
+from tandem.types import PolicyVersion
+
+SPARE = 3
+"""Folders kept beyond the versions that may be needed: an engine reads one again when it loads it back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hotswap(WeightSync):
+    """A new adapter name for every version, over HTTP. Requests in flight end on the version they began with."""
+
+    carries: ClassVar[frozenset[str]] = frozenset({"adapter"})
+    port: ClassVar[type] = CanSwap
+    pause: ClassVar[Literal["step", "move", "never"]] = "never"
+
+    every: int = 1
+    """Steps between two swaps; there is one after the last step too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1:
+            raise ValueError("every must be at least 1")
+
+    @property
+    def behind(self) -> int:
+        """Steps by which the engine's weights may be older than the policy."""
+        return self.every - 1
+
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Save a PEFT folder and have it loaded under a name of its own; returns the bytes loaded."""
+        assert isinstance(link.engine, CanSwap)
+        folders = link.folder / "adapters"
+        folder = folders / f"step-{version.step:06d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        policy = link.policy
+        await policy.compute(link.trains.save, policy.model, policy.tokenizer, folder)
+        loaded = await link.engine.swap(folder, version, link.adapter())
+        for old in sorted(folders.iterdir())[: -(link.versions + SPARE)]:
+            shutil.rmtree(old)
+        return loaded

@@ -1,0 +1,130 @@
+"""Linear layers whose own weight is the sum of a frozen one and a low-rank adapter.
+
+Dimensions: N positions, I inputs, O outputs, R rank; weights are W_OI, the adapter is A_RI and B_OR.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tandem.errors import ConfigError
+
+_CHUNK = 1 << 22
+"""Elements of the float32 sum that is held at once on a host."""
+
+
+class MergedLinear(nn.Linear):
+    """x W^T + bias with W = W0 + scale * B A, which ``fold`` writes; the gradient goes to A and B alone.
+
+    ``weight`` and ``bias`` are the layer's own frozen parameters, under their own names. Between an update of A or B
+    and the ``fold`` after it the layer computes with the weights before the update.
+    """
+
+    def __init__(self, linear: nn.Linear, lora_A: Tensor, lora_B: Tensor, scale: float, on: Literal["host", "device"]):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.lora_A = nn.Parameter(lora_A.detach())
+        self.lora_B = nn.Parameter(lora_B.detach())
+        self.scale = scale
+        # Not a buffer: where it lives is decided here, and `to` must not move it.
+        self._on = on
+        self._w0 = _kept(linear.weight.detach(), on)
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Linear``'s."""
+        if not torch.is_grad_enabled():
+            return nn.functional.linear(input, self.weight, self.bias)
+        a, b = self.lora_A, self.lora_B
+        out: Tensor = _Product.apply(input, self.weight, self.bias, a, b, self.scale)  # type: ignore[no-untyped-call]
+        return out
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Write W0 + scale * B A, summed in float32 and rounded once, into the storage that ``weight`` has now."""
+        weight, a, b = self.weight, self.lora_A, self.lora_B
+        if weight.is_cuda:
+            if self._on == "device" and not self._w0.is_cuda:  # the weights were moved into an engine's memory since
+                self._w0 = self._w0.to(weight.device)
+            elif self._on == "host" and not self._w0.is_pinned():
+                self._w0 = self._w0.pin_memory()
+            # One kernel reads W0 and writes W; its sums are float32 within, whatever the types outside are.
+            torch.addmm(self._w0.to(weight.device, non_blocking=True), b, a, alpha=self.scale, out=weight)
+            return
+        rows = max(1, _CHUNK // self.in_features)
+        for w, w0, part in zip(weight.split(rows), self._w0.split(rows), b.split(rows), strict=True):
+            w.copy_(torch.addmm(w0.float(), part.float(), a.float(), alpha=self.scale))
+
+
+class _Product(torch.autograd.Function):
+    """The merged product; its backward pass forms no gradient of W's shape and needs no activation but x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_OI: Tensor, bias: Tensor | None, a_RI: Tensor, b_OR: Tensor, s: float) -> Tensor:
+        ctx.save_for_backward(x, w_OI, a_RI, b_OR)
+        ctx.scale = s
+        return nn.functional.linear(x, w_OI, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_OI, a_RI, b_OR = ctx.saved_tensors
+        x_NI, dy_NO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        want_x, _, _, want_a, want_b, _ = ctx.needs_input_grad
+        dx = dy @ w_OI if want_x else None
+        da_RI = (dy_NO @ b_OR).mul_(ctx.scale).T @ x_NI if want_a else None
+        db_OR = dy_NO.T @ (x_NI @ a_RI.T).mul_(ctx.scale) if want_b else None
+        return dx, None, None, da_RI, db_OR, None
+
+
+def convert(adapted: nn.Module, scale: float, on: Literal["host", "device"]) -> nn.Module:
+    """Turn a PEFT model's adapted layers into merged ones; returns the causal model itself, unwrapped.
+
+    Raises:
+        ConfigError: a layer's weight cannot hold the sum.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    model: nn.Module = adapted.get_base_model()  # type: ignore[operator]
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    adapters: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]
+    for name, layer in adapters:
+        linear = layer.get_base_layer()
+        _check(name, linear, owners[id(linear.weight)])
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        model.set_submodule(name, MergedLinear(linear, a, b, scale, on))
+    del model.peft_config  # PEFT left it; it is a plain model again
+    return model
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, MergedLinear]]:
+    """Merged layers by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, MergedLinear))
+
+
+def _check(name: str, linear: Any, owners: int) -> None:
+    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+        what = f"it is a {type(linear).__name__} of {linear.weight.dtype}"
+    elif owners > 1:
+        what = f"its weight is shared with {owners - 1} other module"
+    else:
+        return
+    raise ConfigError(
+        f"trains.merged: {name} cannot hold W0 + alpha/rank * B A, since {what}; "
+        "leave it out of trains.target_modules, or set merged: false"
+    )
+
+
+def _kept(weight: Tensor, on: Literal["host", "device"]) -> Tensor:
+    """A copy of a weight."""
+    if on == "device" or not weight.is_cuda:
+        return weight.clone()
+    # Pinned: the copy back at each fold then runs at the bus's speed.
+    return torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)

@@ -1,0 +1,81 @@
+"""``tandem atropos-grpo``: the command line of Atropos' example trainer, run as the recipe it comes to."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tandem.compat.atropos import Flags, Translation, lay_out, translate
+from tandem.config import RunConfig, from_options
+from tandem.recipe import override
+from tandem.recipe.tree import Branch, Problems, from_plain, plain, render
+from tandem.verbs.train import finish
+
+SOURCE = Path("tandem atropos-grpo")
+"""What mistakes in the recipe are said to be in."""
+
+
+def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool) -> str:
+    """Train as the flags say, or with ``show`` only write down how; returns what to tell.
+
+    Args:
+        given: the flags that were not left out.
+        overrides: options laid over the recipe.
+        show: return the recipe as YAML.
+
+    Raises:
+        ConfigError: a flag is wrong or would change nothing.
+    """
+    flags = Flags(**given)
+    translation = translate(flags, frozenset(given), os.environ)
+    if show:
+        return recipe(translation, overrides)
+    for note in translation.notes:
+        typer.echo(f"tandem: {note}", err=True)
+    config = from_options(translation.options, overrides, SOURCE).config
+    from tandem import run  # only now: a mistake in the flags is told before the rest has loaded
+
+    folder = finish(run.train(config, resume=None))
+    lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
+    told = f"done: {folder} (tandem show {folder}); checkpoints: {flags.save_path}"
+    return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
+
+
+def recipe(translation: Translation, overrides: Sequence[str]) -> str:
+    """The recipe as YAML that ``tandem train`` takes, notes as comments.
+
+    Raises:
+        ConfigError: an override is not written as one.
+    """
+    problems = Problems()
+    tree = from_plain(translation.options, str(SOURCE))
+    assert isinstance(tree, Branch)
+    override.apply(tree, RunConfig, overrides, problems)
+    problems.raise_if_any(str(SOURCE))
+    return "".join(f"# {note}\n" for note in translation.notes) + render(plain(tree)).rstrip()
+
+
+def benchmark(folder: Path) -> str:
+    """Mean times of a step and its parts, peak memory and the whole time, from what the run wrote down."""
+    from tandem.report.folder import load
+    from tandem.report.summary import column, summarise
+
+    run = load(folder)
+    rows = [("steps", str(len(run.metrics)))]
+    for label, metric in {
+        "mean step": "seconds/step",
+        "mean sync": "seconds/sync",
+        "mean fetch": "seconds/wait",
+    }.items():
+        values = column(run, metric)
+        rows.append((label, f"{statistics.fmean(values):.3f} s" if values else "not measured"))
+    for metric in sorted({name for row in run.metrics for name in row["metrics"] if name.startswith("memory/")}):
+        rows.append((f"peak {metric}", f"{max(column(run, metric)):.2f} GB"))
+    rows.append(("total", f"{summarise(run)['seconds']:.1f} s"))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)

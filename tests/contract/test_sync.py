@@ -1,0 +1,507 @@
+"""What every way of syncing keeps: the engine ends up with exactly the policy's weights, or gives out nothing new."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import Scripted, Wire, scripted
+from tiny import live_policy
+
+from tandem.engines.base import Probe
+from tandem.errors import EngineError, StaleWeights, TornWeights
+from tandem.policy.policy import Policy
+from tandem.resolve import find, names
+from tandem.sync import broadcast
+from tandem.sync.base import ATTEMPTS, Link, WeightSync
+from tandem.sync.broadcast import Broadcast
+from tandem.sync.hotswap import Hotswap
+from tandem.sync.restart import Restart
+from tandem.sync.shared import Shared
+from tandem.trains.base import Trains
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+from tandem.types import PolicyVersion
+from tandem.weights.checksums import checksums, digest
+
+START = PolicyVersion(step=0, digest="")
+MERGED = Lora(rank=2, merged=True)
+NET = Broadcast(seconds=20)
+WAYS: dict[str, tuple[WeightSync, Trains]] = {
+    "shared weights": (Shared(), Full()),
+    "shared merged": (Shared(), MERGED),
+    "shared adapter": (Shared(), Lora(rank=2)),
+    "shared, requests end first": (Shared(in_flight="finish"), Full()),
+    "restart weights": (Restart(every=1), Full()),
+    "restart merged": (Restart(every=1), MERGED),
+    "restart adapter": (Restart(every=1), Lora(rank=2)),
+    "hotswap": (Hotswap(), Lora(rank=2)),
+    "broadcast weights": (NET, Full()),
+    "broadcast merged": (NET, MERGED),
+    "broadcast adapter": (NET, Lora(rank=2)),
+    "broadcast, requests end first": (replace(NET, in_flight="finish"), Full()),
+}
+
+
+@dataclass
+class Pair:
+    """A policy and an engine of the same model, tied together."""
+
+    policy: Policy
+    trains: Trains
+    engine: Scripted
+    sync: WeightSync
+    folder: Path
+
+    def train(self) -> None:
+        """What an optimizer does: it writes in place, wherever the parameters are now."""
+        with torch.no_grad():
+            for name, parameter in self.trains.parameters(self.policy.model):
+                parameter += 0.01 if "norm" in name else 0.02 * torch.randn_like(parameter)
+
+    def digest(self) -> str:
+        return digest(checksums(self.trains.source(self.policy.model)))
+
+    @asynccontextmanager
+    async def open(self, start: PolicyVersion = START) -> AsyncIterator[Link]:
+        """As a run does; whatever happens, the engine never gave out tokens of other weights than it said."""
+        try:
+            async with self.sync.open(self.policy, self.engine, start, self.trains, self.folder) as link:
+                yield link
+        finally:
+            await self.engine.close()
+
+    async def step(self, link: Link, step: int) -> None:
+        """One optimizer step, published: afterwards the engine gives out tokens of exactly these weights."""
+        async with link.commit(step) as handoff:
+            self.train()
+        assert handoff.published is not None
+        version = handoff.published.version
+        assert version == PolicyVersion(step=step, digest=self.digest())
+        self.agrees(version)
+
+    def agrees(self, version: PolicyVersion) -> None:
+        assert self.engine.serves
+        assert self.engine.version() == version
+        assert self.engine.given[-1] == (version.step, version.digest)
+        assert digest(self.engine.held()) == version.digest
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        return await asyncio.wait_for(work(), 60)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> tuple[WeightSync, Trains]:
+    return WAYS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group in memory, but where the real one is wanted: it takes two seconds to leave."""
+    if "gloo" not in request.fixturenames:
+        monkeypatch.setattr(broadcast, "Member", Wire)
+        monkeypatch.setattr(Scripted, "member", Wire)
+
+
+@pytest.fixture
+def gloo() -> None:
+    """Wants the real process group."""
+
+
+@contextlib.contextmanager
+def paired(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trains], **script: Any) -> Iterator[Pair]:
+    sync, trains = way
+    with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains, **script) as engine:
+        if trains.travels == "adapter":  # B is not zero, so that an engine without the adapter is seen
+            with torch.no_grad():
+                for _, parameter in trains.parameters(policy.model):
+                    parameter += 0.02 * torch.randn_like(parameter)
+        yield Pair(policy, trains, engine, sync, folder)
+
+
+def test_every_way_is_here() -> None:
+    assert {find("sync", name) for name in names("sync")} == {type(sync) for sync, _ in WAYS.values()}
+
+
+def test_an_honest_engine_serves_each_version(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                first = PolicyVersion(step=0, digest=pair.digest())
+                pair.agrees(first)
+                for step in (1, 2, 3):
+                    await pair.step(link, step)
+                assert len({found for _, found in pair.engine.given}) == 4
+
+        run(work)
+
+
+@pytest.mark.parametrize("trains", [Full(), MERGED, Lora(rank=2)], ids=["weights", "merged", "adapter"])
+def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: Path, trains: Trains) -> None:
+    """Its engine dies once while tensors arrive, and a new group is formed."""
+    with paired(tiny_model, tmp_path, (NET, trains)) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                pair.engine.dies["move"] = 1
+                await pair.step(link, 2)
+                await pair.step(link, 3)
+
+        run(work)
+
+
+def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
+    sync, _ = way
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> list[str]:
+            async with pair.open() as link:
+                pair.engine.events.clear()
+                await pair.step(link, 1)
+                return [event for event in pair.engine.events if event in ("pause", "drain")]
+
+        stood = run(work)
+    if sync.pause == "never":
+        assert stood == []
+    else:
+        assert set(stood) == {"drain" if sync.finishes else "pause"}
+
+
+def test_a_resumed_run_publishes_what_it_restored(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+) -> None:
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            start = PolicyVersion(step=7, digest=pair.digest())
+            async with pair.open(start) as link:
+                pair.agrees(start)
+                await pair.step(link, 8)
+
+        run(work)
+
+
+def test_a_resume_from_other_weights_is_refused(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            with pytest.raises(StaleWeights, match="0123456789abcdef"):
+                async with pair.open(PolicyVersion(step=7, digest="0123456789abcdef")):
+                    raise AssertionError("it must not open")
+            assert pair.engine.given == []
+            assert not pair.engine.serves
+
+        run(work)
+
+
+# Death
+
+
+POINTS = ["pause", "move", "checksums", "probe", "stamp", "resume"]
+
+
+def mortal(sync: WeightSync, trains: Trains, point: str) -> str | None:
+    """What the engine is asked for at a point of the transaction; None where it is asked for nothing."""
+    if point == "pause":
+        return None if sync.pause == "never" else "drain" if sync.finishes else "pause"
+    if point == "move" and isinstance(sync, Shared) and trains.travels == "weights":
+        return None  # nothing moves
+    return point
+
+
+@pytest.mark.parametrize("somebody", [False, True], ids=["", "revived by a request"])
+@pytest.mark.parametrize("point", POINTS)
+def test_an_engine_that_dies_in_a_publish_is_published_to_again(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], point: str, somebody: bool
+) -> None:
+    asked = mortal(*way, point)
+    if asked is None:
+        return
+    with paired(tiny_model, tmp_path, way, somebody_revives=somebody) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                epoch = pair.engine.epoch
+                pair.engine.dies[asked] = 1
+                await pair.step(link, 2)
+                assert pair.engine.epoch > epoch
+                await pair.step(link, 3)
+                steps = [step for step, _ in pair.engine.given]
+                assert steps == [0, 1, 2, 3], "nothing was given out in between, and nothing twice"
+
+        run(work)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_engine_that_dies_in_the_first_publish(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], point: str
+) -> None:
+    """What it was started on is no longer what it was started on before."""
+    asked = mortal(*way, point)
+    if asked is None or (asked == "move" and isinstance(way[0], Restart)):  # nothing moves at first
+        return
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            if asked == "pause" and isinstance(way[0], Shared):
+                pair.engine.dies["drain"] = 1  # binding pauses too, before there is anything to publish
+            else:
+                pair.engine.dies[asked] = 1
+            async with pair.open() as link:
+                pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
+                await pair.step(link, 1)
+
+        run(work)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_engine_that_dies_again_and_again_is_given_up(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], point: str
+) -> None:
+    asked = mortal(*way, point)
+    if asked is None:
+        return
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                before = list(pair.engine.given)
+                pair.engine.dies |= {asked: 100, "pause": 100}  # an engine started anew is paused as it is
+                with pytest.raises(EngineError, match=f"died in {asked}"):
+                    await pair.step(link, 1)
+                assert not pair.engine.serves
+                assert pair.engine.given == before
+                if asked not in ("pause", "drain"):  # which is asked for twice in one attempt
+                    assert 100 - pair.engine.dies[asked] == ATTEMPTS
+                assert pair.engine.events.count("recover") <= 2 * ATTEMPTS
+
+        run(work)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_engine_that_is_not_ours_to_start_ends_the_run(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], point: str
+) -> None:
+    asked = mortal(*way, point)
+    if asked is None:
+        return
+    with paired(tiny_model, tmp_path, way, revivable=False) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                before = list(pair.engine.given)
+                pair.engine.dies[asked] = 1
+                with pytest.raises(EngineError, match=f"died in {asked}"):
+                    await pair.step(link, 1)
+                assert pair.engine.given == before
+
+        run(work)
+
+
+def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+) -> None:
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                pair.engine.die()
+                await pair.engine.revive()
+                pair.agrees(PolicyVersion(step=1, digest=pair.digest()))
+                given = list(pair.engine.given)
+                assert pair.engine._republish is not None
+                await pair.engine._republish()  # whoever else saw it die asks too
+                assert pair.engine.given == given
+                await pair.step(link, 2)
+
+        run(work)
+
+
+def test_an_engine_that_dies_during_the_optimizers_step(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+) -> None:
+    """A request sees to it, but the weights are half written: it is published to when they are whole."""
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                given = list(pair.engine.given)
+                async with link.commit(2):
+                    pair.engine.die()
+                    reviving = asyncio.create_task(pair.engine.revive())
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+                    pair.train()
+                    assert pair.engine.given == given
+                await reviving
+                pair.agrees(PolicyVersion(step=2, digest=pair.digest()))
+                assert [step for step, _ in pair.engine.given] == [0, 1, 2]
+                await pair.step(link, 3)
+
+        run(work)
+
+
+# Proof
+
+
+def moved(probe: Probe) -> Probe:
+    return replace(probe, scored=tuple(logprob - 0.01 for logprob in probe.scored))
+
+
+def flipped(sums: dict[str, int]) -> dict[str, dict[str, int]]:
+    return {"engine one": sums, "engine two": {**sums, list(sums)[3]: 1}}
+
+
+@pytest.mark.parametrize(
+    ("lie", "kind"), [({"probed": moved}, StaleWeights), ({"summed": flipped}, TornWeights)], ids=["probe", "checksums"]
+)
+def test_a_failed_proof_stops_the_engine_for_good(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], lie: dict[str, Any], kind: type[Exception]
+) -> None:
+    sync, _ = way
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                served = pair.engine.version()
+                for name, how in lie.items():
+                    setattr(pair.engine, name, how)
+                pair.engine.events.clear()
+                with pytest.raises(kind, match=r"engine (one|two)"):
+                    await pair.step(link, 2)
+            assert pair.engine.version() == served
+            assert not {"stamp", "resume", "recover"} & set(pair.engine.events)
+            if sync.pause == "never":  # the last version lies beside the new one, untouched
+                assert "stop" not in pair.engine.events
+                assert pair.engine.serves
+            else:
+                assert pair.engine.events[-1] == "stop"
+                assert not pair.engine.serves
+
+        run(work)
+
+
+def test_what_cannot_be_moved_stops_the_engine(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, trains = way
+
+    def broken(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                with monkeypatch.context() as patch:
+                    patch.setattr(type(trains), "fold", broken)
+                    with pytest.raises(OSError, match="No space"):
+                        await pair.step(link, 1)
+                assert pair.engine.serves == (sync.pause == "never")
+                assert ("stop" in pair.engine.events) == (sync.pause != "never")
+
+        run(work)
+
+
+# Not every step
+
+
+EVERY: dict[str, tuple[WeightSync, Trains]] = {
+    "restart weights": (Restart(every=3), Full()),
+    "restart merged": (Restart(every=3), MERGED),
+    "restart adapter": (Restart(every=3), Lora(rank=2)),
+    "hotswap": (Hotswap(every=3), Lora(rank=2)),
+    "broadcast": (replace(NET, every=3), Full()),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_steps_that_are_not_due_ask_nothing_of_the_engine(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    with paired(tiny_model, tmp_path, EVERY[name]) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                for step in range(1, 6):
+                    pair.engine.events.clear()
+                    async with link.commit(step, last=step == 5) as handoff:
+                        pair.train()
+                    published = handoff.published
+                    assert published is not None
+                    assert published.version == PolicyVersion(step=step, digest=pair.digest())
+                    assert published.moved == (step in (3, 5))
+                    if published.moved:
+                        pair.agrees(published.version)
+                    else:
+                        assert pair.engine.events == []
+                        assert pair.engine.version().step == (0 if step < 3 else 3)
+                        assert handoff.metrics() == {}
+
+        run(work)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_engine_that_dies_while_it_is_behind_gets_the_policys_weights(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """Those that it served exist no more."""
+    with paired(tiny_model, tmp_path, EVERY[name]) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                for step in (1, 2):
+                    async with link.commit(step):
+                        pair.train()
+                assert pair.engine.version().step == 0
+                pair.engine.die()
+                await pair.engine.revive()
+                pair.agrees(PolicyVersion(step=2, digest=pair.digest()))
+                await pair.step(link, 3)
+
+        run(work)
+
+
+# Leaving
+
+
+def test_the_way_is_left_however_it_ends(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Any] = []
+    unbind = type(way[0]).unbind
+
+    async def noted(self: WeightSync, link: Link) -> None:
+        await unbind(self, link)
+        left.append(link.member)
+
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                monkeypatch.setattr(type(way[0]), "unbind", noted)
+                await pair.step(link, 1)
+            assert left == [None]
+            pair.engine.probed = moved
+            with pytest.raises(StaleWeights):
+                async with pair.open():
+                    raise AssertionError("it must not open")
+            assert left[1:]
+            assert set(left) == {None}
+
+        run(work)

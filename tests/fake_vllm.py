@@ -1,0 +1,213 @@
+"""What the HTTP process of an engine uses of vLLM, as a fake whose scheduler steps when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+LIMIT = 64
+"""Context of the fake."""
+
+
+class VLLMClientError(Exception):
+    """As newer releases have it: no ValueError."""
+
+
+class VLLMValidationError(VLLMClientError):
+    pass
+
+
+class EngineGenerateError(Exception):
+    pass
+
+
+@dataclass
+class SamplingParams:
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    stop_token_ids: list[int] | None = None
+    output_kind: Any = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise VLLMValidationError(f"temperature must be non-negative, got {self.temperature}.")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}.")
+
+
+@dataclass
+class Request:
+    """One request in the fake's scheduler."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    adapter: Any
+    outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    made: int = 0
+
+
+class FakeClient:
+    """vLLM's AsyncLLM: each step gives each request one token, whose id is the number of the weights held."""
+
+    def __init__(self, *, adapters: bool = False):
+        self.weights = 0
+        self.paused = False
+        self.dead = False
+        self.requests: list[Request] = []
+        self.seen: list[Request] = []
+        self.aborted = 0
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.answers: dict[str, Any] = {"tandem_info": [], "tandem_connection": [{"state": "idle", "reason": ""}]}
+        self.cache: set[str] = set()
+        self.removed: list[int] = []
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(model="tiny", max_model_len=LIMIT, logprobs_mode="processed_logprobs"),
+            lora_config=object() if adapters else None,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+
+    async def check_health(self) -> None:
+        if self.dead:
+            raise type("EngineDeadError", (Exception,), {})("EngineCore encountered an issue")
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(
+            encode=lambda text: list(text.encode()), decode=lambda ids: bytes(ids).decode(errors="replace")
+        )
+
+    async def generate(
+        self, prompt: dict[str, Any], params: SamplingParams, key: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        if len(prompt["prompt_token_ids"]) > LIMIT:
+            raise VLLMValidationError(f"The prompt is longer than the maximum model length of {LIMIT}")
+        if max(prompt["prompt_token_ids"]) > 999:
+            raise EngineGenerateError from ValueError("Token id out of vocabulary")
+        request = Request(prompt, params, lora_request)
+        self.requests.append(request)
+        self.seen.append(request)
+        try:
+            while True:
+                output = await request.outputs.get()
+                yield output
+                if output.finished:
+                    return
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+        finally:
+            if request in self.requests:
+                self.requests.remove(request)
+
+    async def step(self, times: int = 1) -> None:
+        """Forward passes, as many as the scheduler is not kept from; whoever gets tokens has them afterwards."""
+        await settle()
+        for _ in range(times):
+            if not self.paused:
+                for request in list(self.requests):
+                    request.outputs.put_nowait(self._output(request))
+            await settle()
+
+    def _output(self, request: Request) -> Any:
+        request.made += 1
+        finished = request.made == request.params.max_tokens
+        salt, prompt = request.prompt["cache_salt"], request.prompt["prompt_token_ids"]
+        cached = len(prompt) if salt in self.cache and request.params.prompt_logprobs is None else 0
+        if request.made == 1:
+            self.cache.add(salt)
+        logprob = SimpleNamespace(logprob=-float(self.weights))
+        part = SimpleNamespace(
+            token_ids=[self.weights],
+            logprobs=None if request.params.logprobs is None else [{self.weights: logprob}],
+            text=f"<{self.weights}>",
+            finish_reason="length" if finished else None,
+        )
+        return SimpleNamespace(
+            finished=finished,
+            num_cached_tokens=cached if request.made == 1 else None,
+            prompt_logprobs=None
+            if request.params.prompt_logprobs is None
+            else [None, *({token: logprob} for token in prompt[1:])],
+            outputs=[SimpleNamespace(index=i, **vars(part)) for i in range(request.params.n)],
+        )
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> Any:
+        self.calls.append((method, args))
+        found = self.answers.get(method, [None])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def remove_lora(self, number: int) -> None:
+        self.removed.append(number)
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class LoadLoRAAdapterRequest:
+    lora_name: str
+    lora_path: str
+
+
+class Models:
+    """vLLM's list of models."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, LoRARequest] = {}
+
+    async def load_lora_adapter(self, asked: LoadLoRAAdapterRequest) -> Any:
+        if "broken" in asked.lora_path:
+            return SimpleNamespace(error=SimpleNamespace(message="no weights in it"))
+        number = len(self.lora_requests) + 1
+        self.lora_requests[asked.lora_name] = LoRARequest(asked.lora_name, number, asked.lora_path)
+        return "Success"
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``import vllm`` find the little that is imported of it."""
+    kinds = types.ModuleType("vllm.sampling_params")
+    kinds.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
+    lora = types.ModuleType("vllm.lora.request")
+    lora.LoRARequest = LoRARequest  # type: ignore[attr-defined]
+    protocol = types.ModuleType("vllm.entrypoints.serve.lora.protocol")
+    protocol.LoadLoRAAdapterRequest = LoadLoRAAdapterRequest  # type: ignore[attr-defined]
+    root = types.ModuleType("vllm")
+    root.SamplingParams = SamplingParams  # type: ignore[attr-defined]
+    for module in (root, kinds, lora, protocol):
+        parts = module.__name__.split(".")
+        for depth in range(1, len(parts)):
+            name = ".".join(parts[:depth])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)

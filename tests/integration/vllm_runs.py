@@ -1,0 +1,269 @@
+"""What the tests against a real vLLM share: its options on this machine, a recipe, and runs looked at from outside.
+
+On a CPU the engine has an environment of its own, ``.venv-engine`` or what TANDEM_ENGINE_PYTHON names. Where CUDA and
+vLLM are in this very interpreter, the engine runs on it: with CUDA graphs, in bfloat16, its weights shared by CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+CUDA = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+DTYPE = "bfloat16" if CUDA else "float32"
+GAP = 0.15 if CUDA else 1e-4
+"""Most by which a logprob may differ between engine and trainer on the same weights."""
+KL = 1e-3 if CUDA else 1e-8
+"""The same of ``kl_behavior``."""
+
+NO_WHEEL = not CUDA and (sys.platform, platform.machine()) != ("linux", "x86_64")
+needs_engine = pytest.mark.skipif(
+    NO_WHEEL, reason=f"vLLM for CPUs has no wheel for {sys.platform} on {platform.machine()}, and there is no CUDA here"
+)
+
+
+def engine_python() -> str | None:
+    """The interpreter that has vLLM; None is this one."""
+    if CUDA:
+        return None
+    path = Path(os.environ.get("TANDEM_ENGINE_PYTHON") or REPOSITORY / ".venv-engine/bin/python")
+    if not path.exists():
+        pytest.fail(f"{path} is missing: make the engine's environment by: bash scripts/setup", pytrace=False)
+    return str(path)
+
+
+def engine(**changes: Any) -> dict[str, Any]:
+    """Options of a small engine on this machine."""
+    here: dict[str, Any] = (
+        {"gpu_memory_utilization": 0.1}
+        if CUDA
+        else {
+            "kv_cache_gb": 0.25,
+            "enforce_eager": True,
+            # Without a process for the worker beside that of the engine, whose start takes a third of the time.
+            "args": {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"},
+        }
+    )
+    # A test must not wait for minutes where something hangs, and leave no engine behind for long.
+    waits = {"start_seconds": 240.0, "request_seconds": 60.0, "control_seconds": 60.0, "linger_seconds": 60.0}
+    return {"kind": "vllm", "python": engine_python(), "max_num_seqs": 32, **here, **waits, **changes}
+
+
+def recipe(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
+    """Options of a run in which every step has a gradient."""
+    return {
+        "model": str(model),
+        "runs": str(runs),
+        "name": "run",
+        "steps": 3,
+        "context": 256,
+        "env": {"kind": "arithmetic", "max_number": 4, "prompt": "{expression}="},
+        "rewards": {"learns.shaping:letters": 1.0},
+        "groups_per_step": 4,
+        "group_size": 4,
+        "flat_groups": "keep",
+        "sampling": {"max_tokens": 12},
+        "optimizer": {"kind": "adamw", "lr": 3e-3},
+        "dtype": DTYPE,
+        "evaluate": {"tasks": 0},
+        "checkpoint": {"every": 1, "keep": 10},
+        "sinks": [],
+        "threads": 1,
+        "engine": engine(),
+        **changes,
+    }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a file with one on each line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """A run's numbers by step; each step is there once."""
+    found = lines(folder / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    return {row["step"]: row["metrics"] for row in found}
+
+
+def published(folder: Path) -> dict[int, dict[str, Any]]:
+    """A run's publishes by step; each is there once."""
+    found = [event for event in lines(folder / "events.jsonl") if event["event"] == "published"]
+    assert len({event["step"] for event in found}) == len(found)
+    return {event["step"]: event for event in found}
+
+
+def rollouts(folder: Path) -> list[dict[str, Any]]:
+    """Every trained rollout, in order."""
+    return [row for path in sorted((folder / "rollouts").glob("*.jsonl")) for row in lines(path)]
+
+
+def groups_once(folder: Path, *, each: int) -> None:
+    """Every group was trained in one step, whole, and every step had as many as the recipe says."""
+    steps: dict[str, set[int]] = {}
+    for row in rollouts(folder):
+        steps.setdefault(row["group"], set()).add(row["step"])
+    assert all(len(trained) == 1 for trained in steps.values()), "a group was trained twice"
+    assert len({row["rollout"] for row in rollouts(folder)}) == len(rollouts(folder))
+    for step in metrics(folder):
+        assert len([group for group, trained in steps.items() if trained == {step}]) == each
+
+
+def same_logprobs(folder: Path) -> None:
+    """Tokens that were sampled by the very policy they were trained on had its logprobs."""
+    compared = 0
+    for row in rollouts(folder):
+        if row["versions"] == [row["step"] - 1] * 2:
+            compared += len(row["tokens"])
+            assert all(abs(token["lp"] - token["tp"]) <= GAP for token in row["tokens"]), row["rollout"]
+    assert compared
+
+
+@dataclass(frozen=True)
+class Left:
+    """The record of a running engine, as a run's folder has it."""
+
+    pid: int
+    url: str
+    key: str
+    family: list[list[Any]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Left:
+        found = json.loads((folder / "engine-0.json").read_text())
+        return cls(pid=found["pid"], url=found["url"], key=found["key"], family=found["family"])
+
+    def core(self) -> int:
+        """The process beside the HTTP server's that runs the scheduler."""
+        children = [
+            pid for pid, _ in self.family if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        (core,) = [pid for pid in children if _parent(pid) == self.pid]
+        return core
+
+    def ask(self, path: str, body: Any = None) -> dict[str, Any]:
+        """One HTTP call."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Authorization": f"Bearer {self.key}"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+    def greedy(self, tokens: list[int], number: int = 24) -> dict[str, Any]:
+        """The likeliest continuation."""
+        ids = {"prompt_token_ids": tokens}
+        asked = {"prompt": ids, "max_tokens": number, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+        return self.ask("/generate", asked)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
+    """Wait for something to happen."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
+        time.sleep(0.02)
+
+
+SLOW = '''
+import time
+
+def letters(completions, **columns):
+    """As in shaping, but it takes its time, so that a run can be ended in the middle of a step."""
+    time.sleep(0.1)
+    said = [completion[-1]["content"] for completion in completions]
+    return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in said]
+'''
+
+
+class Trainer:
+    """``tandem train`` in a process of its own, in a folder of its own."""
+
+    def __init__(self, place: Path, target: str, *overrides: str):
+        self.place, self.folder = place, place / "runs" / "run"
+        self._said = place / "said.txt"
+        with self._said.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tandem", "train", target, *overrides],
+                cwd=place,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    @classmethod
+    def fresh(cls, place: Path, model: Path, **changes: Any) -> Trainer:
+        """A run of several steps whose rewards are slow."""
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "marks.py").write_text(SLOW)
+        slow = {"rewards": {"marks:letters": 1.0}, "sampling": {"max_tokens": 64}}
+        options = recipe(model, Path("runs"), **{**slow, **changes})
+        (place / "recipe.yaml").write_text(yaml.safe_dump(options))
+        return cls(place, "recipe.yaml")
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
+        def looked() -> Any:
+            assert self.process.poll() is None, f"it ended before {what}: {self.said()}"
+            return condition()
+
+        until(looked, what, seconds)
+
+    def steps(self) -> int:
+        return len(lines(self.folder / "metrics.jsonl"))
+
+    def sampling(self, after: int) -> Left:
+        """Wait until requests are in flight after some steps; the engine they are in."""
+        self.until(lambda: self.steps() >= after, f"step {after}")
+        left = Left.of(self.folder)
+        self.until(lambda: left.ask("/health")["running"] > 0, "sampling")
+        return left
+
+    def ended(self, code: int = 0, seconds: float = 180) -> None:
+        """Wait for its end."""
+        assert self.process.wait(timeout=seconds) == code, self.said()
+        assert "Traceback" not in self.said()
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+
+    def clean(self) -> None:
+        """End what a failed test left running: the trainer, and the engine by its record."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if (self.folder / "engine-0.json").exists():
+            left = Left.of(self.folder)
+            if alive(left.pid):
+                os.killpg(left.pid, signal.SIGKILL)  # it leads a session of its own

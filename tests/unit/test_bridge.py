@@ -1,0 +1,203 @@
+"""The files by which engine and trainer find each other's weights: complete, in order, and theirs are read too."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.errors import TransportError
+from tandem.weights import bridge
+from tandem.weights.bridge import NCCL_FILE, VLLM_FILE, Mapped, NcclBridge, VllmBridge, find
+from tandem.weights.sharing import attach, lend_host
+
+THEIRS: dict[str, Any] = {
+    "model": "Qwen/Qwen2.5-3B-Instruct",
+    "tp_degree": 1,
+    "dp_shard_degree": 1,
+    "param_names": ["norm.weight"],
+    "param_mappings": {
+        "norm.weight": {
+            "vllm_name": "norm.weight",
+            "shape": [4],
+            "dtype": "torch.bfloat16",
+            "device": "cuda:0",
+            "later": 1,
+        }
+    },
+    "ipc_handles": {"norm.weight": {"device_index": 0, "ipc_handle_b64": "AmM="}},
+    "shared_weights_enabled": True,
+    "single_copy_enabled": True,
+    "num_params": 1,
+    "vllm_version": "0.11",
+}
+"""As Atropos' engine writes it, with fields that nobody has told us of."""
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory, and a last resort, of this test's own."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.delenv("LOGDIR", raising=False)
+    monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "last")
+    return tmp_path
+
+
+def put(file: Path, fields: Any = THEIRS) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(fields))
+    return file
+
+
+def test_what_an_engine_lends_is_attached_by_its_file(tmp_path: Path) -> None:
+    weight = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    lent = lend_host({"a.weight": weight}, tmp_path / "w")
+    params = {"a.weight": Mapped.of("fused.weight", weight)}
+    file = VllmBridge.describing("some/model", lent.description, params, tp_degree=2, tandem={"version": 3})
+    path = file.write(tmp_path / "new" / "folder")
+    assert path == tmp_path / "new" / "folder" / VLLM_FILE
+    found = VllmBridge.read(path)
+    assert found == file
+    assert found.tandem["version"] == 3
+    assert found.tp_degree == 2
+    assert torch.equal(attach(found.description())["a.weight"], weight)
+
+
+def test_the_file_has_the_fields_that_others_read(tmp_path: Path) -> None:
+    lent = lend_host({"b": torch.ones(2), "a": torch.ones(3)}, tmp_path / "w")
+    params = {name: Mapped.of(name, tensor) for name, tensor in lent.tensors.items()}
+    path = VllmBridge.describing("m", lent.description, params).write(tmp_path)
+    fields = json.loads(path.read_text())
+    assert set(fields) == {*THEIRS, "tandem"} - {"vllm_version"}
+    assert fields["param_names"] == ["a", "b"]
+    assert fields["num_params"] == 2
+    assert fields["param_mappings"]["a"] == {
+        "vllm_name": "a", "shape": [3], "dtype": "torch.float32", "device": "cpu",
+    }  # fmt: skip
+    assert fields["ipc_handles"] == lent.description["tensors"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == [VLLM_FILE, "w"]
+
+
+def test_their_file_is_read(tmp_path: Path) -> None:
+    found = VllmBridge.read(put(tmp_path / "theirs.json"))
+    assert found.model == THEIRS["model"]
+    assert found.param_mappings["norm.weight"] == Mapped(
+        vllm_name="norm.weight", shape=[4], dtype="torch.bfloat16", device="cuda:0"
+    )
+    assert found.description() == {"kind": "cuda", "tensors": THEIRS["ipc_handles"]}
+
+
+@pytest.mark.parametrize("field", [key for key in THEIRS if key != "vllm_version"])
+def test_fields_that_lack_are_named(tmp_path: Path, field: str) -> None:
+    path = put(tmp_path / VLLM_FILE, {key: value for key, value in THEIRS.items() if key != field})
+    with pytest.raises(TransportError, match=f"{VLLM_FILE}: there is no {field};"):
+        VllmBridge.read(path)
+
+
+def test_all_that_lack_are_named_at_once(tmp_path: Path) -> None:
+    path = put(tmp_path / VLLM_FILE, {"model": "m", "dtype": "auto", "tp_degree": 1, "dp_shard_degree": 1})
+    with pytest.raises(TransportError, match="there is no param_names, param_mappings, ipc_handles, shared_weights_en"):
+        VllmBridge.read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"param_mappings": {"x": {"vllm_name": "x"}}}, r"param_mappings\.x: there is no shape, dtype, device"),
+        ({"param_mappings": {"x": None}}, r"param_mappings\.x: expected a JSON object, not NoneType"),
+        ({"tp_degree": "two"}, "tp_degree should be a int, not 'two'"),
+        ({"num_params": 7}, "counts 7 parameters but names 1"),
+    ],
+)
+def test_wrong_fields_are_named(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    path = put(tmp_path / VLLM_FILE, {**THEIRS, **change})
+    with pytest.raises(TransportError, match=why):
+        VllmBridge.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"model": "m", ', "not JSON"), ("[1]", "expected a JSON object, not list")]
+)
+def test_a_torn_file_is_said_to_be_one(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / VLLM_FILE).write_text(text)
+    with pytest.raises(TransportError, match=why):
+        VllmBridge.read(tmp_path)
+
+
+def test_an_engine_that_lends_nothing_says_so(tmp_path: Path) -> None:
+    found = VllmBridge.read(put(tmp_path / VLLM_FILE, {**THEIRS, "ipc_handles": {}, "single_copy_enabled": False}))
+    with pytest.raises(TransportError, match="lends no memory"):
+        found.description()
+
+
+def test_another_users_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path / VLLM_FILE)
+    os.chown(path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(TransportError, match="belongs to user"):
+        VllmBridge.read(path)
+
+
+def test_places_are_searched_in_order(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGDIR", str(places / "logs"))
+    folders = ["last", "cwd", "logs", "given"]
+    for folder in folders:  # each is preferred to those before it
+        file = put(places / folder / VLLM_FILE)
+        assert find(places / "given").samefile(file)
+        assert find(places / "given" / VLLM_FILE).samefile(file)
+    assert find().samefile(places / "logs" / VLLM_FILE)
+    monkeypatch.setenv("LOGDIR", "")
+    assert find().samefile(places / "cwd" / VLLM_FILE)
+
+
+def test_another_place_than_the_one_given_is_reported(places: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = put(places / "last" / VLLM_FILE)
+    with caplog.at_level(logging.WARNING):
+        assert find() == find(file) == file
+        assert caplog.text == ""
+        assert find(places / "given.json") == file
+    assert str(places / "given.json") in caplog.text
+    assert str(file) in caplog.text
+
+
+def test_all_places_are_named_when_there_is_none(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TransportError, match="LOGDIR is not set"):
+        find()
+    monkeypatch.setenv("LOGDIR", str(places / "logs"))
+    with pytest.raises(TransportError) as caught:
+        find(places / "given.json")
+    looked = [places / "given.json", *(places / folder / VLLM_FILE for folder in ("logs", "cwd", "last"))]
+    assert ", ".join(map(str, looked)) in str(caught.value)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    old = NcclBridge(nccl_init_method="tcp://a:1", world_size=2, param_metadata={}, param_mappings={})
+    old.write(tmp_path)
+    new = NcclBridge(nccl_init_method="tcp://b:2", world_size=2, param_metadata={"x": object()}, param_mappings={})
+    with pytest.raises(TypeError, match="JSON"):
+        new.write(tmp_path)
+    assert NcclBridge.read(tmp_path) == old
+    assert [p.name for p in tmp_path.iterdir()] == [NCCL_FILE]
+
+
+def test_the_broadcast_groups_file(tmp_path: Path) -> None:
+    file = NcclBridge(
+        nccl_init_method="tcp://localhost:29500",
+        world_size=3,
+        param_metadata={"a": {"shape": [1, 2], "dtype": "torch.float32"}},
+        param_mappings={"a": "b"},
+        tandem={"backend": "gloo"},
+    )
+    path = file.write(tmp_path / "run")
+    assert NcclBridge.read(tmp_path / "run") == file
+    fields = json.loads(path.read_text())
+    assert fields["nccl_enabled"] is True
+    del fields["world_size"]
+    with pytest.raises(TransportError, match="there is no world_size"):
+        NcclBridge.read(put(path, fields))

@@ -1,0 +1,377 @@
+"""Broadcast groups: bytes arrive exactly, and whoever is missing, stalls or dies is named in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.errors import TransportError
+from tandem.weights.collective import Entry, Member, Rendezvous, _plan, manifest
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+CHILD = """
+import hashlib, json, os, signal, sys
+import torch
+from tandem.errors import TransportError
+from tandem.weights.collective import Member, Rendezvous
+
+print("ready", flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    out = []
+    try:
+        if job["rank"] == 0:
+            member = Member.host(Rendezvous(**job["rendezvous"]))
+            print(member.rendezvous.port, flush=True)
+            member.connect()
+            os.kill(os.getpid(), job["signal"])
+            continue
+        member = Member.join(Rendezvous(**job["rendezvous"]), job["rank"], who=f"engine {job['rank']}")
+        for entries in job["publishes"]:
+            for name, tensor in member.receive(entries, job["bucket"]):
+                if name == job.get("dies_at"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                out.append([name, list(tensor.shape), str(tensor.dtype), hashlib.sha256(raw).hexdigest()])
+        member.close()
+    except TransportError as error:
+        out = str(error)
+    print(json.dumps(out), flush=True)
+"""
+
+
+@contextmanager
+def children(count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that take jobs as lines of JSON and answer each with one."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", CHILD], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        for _ in range(count)
+    ]
+    try:
+        for child in started:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        yield started
+    finally:
+        for child in started:
+            child.kill()
+            if not child.stdin.closed:  # type: ignore[union-attr]
+                child.communicate()
+
+
+def give(child: subprocess.Popen[str], **job: Any) -> None:
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(job) + "\n")
+    child.stdin.flush()
+
+
+def answer(child: subprocess.Popen[str]) -> Any:
+    assert child.stdout is not None
+    return json.loads(child.stdout.readline())
+
+
+def meeting(world: int = 2, seconds: float = 60.0, **options: Any) -> Rendezvous:
+    return Rendezvous(host="127.0.0.1", world=world, backend="gloo", seconds=seconds, **options)
+
+
+@contextmanager
+def pair(seconds: float = 60.0) -> Iterator[tuple[Member, Member]]:
+    """A trainer and one worker in this process."""
+    trainer = Member.host(meeting(seconds=seconds))
+    joined: list[Member] = []
+    worker = Background(lambda: joined.append(Member.join(trainer.rendezvous, 1, who="engine http://e")))
+    try:
+        trainer.connect()
+        assert worker.error() is None
+        yield trainer, joined[0]
+    finally:
+        for member in [*joined, trainer]:
+            member.close()
+
+
+class Background:
+    """A call in another thread."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=[call], daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+
+    def error(self) -> BaseException | None:
+        self._thread.join(timeout=100)
+        assert not self._thread.is_alive()
+        return self._error
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """Every kind of tensor: widths, one larger than a bucket, bit patterns that are no numbers, strides, a scalar."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def bits(dtype: torch.dtype, *shape: int) -> Tensor:
+        size = 8 * dtype.itemsize - 1
+        ints = torch.randint(-(1 << size), (1 << size) - 1, shape, generator=generator)
+        return ints.to(BITS[dtype.itemsize]).view(dtype)
+
+    return {
+        "embed": bits(torch.bfloat16, 130, 64),
+        "norm": bits(torch.float32, 7),
+        "scale": bits(torch.float32),
+        "quantised": bits(torch.int8, 3, 5),
+        "transposed": bits(torch.bfloat16, 16, 8).T,
+        "rows": bits(torch.float32, 40, 6)[3:30:2],
+        "double": bits(torch.float64, 9),
+        "trained": torch.nn.Parameter(torch.randn(11, 3, generator=generator)),
+        "head": bits(torch.bfloat16, 64, 33),
+    }
+
+
+def described(tensors: dict[str, Tensor]) -> list[list[Any]]:
+    out = []
+    for name, tensor in tensors.items():
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        out.append([name, list(tensor.shape), str(tensor.dtype), sha256(raw).hexdigest()])
+    return out
+
+
+def test_bytes_arrive_exactly_at_two_processes_publish_after_publish_group_after_group() -> None:
+    with children(2) as workers:
+        for bucket in (1000, 1 << 20):
+            trainer = Member.host(meeting(world=3))
+            publishes = [weights(seed) for seed in (1, 2, 3)]
+            entries = [manifest(named.items()) for named in publishes]
+            for rank, worker in enumerate(workers, 1):
+                give(worker, rendezvous=asdict(trainer.rendezvous), rank=rank, publishes=entries, bucket=bucket)
+            trainer.connect()
+            for named in publishes:
+                size = sum(t.numel() * t.dtype.itemsize for t in named.values())
+                assert trainer.send(named.items(), bucket) == size
+            for worker in workers:
+                assert answer(worker) == [row for named in publishes for row in described(named)]
+            trainer.close()
+        for worker in workers:
+            assert worker.communicate() == ("", "")
+            assert worker.returncode == 0
+
+
+def test_a_worker_whose_trainer_left_ends_quietly() -> None:
+    with children(1) as (worker,):
+        trainer = Member.host(meeting(seconds=10))
+        give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[[("a", (3,), "float32")]], bucket=1)
+        trainer.connect()
+        trainer.close()
+        assert "rank 0 (trainer) left the group" in answer(worker)
+        assert worker.communicate() == ("", "")
+        assert worker.returncode == 0
+
+
+def test_memory_is_reused_only_after_the_consumer_came_back() -> None:
+    named = {f"t{i}": torch.full((300,), float(i)) for i in range(40)}
+    named["large"] = torch.arange(5000.0)
+    with pair() as (trainer, worker):
+        got: dict[str, Tensor] = {}
+        sending = Background(lambda: trainer.send(named.items(), 4096))
+        for name, tensor in worker.receive(manifest(named.items()), 4096):
+            time.sleep(0.002)  # time for later buckets to arrive
+            got[name] = tensor.clone()
+        assert sending.error() is None
+    assert list(got) == list(named)
+    for name, tensor in named.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def test_send_returns_when_the_last_tensor_was_copied_out() -> None:
+    named = {"a": torch.ones(10)}
+    with pair() as (trainer, worker):
+        sending = Background(lambda: trainer.send(named.items()))
+        tensors = worker.receive(manifest(named.items()))
+        next(tensors)
+        time.sleep(0.3)
+        assert sending._thread.is_alive()
+        assert list(tensors) == []
+        assert sending.error() is None
+
+
+def test_buckets_are_a_function_of_the_manifest() -> None:
+    entries = [Entry("a", (10,), "int8"), Entry("b", (50,), "int8"), Entry("c", (500,), "bfloat16")]
+    entries += [Entry("d", (), "float32"), Entry("e", (30, 2), "bfloat16"), Entry("f", (1,), "float64")]
+    assert _plan(entries, 200)[2][-1].stop == 200  # to the last byte
+    buckets = _plan(entries, 199)
+    assert [[part.name for part in bucket] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert [(part.start, part.stop) for part in buckets[0]] == [(0, 10), (64, 114)]
+    assert buckets[1][0].stop == 1000  # larger than a bucket: alone
+    assert len(_plan(entries, 10_000)) == 1
+    assert len(_plan(entries, 1)) == len(entries)
+
+
+@pytest.mark.parametrize(
+    "entry", [Entry("none", (3, 0), "float32"), Entry("odd", (3,), "float7"), Entry("x", (3,), "nn")]
+)
+def test_what_cannot_travel_is_named(entry: Entry) -> None:
+    with pytest.raises(TransportError, match=entry.name):
+        _plan([Entry("fine", (3,), "int8"), entry], 100)
+
+
+def test_who_never_joins_is_named_on_every_side() -> None:
+    with children(1) as (worker,):
+        trainer = Member.host(meeting(world=3, seconds=2))
+        give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[], bucket=1)
+        with pytest.raises(TransportError, match=r"for rank 2\b"):
+            trainer.connect()
+        assert "rank 2" in answer(worker)
+        trainer.close()
+
+
+def test_a_trainer_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(TransportError, match=f"127.0.0.1:{port}.*start the trainer first"):
+        Member.join(meeting(seconds=0.5, port=port), 1)
+
+
+def test_a_worker_killed_between_two_tensors_is_named_by_the_others() -> None:
+    named = {f"t{i}": torch.full((100_000,), float(i)) for i in range(60)}
+    entries = manifest(named.items())
+    with children(2) as workers:
+        trainer = Member.host(meeting(world=3, seconds=10))
+        job = {"rendezvous": asdict(trainer.rendezvous), "publishes": [entries], "bucket": 400_000}
+        give(workers[0], rank=1, **job)
+        give(workers[1], rank=2, dies_at="t5", **job)
+        trainer.connect()
+        with pytest.raises(TransportError, match=r"no sign of life from rank 2 \(engine 2\)"):
+            trainer.send(named.items(), 400_000)
+        assert "rank 2 (engine 2)" in answer(workers[0])
+        with pytest.raises(TransportError):
+            trainer.send(named.items())  # a broken group stays broken
+        trainer.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_trainer_that_dies_or_stands_still_is_named(how: signal.Signals) -> None:
+    with children(1) as (trainer,):
+        give(trainer, rendezvous=asdict(meeting(seconds=3)), rank=0, signal=int(how))
+        assert trainer.stdout is not None
+        worker = Member.join(meeting(seconds=3, port=int(trainer.stdout.readline())), 1)
+        os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(TransportError, match="rank 0"):
+            list(worker.receive([("a", (3,), "float32")]))
+        worker.close()
+
+
+def test_a_worker_that_does_not_begin_is_named() -> None:
+    with (
+        pair(seconds=1) as (trainer, _),
+        pytest.raises(TransportError, match=r"everybody to begin: waited 1 s for rank 1 \(engine http://e\)"),
+    ):
+        trainer.send([("a", torch.ones(3))])
+
+
+def test_a_worker_that_stalls_between_buckets_is_named() -> None:
+    named = {f"t{i}": torch.ones(1_000_000) for i in range(4)}
+    with pair(seconds=3) as (trainer, worker):
+        sending = Background(lambda: trainer.send(named.items(), 1_000_000))
+        tensors = worker.receive(manifest(named.items()), 1_000_000)
+        next(tensors)
+        error = sending.error()
+        assert isinstance(error, TransportError)
+        assert "bucket" in str(error)
+        assert "rank 1 (engine http://e)" in str(error)
+        with pytest.raises(TransportError):
+            list(tensors)
+
+
+def test_manifests_that_differ_are_refused_before_a_byte_is_sent() -> None:
+    named = {"a": torch.ones(3), "b": torch.ones(4)}
+    with pair() as (trainer, worker):
+        receiving = Background(lambda: list(worker.receive(manifest(reversed(named.items())))))
+        with pytest.raises(TransportError, match=r"rank 1 \(engine http://e\) expects other tensors"):
+            trainer.send(named.items())
+        assert "expects other tensors" in str(receiving.error())
+
+
+def test_a_consumer_that_leaves_early_is_reported_to_the_sender() -> None:
+    named = {f"t{i}": torch.ones(100) for i in range(9)}
+
+    def leave() -> None:
+        for _ in worker.receive(manifest(named.items()), 400):
+            raise KeyError("not mine")
+
+    with pair() as (trainer, worker):
+        receiving = Background(leave)
+        with pytest.raises(TransportError, match=r"rank 1 .*stopped receiving"):
+            trainer.send(named.items(), 400)
+        assert isinstance(receiving.error(), KeyError)
+
+
+def test_abort_from_another_thread_ends_a_wait_on_both_sides() -> None:
+    with pair() as (trainer, worker):
+        receiving = Background(lambda: list(worker.receive([("a", (3,), "float32")])))
+        time.sleep(0.1)
+        trainer.abort()
+        trainer.abort()
+        assert "rank 0 (trainer) left the group" in str(receiving.error())
+        with pytest.raises(TransportError, match="left the group"):
+            trainer.send([("a", torch.ones(3))])
+
+
+def test_a_rank_is_given_once_and_the_group_goes_on() -> None:
+    with pair(seconds=5) as (trainer, worker):
+        with pytest.raises(TransportError, match="rank 1 has joined before"):
+            Member.join(trainer.rendezvous, 1)
+        time.sleep(0.6)  # time for a note to be read, were there one
+        receiving = Background(lambda: list(worker.receive([("a", (3,), "float32")])))
+        assert trainer.send([("a", torch.ones(3))]) == 12
+        assert receiving.error() is None
+
+
+def test_close_frees_the_port() -> None:
+    with pair() as (trainer, worker):
+        there = trainer.rendezvous
+        worker.close()
+        trainer.close()
+        trainer.close()
+        again = Member.host(there)
+        assert again.rendezvous == there
+        again.close()
+
+
+def test_what_cannot_be_opened_is_refused() -> None:
+    with pytest.raises(TransportError, match="an address of this machine"):
+        Member.host(Rendezvous(host="192.0.2.1", world=2, backend="gloo"))
+    with pytest.raises(TransportError, match="use backend gloo"):
+        Member.host(Rendezvous(host="127.0.0.1", world=2, backend="nccl"))
+    with pytest.raises(ValueError, match="rank must be"):
+        Member.join(meeting(seconds=0.2), 2)
+
+
+@pytest.mark.parametrize("wrong", [{"backend": "mpi"}, {"world": 1}, {"seconds": 0.0}, {"seconds": float("inf")}])
+def test_a_rendezvous_refuses_nonsense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong)).replace("world", "2 members")):
+        Rendezvous(**{"host": "127.0.0.1", "world": 2, "backend": "gloo", **wrong})
+
+
+def test_a_rendezvous_survives_json() -> None:
+    there = meeting(port=1234)
+    assert Rendezvous(**json.loads(json.dumps(asdict(there)))) == there

@@ -1,0 +1,578 @@
+"""Lent tensors: one copy of the bytes in two processes, whoever dies first."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.errors import TransportError
+from tandem.weights import _cuda_ipc, sharing
+from tandem.weights.sharing import attach, handed, lend_cuda, lend_host, remove_orphans
+
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+from tandem.errors import TransportError
+from tandem.weights import sharing
+
+def memory():
+    lines = open("/proc/self/status").read().splitlines()
+    return {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines if "Rss" in line)}
+
+held = {}
+for line in sys.stdin:
+    job = json.loads(line)
+    out = None
+    try:
+        if job["do"] == "attach":
+            held = sharing.attach(job["description"])
+        elif job["do"] == "read":
+            out = held[job["name"]].double().tolist()
+        elif job["do"] == "fill":
+            held[job["name"]].fill_(job["value"])
+            if held[job["name"]].is_cuda:
+                torch.cuda.synchronize()
+        elif job["do"] == "add everywhere":
+            before = memory()
+            for tensor in held.values():
+                tensor.add_(1)
+            out = {key: value - before[key] for key, value in memory().items()}
+        elif job["do"] == "allocated":
+            out = torch.cuda.memory_allocated()
+        elif job["do"] == "lend":
+            lent = sharing.lend_host({"w": torch.arange(6.0)}, Path(job["path"]))
+            out = lent.description
+        elif job["do"] == "forget":
+            held = {}
+    except TransportError as error:
+        out = {"error": str(error)}
+    print(json.dumps(out), flush=True)
+"""
+
+
+class Peer:
+    """A second process that does what it is told."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def __call__(self, do: str, **job: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **job}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+
+
+@contextmanager
+def second_process(**environment: str) -> Iterator[Peer]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+    try:
+        yield Peer(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Any file system that maps files will do; memory is only faster."""
+    return tmp_path
+
+
+def weights() -> dict[str, Tensor]:
+    fused = torch.randn(6, 4, dtype=torch.bfloat16)
+    tied = torch.randn(5, 3)
+    return {
+        "q": fused[:3],
+        "k": fused[3:5],
+        "embed": tied,
+        "head": tied,
+        "small": torch.tensor([1, 2, 3], dtype=torch.int8),
+        "turned": torch.randn(4, 7).t(),
+        "nan": torch.tensor([float("nan"), -0.0], dtype=torch.float16),
+        "scale": torch.tensor(2.5, dtype=torch.float64),
+    }
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def test_each_side_sees_the_others_writes(folder: Path) -> None:
+    given = weights()
+    lent = lend_host(given, folder / "w")
+    with second_process() as peer:
+        assert peer("attach", description=lent.description) is None
+        for name, tensor in given.items():
+            if name != "nan":
+                assert peer("read", name=name) == tensor.double().tolist()
+        lent.tensors["k"].fill_(-3)
+        assert peer("read", name="k") == [[-3.0] * 4] * 2
+        peer("fill", name="embed", value=7)
+    assert lent.tensors["head"].eq(7).all()
+    assert torch.equal(lent.tensors["q"], given["q"])
+
+
+def test_tensors_come_back_as_they_were(folder: Path) -> None:
+    given = weights()
+    lent = lend_host(given, folder / "w")
+    attached = attach(json.loads(json.dumps(lent.description)))
+    for name, tensor in given.items():
+        for found in (lent.tensors[name], attached[name]):
+            assert (found.shape, found.dtype, found.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+            assert bits(found) == bits(tensor)
+            assert found.data_ptr() != tensor.data_ptr()
+    assert list(lent.tensors) == list(attached) == list(given)
+
+
+@pytest.mark.parametrize("side", ["lender", "borrower"])
+def test_aliases_stay_aliases_and_others_stay_apart(folder: Path, side: str) -> None:
+    lent = lend_host(weights(), folder / "w")
+    found = lent.tensors if side == "lender" else attach(lent.description)
+    storage = {name: tensor.untyped_storage() for name, tensor in found.items()}
+    assert found["embed"].data_ptr() == found["head"].data_ptr()
+    assert storage["q"].data_ptr() == storage["k"].data_ptr()
+    assert found["k"].data_ptr() - found["q"].data_ptr() == 3 * 4 * 2
+    assert len({s.data_ptr() for s in storage.values()}) == 6
+    # What saves or counts a tensor by its storage must not get the whole file.
+    assert storage["small"].nbytes() == 3
+    assert storage["embed"].nbytes() == 5 * 3 * 4
+
+
+def test_tied_tensors_take_their_memory_once(folder: Path) -> None:
+    tied = torch.zeros(1 << 16)
+    lent = lend_host({"a": tied, "b": tied, "c": tied[10:]}, folder / "w")
+    assert (folder / "w").stat().st_size == 64 + 4 * (1 << 16)
+    lent.tensors["c"][0] = 5
+    assert lent.tensors["a"][10] == lent.tensors["b"][10] == 5
+
+
+def test_only_the_part_of_a_storage_that_is_named_is_copied(folder: Path) -> None:
+    whole = torch.arange(10_000.0)
+    lent = lend_host({"part": whole[1003:1103]}, folder / "w")
+    assert (folder / "w").stat().st_size < 64 + 400 + 128
+    assert torch.equal(lent.tensors["part"], whole[1003:1103])
+    # 1003 elements of 4 bytes into its storage: relative to the alignment, it lies as before.
+    assert lent.tensors["part"].data_ptr() % 64 == whole[1003:].data_ptr() % 64
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_parts_of_one_storage_are_copied_together(folder: Path, order: str) -> None:
+    whole = torch.arange(1000.0)
+    parts = {"a": whole[100:200], "b": whole[700:900]}
+    lent = lend_host({name: parts[name] for name in order}, folder / "w")
+    for name in order:
+        assert torch.equal(lent.tensors[name], parts[name])
+    assert lent.tensors["b"].data_ptr() - lent.tensors["a"].data_ptr() == 600 * 4
+
+
+def test_every_storage_is_aligned(folder: Path) -> None:
+    lent = lend_host({str(n): torch.zeros(n, dtype=torch.int8) for n in (1, 3, 64, 65, 130)}, folder / "w")
+    for tensor in [*lent.tensors.values(), *attach(lent.description).values()]:
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_there_is_no_second_copy() -> None:
+    size = 64 << 20
+    path = sharing.SHARED_MEMORY / f"tandem-test-{os.getpid()}"
+    lent = lend_host({"w": torch.zeros(size, dtype=torch.uint8)}, path)
+    try:
+        with second_process() as peer:
+            peer("attach", description=lent.description)
+            grown = peer("add everywhere")
+        assert grown["RssShmem"] >= size
+        assert grown["RssAnon"] < size / 8
+        assert lent.tensors["w"].eq(1).all()
+    finally:
+        lent.close()
+
+
+def test_memory_survives_its_lender(folder: Path) -> None:
+    path = folder / "w"
+    with second_process() as lender:
+        description = lender("lend", path=str(path))
+        attached = attach(description)
+        assert remove_orphans(folder) == []
+        lender.process.kill()
+        lender.process.wait()
+    assert path.exists()
+    assert remove_orphans(folder) == [path]
+    assert not path.exists()
+    attached["w"].add_(1)
+    assert attached["w"].tolist() == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(TransportError, match="ended or was restarted"):
+        attach(description)
+
+
+def test_closing_takes_the_name_and_leaves_the_memory(folder: Path) -> None:
+    lent = lend_host({"w": torch.ones(3)}, folder / "w")
+    attached = attach(lent.description)
+    assert (folder / "w").stat().st_mode & 0o777 == 0o600
+    lent.close()
+    lent.close()
+    assert list(folder.iterdir()) == []
+    attached["w"].fill_(4)
+    assert lent.tensors["w"].tolist() == [4, 4, 4]
+
+
+def test_a_lender_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
+    with second_process() as lender:
+        lender("lend", path=str(folder / "w"))
+        assert lender.process.stdin is not None
+        lender.process.stdin.close()
+        lender.process.wait()
+        lender.process.stdin = None
+    assert list(folder.iterdir()) == []
+
+
+def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
+    code = (
+        "import os, pathlib, sys, torch\n"
+        "from tandem.weights.sharing import lend_host\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "lent = lend_host({'w': torch.ones(3)}, path)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    lent.close()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "assert path.exists()\n"
+        "lent.close()\n"
+        "assert not path.exists()\n"
+    )
+    done = run(code, str(folder / "w"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_closing_leaves_another_file_of_that_name(folder: Path) -> None:
+    lent = lend_host({"w": torch.ones(3)}, folder / "w")
+    (folder / "w").unlink()
+    (folder / "w").write_text("mine")
+    lent.close()
+    assert (folder / "w").read_text() == "mine"
+
+
+def test_orphans_are_only_our_own(folder: Path) -> None:
+    (folder / "theirs").write_bytes(b"something else")
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to(folder / "theirs")
+    live = lend_host({"w": torch.ones(3)}, folder / "live")
+    assert remove_orphans(folder) == []
+    assert attach(live.description)["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.empty(0, 4), "no elements"),
+        (torch.empty(2, device="meta"), "is on meta"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+    ],
+)
+def test_what_cannot_be_lent_is_named(folder: Path, tensor: Tensor, why: str) -> None:
+    with pytest.raises(TransportError, match=f"bad.*{why}"):
+        lend_host({"good": torch.ones(1), "bad": tensor}, folder / "w")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_that_exists_is_left_alone(folder: Path) -> None:
+    (folder / "w").write_text("mine")
+    with pytest.raises(TransportError, match=r"File exists.*remove_orphans"):
+        lend_host({"w": torch.ones(1)}, folder / "w")
+    assert (folder / "w").read_text() == "mine"
+
+
+def test_too_little_memory_is_said_before_anything_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TransportError, match=r"MiB free, but 0 MiB are to be lent.*shm-size"):
+        lend_host({"w": torch.ones(1)}, folder / "w")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_failure_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "frombuffer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lend_host({"w": torch.ones(1)}, folder / "w")
+    assert list(folder.iterdir()) == []
+
+
+def test_the_file_of_a_restarted_lender_is_not_mistaken(folder: Path) -> None:
+    first = lend_host({"w": torch.ones(3)}, folder / "w")
+    stale = first.description
+    first.close()
+    second = lend_host({"w": torch.zeros(3)}, folder / "w")
+    with pytest.raises(TransportError, match=r"not the file that was described.*new description"):
+        attach(stale)
+    assert attach(second.description)["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dtype": "torch.bfloat17"}, "no dtype"),
+        ({"dtype": "nn"}, "no dtype"),
+        ({"dtype": "torch.float64"}, "needs 96 bytes of a storage of 48, but 48"),
+        ({"shape": [4, 4]}, "w needs 64 bytes of a storage of 48, but 48"),
+        ({"stride": [4, 2]}, "w needs 60 bytes"),
+        ({"stride": [4]}, "describe no tensor"),
+        ({"shape": [-1, 4]}, "describe no tensor"),
+        ({"tensor_storage_offset": 1}, "w needs 52 bytes"),
+        ({"tensor_storage_offset": -1}, "describe no tensor"),
+        ({"storage_size": 1 << 20}, "w: the file has 128 bytes"),
+        ({"storage_offset": 0}, "w: the file has 128 bytes"),
+        ({"storage_offset": "x"}, "invalid literal"),
+        ({"shape": None}, "NoneType"),
+    ],
+)
+def test_a_wrong_description_of_a_tensor_is_refused(folder: Path, change: dict[str, Any], why: str) -> None:
+    lent = lend_host({"w": torch.ones(3, 4)}, folder / "w")
+    wrong = copy.deepcopy(lent.description)
+    wrong["tensors"]["w"].update(change)
+    with pytest.raises(TransportError, match=why):
+        attach(wrong)
+
+
+@pytest.mark.parametrize("field", ["kind", "tensors", "path", "size", "token"])
+def test_a_field_that_lacks_is_named(folder: Path, field: str) -> None:
+    lent = lend_host({"w": torch.ones(3)}, folder / "w")
+    with pytest.raises(TransportError, match=field):
+        attach({key: value for key, value in lent.description.items() if key != field})
+
+
+@pytest.mark.parametrize("field", ["storage_size", "storage_offset", "shape", "dtype"])
+def test_a_field_of_a_tensor_that_lacks_is_named(folder: Path, field: str) -> None:
+    lent = lend_host({"w": torch.ones(3)}, folder / "w")
+    del lent.description["tensors"]["w"][field]
+    with pytest.raises(TransportError, match=field):
+        attach(lent.description)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(TransportError, match="host or cuda, not 'smoke'"):
+        attach({"kind": "smoke", "tensors": {}})
+
+
+def test_what_is_expected_must_be_lent(folder: Path) -> None:
+    lent = lend_host({"w": torch.ones(3, dtype=torch.bfloat16)}, folder / "w")
+    good = torch.empty(3, dtype=torch.bfloat16, device="meta")
+    attach(lent.description, expect={"w": good})
+    for name, wrong in (("w", good.float()), ("w", good[:2]), ("v", good)):
+        with pytest.raises(TransportError, match=rf"^{name}: expected torch"):
+            attach(lent.description, expect={name: wrong})
+
+
+def test_a_hand_over_lasts_as_long_as_its_block() -> None:
+    given = {"a": torch.randn(3, 4, requires_grad=True), "b": torch.randn(2, dtype=torch.bfloat16)}
+    with second_process() as peer:
+        with handed(given) as description:
+            assert peer("attach", description=description) is None
+            path = Path(description["path"])
+            assert path.exists()
+        assert not path.exists()
+        assert peer("read", name="a") == given["a"].double().tolist()
+        assert "error" in peer("attach", description=description)
+
+
+def test_a_hand_over_is_of_one_device() -> None:
+    for tensors in ({}, {"a": torch.ones(1), "b": torch.ones(1, device="meta")}):
+        with pytest.raises(TransportError, match="one device"), handed(tensors):
+            pass
+
+
+def test_what_is_packed_shares_one_storage() -> None:
+    given = {"a": torch.randn(3, 5).t(), "b": torch.randn(2, dtype=torch.bfloat16), "c": torch.tensor(3)}
+    packed = sharing._packed(given)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in packed.values()}) == 1
+    for name, tensor in given.items():
+        assert packed[name].dtype == tensor.dtype
+        assert torch.equal(packed[name], tensor)
+
+
+# --- CUDA: what is told, without a GPU; what is true, with one ---
+
+
+class FakeGpus:
+    """Exports host storages under handles, and opens them as the driver would in the other process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lent: dict[bytes, torch.UntypedStorage] = {}
+        self.opened: list[tuple[Any, ...]] = []
+        self.visible = ["GPU-a", "GPU-b"]
+        self.letter = b"c"
+        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", self.share(), raising=False)
+        monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", self.open, raising=False)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.visible))
+        monkeypatch.setattr(_cuda_ipc, "_uuid", lambda index: self.visible[index])
+        monkeypatch.setattr(sharing, "_refuse", lambda *_: None)
+
+    def share(self) -> Any:
+        def _share_cuda_(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+            handle = b"\x02" + self.letter + bytes([len(self.lent)]) * (64 if self.letter == b"c" else 40)
+            self.lent[handle] = storage
+            return 1, handle, storage.nbytes(), 512, b"/counter", 3, b"\xff\x00event", True
+
+        return _share_cuda_
+
+    def open(self, *arguments: Any) -> torch.UntypedStorage:
+        self.opened.append(arguments)
+        if arguments[1] not in self.lent:
+            raise RuntimeError("CUDA error: invalid resource handle\nand a page of advice")
+        return self.lent[arguments[1]]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    return FakeGpus(monkeypatch)
+
+
+def test_cuda_handles_travel_as_json(gpus: FakeGpus) -> None:
+    given = weights()
+    description = json.loads(json.dumps(lend_cuda(given)))
+    assert set(description["tensors"]["k"]) == {
+        "device_index", "device_uuid", "ipc_handle_b64", "storage_size", "storage_offset", "ref_counter_handle_b64",
+        "ref_counter_offset", "event_handle_b64", "event_sync_required", "shape", "dtype", "stride",
+        "tensor_storage_offset",
+    }  # fmt: skip
+    assert len(gpus.lent) == 6  # a handle for each storage, not for each tensor
+    gpus.visible = ["GPU-c", "GPU-d", "GPU-b"]  # numbered otherwise here
+    attached = attach(description)
+    assert len(gpus.opened) == 6
+    assert {arguments[0] for arguments in gpus.opened} == {2}
+    assert {arguments[3:] for arguments in gpus.opened} == {(512, b"/counter", 3, b"\xff\x00event", True)}
+    for name, tensor in given.items():
+        assert attached[name].data_ptr() == tensor.data_ptr()
+        assert (attached[name].shape, attached[name].stride()) == (tensor.shape, tensor.stride())
+        assert attached[name].dtype == tensor.dtype
+
+
+def test_a_description_of_atropos_is_understood(gpus: FakeGpus) -> None:
+    weight = torch.randn(3, 4)
+    entry = lend_cuda({"w": weight})["tensors"]["w"]
+    entry["storage_offset_orig"] = entry.pop("storage_offset")
+    for key in ("device_uuid", "stride", "tensor_storage_offset"):
+        del entry[key]
+    assert attach({"kind": "cuda", "tensors": {"w": entry}})["w"].data_ptr() == weight.data_ptr()
+    assert gpus.opened[0][0] == 1
+    assert gpus.opened[0][3] == 512
+
+
+def test_a_gpu_that_is_not_visible_is_named(gpus: FakeGpus) -> None:
+    description = lend_cuda({"w": torch.ones(2)})
+    gpus.visible = ["GPU-c"]
+    with pytest.raises(TransportError, match=r"GPU-b, but this process sees GPU-c.*CUDA_VISIBLE_DEVICES"):
+        attach(description)
+
+
+def test_a_stale_cuda_handle_says_what_to_do(gpus: FakeGpus) -> None:
+    description = lend_cuda({"w": torch.ones(2)})
+    gpus.lent.clear()
+    with pytest.raises(TransportError, match=r"invalid resource handle\);.*new description$"):
+        attach(description)
+
+
+def test_expandable_segments_are_refused(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.letter = b"e"
+    with pytest.raises(TransportError, match=r"w lies in an expandable segment.*PYTORCH_CUDA_ALLOC_CONF"):
+        lend_cuda({"w": torch.ones(2)})
+
+    def fails(_: torch.UntypedStorage) -> None:
+        raise RuntimeError("invalid argument")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", fails, raising=False)
+    with pytest.raises(TransportError, match=r"w cannot be exported.*sleep mode"):
+        lend_cuda({"w": torch.ones(2)})
+
+
+def test_host_tensors_have_no_cuda_handle() -> None:
+    with pytest.raises(TransportError, match="w is on cpu; lend_cuda lends cuda"):
+        lend_cuda({"w": torch.ones(2)})
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@needs_gpu
+def test_gpu_memory_is_one_for_both() -> None:
+    fused = torch.randn(1 << 20, 16, dtype=torch.bfloat16, device="cuda")
+    given = {"q": fused[: 1 << 19], "k": fused[1 << 19 :], "scale": torch.tensor(2.5, device="cuda")}
+    description = lend_cuda(given)
+    with pytest.raises(TransportError, match="cannot be attached"):
+        attach(description)  # the driver opens a handle in another process only
+    with second_process() as peer:
+        for _ in range(2):  # and again, as after a restart of the borrower
+            assert peer("attach", description=description) is None
+            assert peer("allocated") == 0
+            assert peer("read", name="scale") == given["scale"].item()
+            given["scale"].add_(1)
+            torch.cuda.synchronize()
+            assert peer("read", name="scale") == given["scale"].item()
+            peer("fill", name="k", value=-3)
+            assert given["k"].eq(-3).all()
+            assert not given["q"].eq(-3).all()
+            peer("forget")
+    with second_process() as peer:  # a borrower that was killed keeps nobody out
+        assert peer("attach", description=description) is None
+        assert peer("read", name="scale") == given["scale"].item()
+
+
+@needs_gpu
+def test_a_hand_over_on_a_gpu_leaks_nothing() -> None:
+    given = {str(n): torch.randn(1000 + n, 33, device="cuda", requires_grad=True) for n in range(20)}
+    with second_process() as peer:
+        before = torch.cuda.memory_allocated()
+        for _ in range(5):
+            with handed(given) as description:
+                assert peer("attach", description=description) is None
+                assert peer("read", name="3") == given["3"].double().tolist()
+                peer("forget")
+            assert torch.cuda.memory_allocated() == before
+
+
+@needs_gpu
+def test_expandable_segments_are_refused_on_a_gpu() -> None:
+    code = (
+        "import torch\nfrom tandem.weights.sharing import lend_cuda\n"
+        "lend_cuda({'w': torch.zeros(1 << 24, device='cuda')})\n"
+    )
+    done = run(code, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert "TransportError: w " in done.stderr
+    assert "expandable_segments out of" in done.stderr

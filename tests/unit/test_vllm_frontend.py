@@ -1,0 +1,404 @@
+"""Which weights a token comes from, and when it may be given out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_vllm import FakeClient, LoRARequest, install, settle
+
+from tandem.engines._vllm_answers import Answers
+from tandem.engines._vllm_frontend import IN_PLACE, Frontend, Stopped
+from tandem.engines._vllm_wire import Refused
+
+Body = Callable[[Frontend, FakeClient], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+
+
+def run(body: Body) -> None:
+    async def main() -> None:
+        client = FakeClient()
+        await asyncio.wait_for(body(Frontend(client), client), 20)
+
+    asyncio.run(main())
+
+
+def asked(front: Frontend, tokens: int, **more: Any) -> asyncio.Task[Answers]:
+    return asyncio.ensure_future(front.generate([1, 2, 3], {"max_tokens": tokens, "logprobs": 0}, **more))
+
+
+def steps(front: Frontend, found: Answers) -> list[int]:
+    return front.steps_of(found.completions[0])
+
+
+async def publish(front: Frontend, client: FakeClient, step: int, *, prove: bool = False) -> None:
+    await front.pause()
+    client.weights = step
+    if prove:
+        await front.prove()
+    await front.stamp(step, f"digest {step}")
+    await front.resume()
+
+
+async def pending(task: asyncio.Task[Any]) -> bool:
+    await settle()
+    return not task.done()
+
+
+def test_a_request_in_flight_carries_the_exact_step_of_each_token() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 4)
+        task = asked(front, 9)
+        await client.step(2)
+        await publish(front, client, 5, prove=True)
+        await client.step(3)
+        await publish(front, client, 6)
+        await client.step(4)
+        found = await task
+        assert steps(front, found) == [4, 4, 5, 5, 5, 6, 6, 6, 6]
+        assert found.completions[0].tokens == [4, 4, 5, 5, 5, 6, 6, 6, 6], "the fake samples its weights' number"
+        assert (front.step, front.digest, front.updates) == (6, "digest 6", 3)
+
+    run(body)
+
+
+def test_nothing_is_sampled_while_paused() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        task = asked(front, 3)
+        await client.step()
+        await front.pause()
+        await front.pause()
+        await client.step(5)
+        assert client.requests[0].made == 1
+        assert await front.resume() >= 0
+        await client.step(2)
+        assert steps(front, await task) == [-1, -1, -1], "nobody stamped anything"
+
+    run(body)
+
+
+def test_new_requests_wait_for_the_end_of_a_pause_and_begin_in_its_era() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        task = asked(front, 1)
+        assert await pending(task)
+        assert not client.seen, "it must not be handed to the scheduler with the old salt"
+        before = front.salt
+        await front.stamp(1, "")
+        await front.resume()
+        await client.step()
+        assert steps(front, await task) == [1]
+        assert client.seen[0].prompt["cache_salt"] == front.salt != before
+
+    run(body)
+
+
+def test_what_is_sampled_while_proving_is_held_back() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 1)
+        flying = asked(front, 3)
+        await client.step(2)
+        await front.pause()
+        client.weights = 2
+        await front.prove()
+        new = asked(front, 1)
+        await client.step(3)
+        assert not client.requests, "both are sampled to their end"
+        assert await pending(flying)
+        assert await pending(new)
+        await front.stamp(2, "")
+        assert await pending(flying), "stamped is not resumed"
+        await front.resume()
+        assert steps(front, await flying) == [1, 1, 2]
+        assert steps(front, await new) == [2]
+
+    run(body)
+
+
+def test_what_was_finished_before_a_pause_is_given_out_during_it() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 1)
+        task = asked(front, 1)
+        await client.step()
+        await front.pause()
+        assert steps(front, await task) == [1]
+
+    run(body)
+
+
+def test_a_failed_proof_gives_out_nothing_and_the_next_publish_recovers() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        client.weights = 7
+        await front.prove()
+        held = asked(front, 1)
+        await client.step()
+        await front.stop("torn")
+        with pytest.raises(Stopped, match="torn"):
+            await held
+        with pytest.raises(Stopped, match="torn"):
+            await front.generate([1], {"max_tokens": 1})
+        with pytest.raises(Stopped, match="torn"):
+            await front.resume()
+        with pytest.raises(Stopped, match="torn"):
+            await front.stamp(7, "")
+        assert front.state == "stopped"
+        assert client.paused
+        await publish(front, client, 8, prove=True)
+        task = asked(front, 1)
+        await client.step()
+        assert steps(front, await task) == [8]
+
+    run(body)
+
+
+def test_tokens_of_weights_that_were_never_proven_reach_nobody() -> None:
+    """Also where the trainer does not stop the engine but publishes again."""
+
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        await front.prove()
+        waits = asyncio.ensure_future(front.broken_off())
+        await settle()
+        await publish(front, client, 2)
+        with pytest.raises(Stopped, match="before they were proven"):
+            await waits
+
+    run(body)
+
+
+def test_a_stop_ends_what_is_in_flight() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 1)
+        waits = [asyncio.ensure_future(front.broken_off()) for _ in range(3)]
+        await settle()
+        await front.stop("disk full")
+        for wait in waits:
+            with pytest.raises(Stopped, match="disk full"):
+                await wait
+        again = asyncio.ensure_future(front.broken_off())
+        assert await pending(again), "a stop ends those who were there"
+        again.cancel()
+
+    run(body)
+
+
+def test_weights_that_were_written_are_not_served_without_a_stamp() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        await front.resume()  # nothing was written
+        await front.pause()
+        front.written = True
+        with pytest.raises(Refused, match="stamp"):
+            await front.resume()
+        await front.stamp(1, "")
+        await front.resume()
+        await front.pause()
+        await front.prove()
+        with pytest.raises(Refused, match="stamp"):
+            await front.resume()
+        assert front.state == "proving"
+
+    run(body)
+
+
+def test_a_version_that_a_stop_took_back_is_not_served_later() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 1)
+        await front.pause()
+        await front.stamp(2, "")
+        await front.stop("no")
+        await front.pause()
+        await front.resume()
+        assert front.step == 1
+
+    run(body)
+
+
+def test_finishing_waits_for_requests_and_keeps_new_ones_out() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        first = asked(front, 2)
+        await client.step()
+        pause = asyncio.ensure_future(front.pause(finish=True))
+        assert await pending(pause)
+        second = asked(front, 1)
+        await client.step()
+        await first
+        await pause
+        assert len(client.seen) == 1
+        await front.resume()
+        await client.step()
+        await second
+
+    run(body)
+
+
+def test_a_pause_that_nobody_ends_stops_the_engine() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        front.expect_back(0.01)
+        waits = asked(front, 1)
+        with pytest.raises(Stopped, match="never resumed"):
+            await waits
+        assert front.state == "stopped"
+
+    run(body)
+
+
+def test_a_proof_that_nobody_ends_stops_the_engine() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        front.expect_back(0.05)
+        await front.prove()
+        waits = asked(front, 1)
+        await client.step()
+        with pytest.raises(Stopped, match="never resumed"):
+            await waits
+        assert front.state == "stopped"
+
+    run(body)
+
+
+def test_a_lease_ends_with_its_pause_and_is_renewed_by_the_next() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.pause()
+        front.expect_back(0.02)
+        await front.resume()
+        await front.pause()
+        front.expect_back(60)
+        await asyncio.sleep(0.06)
+        assert front.state == "paused"
+        front.expect_back(0.01)
+        front.expect_back(60)
+        await asyncio.sleep(0.05)
+        assert front.state == "paused"
+        await front.resume()
+
+    run(body)
+
+
+def test_swapped_adapters_keep_the_version_a_request_began_with() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        one, two = LoRARequest("one", 1, "x"), LoRARequest("two", 2, "y")
+        await front.stamp(1, "", one)
+        old = asked(front, 4)
+        await client.step(2)
+        await front.stamp(2, "", two)
+        new = asked(front, 2)
+        by_name = asked(front, 2, adapter=one)
+        unstamped = asked(front, 2, adapter=LoRARequest("three", 3, "z"))
+        await client.step(2)
+        assert steps(front, await old) == [1, 1, 1, 1]
+        assert steps(front, await new) == [2, 2]
+        assert steps(front, await by_name) == [1, 1]
+        assert steps(front, await unstamped) == [-1, -1]
+        assert [request.adapter.lora_name for request in client.seen] == ["one", "two", "one", "three"]
+        assert front.state == "serving"
+        assert not front.users, "nobody uses an adapter any more"
+        front.forget(two)
+        assert front.adapter is None
+
+    run(body)
+
+
+def test_an_adapter_that_is_written_in_place_changes_under_requests_in_flight() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        front.adapter = LoRARequest(IN_PLACE, 1_000_000, "in-memory")
+        await front.pause()
+        await front.stamp(1, "", front.adapter)
+        await front.resume()
+        task = asked(front, 3)
+        await client.step()
+        await front.pause()
+        await front.stamp(2, "", front.adapter)
+        await front.resume()
+        await client.step(2)
+        assert steps(front, await task) == [1, 2, 2]
+
+    run(body)
+
+
+def test_users_of_an_adapter_are_counted() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.stamp(1, "", LoRARequest("one", 1, "x"))
+        task = asked(front, 2)
+        await client.step()
+        assert (front.users["one"], front.running) == (1, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (front.users["one"], front.running, client.aborted) == (0, 0, 1)
+
+    run(body)
+
+
+def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 1)
+        for stale in (False, True):
+            await front.pause()
+            client.weights = 3
+            await front.prove()
+            if stale:
+                client.cache.add(front.salt)
+            ask = {"temperature": 0.7, "max_tokens": 2, "seed": 0, "ends": []}
+            probe = asyncio.ensure_future(front.probe([5, 6, 7], **ask))
+            while not probe.done():
+                await client.step()
+            found = probe.result()
+            assert found["scored"] == [-3.0, -3.0]
+            assert found["tokens"] == [3, 3]
+            assert found["logprobs"] == [-3.0, -3.0]
+            assert found["cached"] == (3 if stale else 0), "scoring first would have filled the cache"
+            await front.stamp(3, "")
+            await front.resume()
+
+    run(body)
+
+
+def test_completions_are_kept_apart() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        task: asyncio.Task[Answers] = asyncio.ensure_future(front.generate([1], {"max_tokens": 2, "n": 3}))
+        await client.step(2)
+        found = await task
+        assert [c.text for c in found.completions] == ["<0><0>"] * 3
+        assert [c.finish for c in found.completions] == ["length"] * 3
+        assert found.completions[0].logprobs == []
+
+    run(body)
+
+
+def test_the_public_pause_and_the_quick_one_are_the_same() -> None:
+    """Tokens that had left the engine before it stood still are filed under the weights that made them."""
+
+    class Core:
+        def __init__(self, client: FakeClient):
+            self.client = client
+            self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+            await self.client.pause_generation(mode=mode, clear_cache=clear_cache)
+            self.outputs_queue.put_nowait("a step's tokens")
+            self.handler = asyncio.ensure_future(self.handle())
+
+        async def handle(self) -> None:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            self.outputs_queue.get_nowait()
+            request = self.client.requests[0]
+            request.outputs.put_nowait(self.client._output(request))
+
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 1)
+        task = asked(front, 2)
+        await client.step()
+        client.engine_core = Core(client)  # type: ignore[attr-defined]
+        await front.pause()
+        assert steps(front, await task) == [1, 1]
+
+    run(body)

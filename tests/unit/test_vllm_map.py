@@ -1,0 +1,344 @@
+"""Hugging Face tensors in vLLM's parameters: stand-ins that are sliced, fused and padded as vLLM's own layers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tandem.engines._vllm_map import Place, places, uncovered
+from tandem.errors import EngineError
+from tandem.weights.checksums import Shard, Tally, checksums
+
+VOCABULARY, HIDDEN, MLP, HEAD = 259, 64, 96, 16
+PADDED = 320
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+class UnquantizedLinearMethod:
+    """What vLLM gives to plain layers; the map goes by the name."""
+
+
+class Fp8LinearMethod:
+    """What vLLM gives to quantised ones."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    rank: int = 0
+    world: int = 1
+
+    def layer(self, weight: Tensor, bias: Tensor | None = None, *, split: bool = True, **attributes: Any) -> nn.Module:
+        made = nn.Module()
+        made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        if bias is not None:
+            made.bias = nn.Parameter(bias.contiguous(), requires_grad=False)
+        rank, world = (self.rank, self.world) if split else (0, 1)
+        attributes = {"tp_rank": rank, "tp_size": world, "quant_method": UnquantizedLinearMethod()} | attributes
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    def slice(self, whole: Tensor, dim: int = 0) -> Tensor:
+        return whole.chunk(self.world, dim)[self.rank]
+
+    def merged(self, *linears: nn.Linear) -> nn.Module:
+        return self.layer(
+            *fused([[self.slice(p) for p in linear.parameters()] for linear in linears]),
+            gather_output=False,
+            input_size=linears[0].in_features,
+            output_size=sum(linear.out_features for linear in linears),
+            output_sizes=[linear.out_features for linear in linears],
+        )
+
+    def column(self, linear: nn.Linear) -> nn.Module:
+        made = self.merged(linear)
+        del made.output_sizes
+        return made
+
+    def row(self, linear: nn.Linear) -> nn.Module:
+        return self.layer(
+            self.slice(linear.weight, 1),
+            linear.bias,
+            input_is_parallel=True,
+            input_size=linear.in_features,
+            input_size_per_partition=linear.in_features // self.world,
+            output_size=linear.out_features,
+        )
+
+    def qkv(self, attention: Any) -> nn.Module:
+        heads, keys = (linear.out_features // HEAD for linear in (attention.q_proj, attention.k_proj))
+        copies = max(1, self.world // keys)
+        other = Worker(self.rank // copies, self.world // copies)  # ranks that share a key head hold the same slice
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        parts = [[w.slice(p) for p in linear.parameters()] for w, linear in ((self, q), (other, k), (other, v))]
+        return self.layer(
+            *fused(parts),
+            gather_output=False,
+            head_size=HEAD,
+            v_head_size=HEAD,
+            num_heads=heads // self.world,
+            num_kv_heads=keys * copies // self.world,
+            num_kv_head_replicas=copies,
+            total_num_heads=heads,
+            total_num_kv_heads=keys,
+            input_size=HIDDEN,
+            output_size=-1,
+            output_sizes=[-1, -1, -1],  # vLLM counts replicated heads in them: they are not the checkpoint's sizes
+        )
+
+    def vocabulary(self, weight: Tensor, padded: int = PADDED) -> nn.Module:
+        whole = torch.zeros(padded, weight.shape[1])
+        whole[: len(weight)] = weight
+        rows = padded // self.world
+        first = min(self.rank * rows, len(weight))
+        end = min((self.rank + 1) * rows, len(weight))
+        indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
+        made = self.layer(self.slice(whole), org_vocab_size=len(weight), shard_indices=indices)
+        del made.tp_rank  # some releases give the layer none
+        return made
+
+
+def fused(parts: list[list[Tensor]]) -> list[Tensor]:
+    """Weights and, where there are any, biases."""
+    return [torch.cat(columns) for columns in zip(*parts, strict=True)]
+
+
+def trained(kind: str, *, keys: int = 2, tied: bool = False, **options: Any) -> Any:
+    """A tiny model as the trainer has it, with no two elements of a tensor alike."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=keys,
+        head_dim=HEAD,
+        tie_word_embeddings=tied,
+        **options,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def served(model: Any, worker: Worker, *, adapters: bool = False) -> nn.Module:
+    """The same model as a vLLM worker holds it."""
+    out = nn.Module()
+    out.packed_modules_mapping = PACKED
+    out.model = nn.Module()
+    out.model.embed_tokens = worker.vocabulary(model.model.embed_tokens.weight)
+    out.model.layers = nn.ModuleList()
+    for theirs in model.model.layers:
+        layer = nn.Module()
+        layer.self_attn = nn.Module()
+        layer.self_attn.qkv_proj = worker.qkv(theirs.self_attn)
+        layer.self_attn.o_proj = worker.row(theirs.self_attn.o_proj)
+        for name in ("q_norm", "k_norm"):
+            if hasattr(theirs.self_attn, name):
+                setattr(layer.self_attn, name, norm(getattr(theirs.self_attn, name).weight))
+        layer.mlp = nn.Module()
+        layer.mlp.gate_up_proj = worker.merged(theirs.mlp.gate_proj, theirs.mlp.up_proj)
+        layer.mlp.down_proj = worker.row(theirs.mlp.down_proj)
+        layer.input_layernorm = norm(theirs.input_layernorm.weight)
+        layer.post_attention_layernorm = norm(theirs.post_attention_layernorm.weight)
+        if adapters:
+            for parent, name in ((layer.self_attn, "qkv_proj"), (layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+                setattr(parent, name, wrapped(getattr(parent, name)))
+        out.model.layers.append(layer)
+    out.model.norm = norm(model.model.norm.weight)
+    if adapters:
+        out.model.embed_tokens = wrapped(out.model.embed_tokens)
+    tied = model.config.tie_word_embeddings
+    out.lm_head = out.model.embed_tokens if tied else worker.vocabulary(model.lm_head.weight)
+    return out
+
+
+def norm(weight: Tensor) -> nn.Module:
+    made = nn.Module()
+    made.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    return made
+
+
+def wrapped(layer: nn.Module) -> nn.Module:
+    made = nn.Module()
+    made.base_layer = layer
+    return made
+
+
+MODELS = [
+    pytest.param("Llama", {}, id="llama"),
+    pytest.param("Llama", {"tied": True}, id="llama-tied"),
+    pytest.param("Llama", {"attention_bias": True, "mlp_bias": True}, id="llama-every-bias"),
+    pytest.param("Qwen2", {"tied": True}, id="qwen2-qkv-bias"),
+    pytest.param("Qwen2", {"keys": 1}, id="qwen2-one-key-head"),
+    pytest.param("Qwen2", {"keys": 4}, id="qwen2-as-many-key-heads"),
+    pytest.param("Qwen3", {}, id="qwen3-qk-norm"),
+]
+
+
+def part(whole: Tensor, place: Place) -> Tensor:
+    (row, column), size = place.first, place.tensor.shape
+    rows = whole[row : row + size[0]]
+    return rows if whole.dim() < 2 else rows[:, column : column + size[1]]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "options"), MODELS)
+def test_counted_places_hold_every_element_once(kind: str, options: dict[str, Any], world: int, adapters: bool) -> None:
+    model = trained(kind, **options)
+    whole = dict(model.named_parameters())
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
+    for rank in range(world):
+        fake = served(model, Worker(rank, world), adapters=adapters)
+        found = places(fake, rank=rank, world=world)
+        assert found.keys() == whole.keys()
+        assert uncovered(fake, found) == []
+        for name, parts in found.items():
+            for place in parts:
+                assert place.shape == whole[name].shape
+                assert place.tensor.shape == part(whole[name], place).shape  # lies within the whole
+                assert torch.equal(place.tensor, part(whole[name], place))
+                assert place.tensor.numel() == 0 or shares(place, fake)
+                part(seen[name], place).add_(int(place.counted))
+    assert all((count == 1).all() for count in seen.values())
+
+
+def shares(place: Place, fake: nn.Module) -> bool:
+    storage = fake.get_parameter(place.parameter).untyped_storage()
+    return place.tensor.untyped_storage().data_ptr() == storage.data_ptr()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "options"), MODELS)
+def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[str, Any], world: int) -> None:
+    model = trained(kind, **options)
+    total = dict.fromkeys(dict(model.named_parameters()), 0)
+    for rank in range(world):
+        found = places(served(model, Worker(rank, world)), rank=rank, world=world)
+        shards = [Shard(n, p.tensor, p.first) for n, parts in found.items() for p in parts if p.counted]
+        for name, value in Tally(shards).take().items():
+            total[name] = (total[name] + value) % 2**64
+    assert total == checksums(model.named_parameters())
+
+
+def test_who_counts_what_all_ranks_or_some_hold() -> None:
+    model = trained("Qwen3", keys=2, attention_bias=True)
+    counted: dict[str, list[bool]] = {}
+    for rank in range(4):
+        for name, (place,) in places(served(model, Worker(rank, 4)), rank=rank, world=4).items():
+            counted.setdefault(name.removeprefix("model.layers.0."), []).append(place.counted)
+    assert counted["self_attn.k_proj.weight"] == counted["self_attn.v_proj.bias"] == [True, False, True, False]
+    assert counted["self_attn.q_norm.weight"] == counted["input_layernorm.weight"] == [True, False, False, False]
+    assert counted["self_attn.o_proj.bias"] == [True, False, False, False]
+    assert counted["self_attn.o_proj.weight"] == counted["self_attn.q_proj.bias"] == [True] * 4
+    assert counted["model.embed_tokens.weight"] == counted["lm_head.weight"] == [True] * 4
+
+
+def test_writing_every_place_is_what_loading_would_have_made() -> None:
+    old, new = trained("Qwen2", tied=True), trained("Qwen2", tied=True, attention_dropout=0.0)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(-2)
+    for rank in range(2):
+        fake, fresh = (served(model, Worker(rank, 2)) for model in (old, new))
+        for name, parts in places(fake, rank=rank, world=2).items():
+            for place in parts:
+                place.tensor.copy_(part(new.get_parameter(name), place))
+        for name, parameter in fresh.named_parameters():
+            assert torch.equal(fake.get_parameter(name), parameter), name  # padding rows too: they stay zero
+
+
+def test_a_rank_that_has_only_padding_of_the_vocabulary_has_an_empty_place() -> None:
+    weight = torch.randn(5, HIDDEN)
+    seen = []
+    for rank in range(4):
+        model = nn.Module()
+        model.embed = Worker(rank, 4).vocabulary(weight, padded=8)
+        found = places(model, rank=rank, world=4)
+        assert uncovered(model, found) == []
+        seen.append((found["embed.weight"][0].first[0], len(found["embed.weight"][0].tensor)))
+    assert seen == [(0, 2), (2, 2), (4, 1), (5, 0)]
+
+
+def test_layers_that_are_whole_on_every_rank_count_on_the_first() -> None:
+    for rank in range(2):
+        worker, alone = Worker(rank, 2), Worker()
+        model = nn.Module()
+        model.split = worker.column(nn.Linear(HIDDEN, MLP))
+        model.column = alone.column(nn.Linear(HIDDEN, MLP))  # disable_tp
+        model.up = alone.row(nn.Linear(MLP, HIDDEN))
+        model.embed = alone.vocabulary(torch.randn(VOCABULARY, HIDDEN))
+        model.router = worker.layer(torch.randn(8, HIDDEN), input_size=HIDDEN, output_size=8)  # ReplicatedLinear
+        found = places(model, rank=rank, world=2)
+        own = {name: (place.first, place.counted) for name, (place,) in found.items()}
+        assert own.pop("split.weight") == ((rank * MLP // 2, 0), True)
+        assert own.pop("split.bias") == ((rank * MLP // 2, 0), True)
+        assert set(own.values()) == {((0, 0), rank == 0)}
+
+
+def test_values_may_have_another_head_size() -> None:
+    worker = Worker()
+    attention = SimpleNamespace(
+        q_proj=nn.Linear(HIDDEN, 4 * HEAD), k_proj=nn.Linear(HIDDEN, 2 * HEAD), v_proj=nn.Linear(HIDDEN, 2 * 8)
+    )
+    model = nn.Module()
+    model.packed_modules_mapping = PACKED
+    model.qkv_proj = worker.qkv(attention)
+    model.qkv_proj.v_head_size = 8
+    found = places(model, rank=0, world=1)
+    assert torch.equal(found["v_proj.weight"][0].tensor, attention.v_proj.weight)
+    assert uncovered(model, found) == []
+    del model.qkv_proj.v_head_size  # then all heads are of one size, and the rows do not suffice
+    with pytest.raises(EngineError, match=r"'qkv_proj.weight' has 112 rows, 128 were expected.*v_proj"):
+        places(model, rank=0, world=1)
+
+
+def test_a_parameter_that_no_place_covers_wholly_is_named() -> None:
+    model = served(trained("Llama"), Worker())
+    found = places(model, rank=0, world=1)
+    del found["model.layers.0.self_attn.k_proj.weight"]
+    del found["lm_head.weight"]
+    assert uncovered(model, found) == ["model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight"]
+    gate_up = model.model.layers[1].mlp.gate_up_proj
+    gate_up.weight = nn.Parameter(torch.zeros(2 * MLP + 1, HIDDEN))
+    assert uncovered(model, places(model, rank=0, world=1)) == ["model.layers.1.mlp.gate_up_proj.weight"]
+
+
+def test_what_cannot_be_mapped_is_refused_by_name() -> None:
+    def refused(said: str, *, world: int = 1, **layers: nn.Module) -> None:
+        model = nn.Module()
+        model.packed_modules_mapping = PACKED | {"in_proj": ["a", "b"]}
+        for name, layer in layers.items():
+            setattr(model, name, layer)
+        with pytest.raises(EngineError, match=said):
+            places(model, rank=0, world=world)
+
+    one, two = Worker(), Worker(0, 2)
+    weight = torch.randn(8, HIDDEN)
+    linear = nn.Linear(HIDDEN, 8, bias=False)
+    attention = trained("Llama").model.layers[0].self_attn
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.randn(4, 8, HIDDEN))
+    refused(r"'experts.w13_weight' .*\(4, 8, 64\).*experts", experts=experts)
+    refused(r"'conv.weight' .*\(8, 1, 4\)", conv=one.layer(torch.randn(8, 1, 4)))
+    integers = nn.Module()
+    integers.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.int32), requires_grad=False)
+    refused("'packed.weight' .*torch.int32", packed=integers)
+    refused("'x.weight' is quantised .Fp8LinearMethod", x=one.layer(weight, quant_method=Fp8LinearMethod()))
+    refused("'o_proj.weight' is empty: its values were repacked", o_proj=one.layer(torch.empty(0)))
+    refused("fuses queries, keys and values, which the model names c_attn: .*restart", c_attn=one.qkv(attention))
+    refused("fuses 1 tensors in in_proj, the model names 2: a, b", in_proj=one.merged(linear))
+    refused("'in_proj' fuses a, b in a way that is not known", in_proj=one.layer(weight))
+    refused("fuses 2 tensors in up, the model names 1: up", up=one.merged(linear, linear))
+    refused("'up.weight' is split in 2, among 4 workers", world=4, up=two.column(linear))
+    refused("has 2 workers and splits no layer", world=2, up=one.column(linear))

@@ -1,0 +1,657 @@
+"""The engine's HTTP surface, spoken to in plain ASGI; vLLM behind it is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_vllm import LIMIT, FakeClient, Models, install, settle
+
+from tandem.engines import _vllm_asgi as asgi
+from tandem.engines._vllm_adapters import FOLDERS, SLOT
+from tandem.engines._vllm_routes import Routes
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for name in ("TANDEM_API_KEY", "TANDEM_TRAINER", FOLDERS):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Answered:
+    def __init__(self, messages: list[Any]):
+        assert messages, "no answer was sent"
+        self.status = messages[0]["status"]
+        self.headers = dict(messages[0]["headers"])
+        self.raw = b"".join(m.get("body", b"") for m in messages[1:])
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def detail(self) -> str:
+        assert self.headers[b"content-type"] == b"application/problem+json"
+        assert self.json["status"] == self.status
+        return str(self.json["detail"])
+
+
+class Client:
+    """One client of the routes."""
+
+    def __init__(self, *, adapters: bool = False, stock: Any = None):
+        self.vllm = FakeClient(adapters=adapters)
+        self.models = Models()
+        self.passed: list[Any] = []
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=self.vllm, openai_serving_models=self.models))
+        self.routes = Routes(stock or self._stock)
+        self.key = ""
+
+    async def _stock(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            self.passed.append((scope["type"], b""))
+            return
+        body = await asgi.read(receive) if scope["method"] == "POST" else b""
+        self.passed.append((scope, body))
+        await asgi.answer(send, {"stock": scope["path"]})
+
+    def scope(self, method: str, path: str) -> Any:
+        headers = [(b"content-length", b"7"), (b"x-own", b"kept")]
+        if self.key:
+            headers.append((b"authorization", f"Bearer {self.key}".encode()))
+        return {"type": "http", "method": method, "path": path, "headers": headers, "app": self.app, "root_path": ""}
+
+    async def begin(
+        self, path: str, body: Any = None, *, method: str = "POST", gone: asyncio.Event | None = None
+    ) -> Answered:
+        sent: list[Any] = []
+        raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        parts = [raw[:5], raw[5:]]
+
+        async def receive() -> Any:
+            if parts:
+                part = parts.pop(0)
+                return {"type": "http.request", "body": part, "more_body": bool(parts)}
+            await (gone or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await self.routes(self.scope(method, path), receive, send)
+        return Answered(sent)
+
+    async def post(self, path: str, body: Any = None) -> Answered:
+        """Ask, with the scheduler running."""
+        task = asyncio.ensure_future(self.begin(path, body))
+        while not task.done():
+            await self.vllm.step()
+        return task.result()
+
+    async def get(self, path: str) -> Answered:
+        return await self.begin(path, method="GET")
+
+    @property
+    def front(self) -> Any:
+        assert self.routes._live is not None
+        return self.routes._live.frontend
+
+
+def run(body: Callable[[Client], Awaitable[None]], **more: Any) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(body(Client(**more)), 20)
+
+    asyncio.run(main())
+
+
+def test_text_and_ids_are_answered_alike() -> None:
+    async def body(c: Client) -> None:
+        text = await c.post("/generate", {"prompt": "ab", "max_tokens": 2, "logprobs": 1})
+        assert text.status == 200
+        assert text.json == {
+            "text": ["<0><0>"],
+            "prompt": "ab",
+            "finish_reasons": ["length"],
+            "logprobs": [[[{"0": -0.0}], [{"0": -0.0}]]],
+            "prompt_logprobs": None,
+            "prompt_token_ids": [97, 98],
+            "token_ids": [[0, 0]],
+            "versions": [[[-1, 2]]],
+            "engine": c.front.id,
+            "cached": 0,
+        }
+        ids = await c.post("/generate", {"prompt": {"prompt_token_ids": [97, 98]}, "max_tokens": 2, "logprobs": 1})
+        assert {**ids.json, "cached": 0} == text.json
+        assert c.vllm.seen[0].params.logprobs == 0, "one mapping of one token, the sampled one"
+
+    run(body)
+
+
+def test_more_is_answered_when_asked_for() -> None:
+    async def body(c: Client) -> None:
+        asked = {"prompt": "abc", "max_tokens": 1, "n": 2, "prompt_logprobs": 0, "temperature": 0.5, "seed": 3}
+        found = (await c.post("/generate", {**asked, "logprobs": 5})).json
+        assert len(found["text"]) == len(found["token_ids"]) == len(found["versions"]) == 2
+        assert found["prompt_logprobs"] == [None, {"98": -0.0}, {"99": -0.0}]
+        params = c.vllm.seen[0].params
+        assert (params.n, params.temperature, params.seed, params.logprobs, params.prompt_logprobs) == (2, 0.5, 3, 5, 0)
+        spare = (
+            await c.post("/generate", {**asked, "n": 1, "detokenize": False, "prompt": {"prompt_token_ids": [1]}})
+        ).json
+        assert (spare["prompt"], spare["logprobs"]) == ("", None)
+
+    run(body)
+
+
+BAD = [
+    (b"{", 400, "truncated"),
+    (b"\xff\xfe", 400, "not as expected"),
+    ([], 400, "object"),
+    ({}, 400, "prompt"),
+    ({"prompt": 3}, 400, "$.prompt"),
+    ({"prompt": "a", "max_tokns": 3}, 400, "max_tokns"),
+    ({"prompt": "a", "max_tokens": "3"}, 400, "$.max_tokens"),
+    ({"prompt": {"prompt_token_ids": ["a"]}}, 400, "prompt_token_ids[0]"),
+    ({"prompt": {"ids": [1]}}, 400, "ids"),
+    ({"prompt": ""}, 400, "empty"),
+    ({"prompt": {"prompt_token_ids": []}}, 400, "empty"),
+    ({"prompt": {"prompt_token_ids": [1000]}}, 400, "out of vocabulary"),
+    ({"prompt": "a" * (LIMIT + 1)}, 400, "longer than"),
+    ({"prompt": "a", "temperature": -1}, 400, "non-negative"),
+    ({"prompt": "a", "n": 0}, 400, "at least 1"),
+    ({"prompt": "a", "stream": True}, 400, "/v1/completions"),
+    ({"prompt": "a", "adapter": "nobody"}, 404, "nobody"),
+    (b"x" * 200, 413, "larger"),
+]
+
+
+@pytest.mark.parametrize(("asked", "status", "says"), BAD)
+def test_bad_requests_are_told_why(asked: Any, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi.read, "__defaults__", (150,))
+
+    async def body(c: Client) -> None:
+        found = await c.post("/generate", asked)
+        assert (found.status, says in found.detail) == (status, True), found.raw
+        assert c.front.running == 0
+
+    run(body)
+
+
+def test_every_body_of_ours_refuses_what_it_does_not_know() -> None:
+    async def body(c: Client) -> None:
+        await c.get("/health")
+        assert c.routes._live is not None
+        paths = [p for p, methods in c.routes._live.handlers.items() if "POST" in methods]
+        assert len(paths) > 14
+        for path in paths:
+            if path == "/nccl/stop_receiver":
+                continue  # takes nothing
+            found = await c.post(path, {"no such field": 1})
+            assert found.status in (400, 409), path
+        assert not c.vllm.calls, "nothing was done"
+
+    run(body)
+
+
+def test_another_method_is_told_the_right_one() -> None:
+    async def body(c: Client) -> None:
+        found = await c.get("/generate")
+        assert (found.status, found.headers[b"allow"]) == (405, b"POST")
+        assert "POST" in found.detail
+        assert (await c.post("/health")).status == 405
+
+    run(body)
+
+
+def test_the_key_guards_all_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+
+    async def body(c: Client) -> None:
+        for key in ("", "wrong", "secret2"):
+            c.key = key
+            for path in ("/v1/models", "/bridge/info", "/metrics", "/health/"):
+                assert (await c.get(path)).status == 401
+            assert (await c.begin("/generate", {"prompt": "a"})).status == 401
+            assert "Authorization" in (await c.get("/v1/models")).detail
+        assert not c.passed
+        assert not c.vllm.seen
+        c.key = ""
+        assert (await c.get("/health")).status == 200
+        c.key = "secret"
+        assert (await c.get("/v1/models")).json == {"stock": "/v1/models"}
+        assert (await c.get("/bridge/info")).status == 200
+
+    run(body)
+
+
+def test_the_key_guards_websockets_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+
+    async def body(c: Client) -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "websocket.connect"}
+
+        await c.routes({**c.scope("GET", "/v1/realtime"), "type": "websocket"}, receive, send)
+        assert [message["type"] for message in sent] == ["websocket.close"]
+        assert not c.passed
+        c.key = "secret"
+        await c.routes({**c.scope("GET", "/v1/realtime"), "type": "websocket"}, receive, send)
+        await c.routes({"type": "lifespan"}, receive, send)
+        assert [kind for kind, _ in c.passed] == ["websocket", "lifespan"]
+
+    run(body)
+
+
+def test_before_the_engine_is_there_everything_is_503() -> None:
+    async def body(c: Client) -> None:
+        del c.app.state.engine_client
+        assert (await c.get("/health")).status == 503
+        assert "starting" in (await c.begin("/generate", {"prompt": "a"})).detail
+
+    run(body)
+
+
+def test_health_is_that_of_the_engine() -> None:
+    async def body(c: Client) -> None:
+        found = (await c.get("/health")).json
+        assert (found["status"], found["state"], found["step"], found["running"]) == ("ok", "serving", -1, 0)
+        c.vllm.dead = True
+        assert (await c.get("/health")).status == 503
+
+    run(body)
+
+
+def test_a_client_that_goes_away_takes_its_work_along() -> None:
+    async def body(c: Client) -> None:
+        gone = asyncio.Event()
+        task = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 50}, gone=gone))
+        await c.vllm.step(3)
+        assert c.front.running == 1
+        gone.set()
+        with pytest.raises(AssertionError, match="no answer"):
+            await task
+        assert (c.front.running, c.vllm.aborted, c.vllm.requests) == (0, 1, [])
+
+    run(body)
+
+
+def test_a_control_message_is_done_though_its_client_went_away() -> None:
+    """A trainer killed in the middle of a pause must not leave an engine that is paused for ever."""
+
+    async def body(c: Client) -> None:
+        gone = asyncio.Event()
+        gone.set()
+        found = await c.begin("/bridge/pause", {"seconds": 0.01}, gone=gone)
+        assert found.json == {"state": "paused"}
+        await asyncio.sleep(0.05)
+        assert (await c.get("/health")).status == 503
+        assert "never resumed" in (await c.post("/generate", {"prompt": "a"})).detail
+
+    run(body)
+
+
+def test_a_stop_is_503_for_those_in_flight_and_for_new_ones_until_a_publish() -> None:
+    async def body(c: Client) -> None:
+        flying = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 50}))
+        await c.vllm.step(3)
+        await c.post("/bridge/stop", {"reason": "bytes differ"})
+        found = await flying
+        assert (found.status, "bytes differ" in found.detail) == (503, True)
+        assert (c.front.running, c.vllm.requests) == (0, [])
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            assert (await c.post(path, {"prompt": "a"})).status == 503
+        assert (await c.get("/health")).status == 503
+        assert (await c.post("/bridge/resume")).status == 503
+        assert (await c.get("/bridge/info")).json["state"] == "stopped"
+        await c.post("/bridge/pause")
+        await c.post("/bridge/stamp", {"step": 3, "digest": "d"})
+        assert (await c.post("/bridge/resume")).status == 200
+        assert (await c.post("/generate", {"prompt": "a", "max_tokens": 2})).json["versions"] == [[[3, 2]]]
+        info = (await c.get("/bridge/info")).json
+        assert (info["state"], info["step"], info["digest"], info["updates"]) == ("serving", 3, "d", 1)
+
+    run(body)
+
+
+def test_an_update_may_be_notified_as_by_other_trainers() -> None:
+    async def body(c: Client) -> None:
+        assert (await c.post("/bridge/notify_update")).json == {"status": "ok", "step": 0, "updates": 1}
+        assert (await c.post("/bridge/notify_update", {"step": 7})).json["step"] == 7
+        assert (await c.post("/bridge/stamp", {})).status == 400
+        assert (await c.post("/generate", {"prompt": "a", "max_tokens": 1})).json["versions"] == [[[7, 1]]]
+
+    run(body)
+
+
+def test_weights_are_written_while_paused_alone() -> None:
+    async def body(c: Client) -> None:
+        for path, asked in (
+            ("/bridge/lend", {"folder": "/x"}),
+            ("/bridge/adapt", {"config": {}, "source": {}}),
+            ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
+        ):
+            found = await c.post(path, asked)
+            assert (found.status, "pause" in found.detail) == (409, True)
+        assert not c.vllm.calls
+
+    run(body)
+
+
+# vLLM's own routes
+
+
+def test_stock_routes_pass_untouched() -> None:
+    async def body(c: Client) -> None:
+        assert (await c.get("/v1/models")).json == {"stock": "/v1/models"}
+        raw = b'{"text":  "as it is"}'
+        await c.post("/tokenize", raw)
+        (scope, _), (_, found) = c.passed
+        assert found == raw
+        assert scope["headers"] == c.scope("GET", "")["headers"]
+
+    run(body)
+
+
+def test_stock_sampling_gets_the_salt_of_its_era() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/v1/completions", {"prompt": "a"})
+        first = c.front.salt
+        await c.post("/bridge/pause")
+        await c.post("/bridge/stamp", {"step": 1})
+        await c.post("/bridge/resume")
+        await c.post("/v1/chat/completions", {"messages": [], "cache_salt": "theirs"})
+        await c.post("/v1/completions", b"no json")
+        await c.post("/v1/completions", {"cache_salt": 3})
+        (scope, one), (_, two), (_, three), (_, four) = c.passed
+        assert json.loads(one) == {"prompt": "a", "cache_salt": first}
+        assert dict(scope["headers"]) == {b"x-own": b"kept", b"content-length": str(len(one)).encode()}
+        assert json.loads(two)["cache_salt"] == f"{c.front.salt}/theirs", "no prefix outlives its weights"
+        assert first not in c.front.salt
+        assert three == b"no json", "vLLM says itself what is wrong"
+        assert json.loads(four) == {"cache_salt": 3}
+
+    run(body)
+
+
+def test_stock_answers_wait_for_the_proof_of_the_weights_they_are_from() -> None:
+    go = asyncio.Event()
+
+    async def stock(scope: Any, receive: Any, send: Any) -> None:
+        await asgi.read(receive)
+        await go.wait()
+        await asgi.answer(send, "done")
+
+    async def body(c: Client) -> None:
+        task = asyncio.ensure_future(c.begin("/v1/completions", {"prompt": "a"}))
+        await settle()
+        assert c.front.running == 1
+        await c.front.pause()
+        await c.front.prove()
+        go.set()
+        await settle()
+        assert not task.done()
+        await c.front.stamp(1, "")
+        await c.front.resume()
+        assert (await task).json == "done"
+        assert c.front.running == 0
+
+    run(body, stock=stock)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_stock_sampling_ends_with_a_stop(streams: bool) -> None:
+    """vLLM aborts its work when its client goes away, so it is told that; ours is told 503, if it was told nothing."""
+    ended: list[str] = []
+
+    async def stock(scope: Any, receive: Any, send: Any) -> None:
+        await asgi.read(receive)
+        if streams:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        ended.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def body(c: Client) -> None:
+        task = asyncio.ensure_future(c.begin("/v1/completions", {"prompt": "a"}))
+        await settle()
+        await c.front.pause()
+        await c.front.prove()
+        await c.front.stop("torn")
+        if streams:
+            with pytest.raises(Exception, match="torn"):
+                await task
+        else:
+            found = await task
+            assert (found.status, "torn" in found.detail) == (503, True)
+        assert ended == ["http.disconnect"]
+        assert c.front.running == 0
+
+    run(body, stock=stock)
+
+
+def test_stock_sampling_queues_while_paused() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        task = asyncio.ensure_future(c.begin("/v1/completions", {"prompt": "a"}))
+        await settle()
+        assert not c.passed
+        await c.post("/bridge/resume")
+        assert (await task).status == 200
+
+    run(body)
+
+
+# Adapters
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def test_adapters_come_from_allowed_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, other = tmp_path / "allowed", adapter(tmp_path / "other")
+    good = adapter(allowed / "good")
+    (allowed / "link").symlink_to(other)
+    (allowed / "inner").symlink_to(good)
+    (adapter(allowed / "files") / "adapter_model.safetensors").symlink_to(other / "adapter_config.json")
+    (allowed / "circle").symlink_to(allowed / "circle")
+    (allowed / "empty").mkdir()
+    adapter(tmp_path / "allowed-too")
+    adapter(allowed / "broken")
+    monkeypatch.setenv(FOLDERS, os.pathsep.join([str(allowed), str(tmp_path / "none")]))
+
+    async def body(c: Client) -> None:
+        async def status(path: Any, route: str = "/lora/load", field: str = "adapter_path") -> int:
+            return (await c.post(route, {field: str(path)})).status
+
+        assert await status(good) == 200
+        assert await status(allowed / "inner" / ".." / "good") == 409, "it is the one that is loaded already"
+        for wrong in (other, allowed / ".." / "other", allowed / "link", allowed / "files", tmp_path / "allowed-too"):
+            assert await status(wrong) == 403, wrong
+            assert await status(wrong, "/v1/load_lora_adapter", "lora_path") == 403, wrong
+        for wrong in ("/", "relative", "~", ""):
+            assert await status(wrong) == 403, wrong
+        for wrong in (allowed / "circle", f"{allowed}/nu\0ll"):
+            assert await status(wrong) in (400, 403, 404), wrong
+        assert await status(allowed / "empty") == 404
+        assert await status(allowed / "missing") == 404
+        assert await status(allowed / "broken") == 400
+        assert list(c.models.lora_requests) == ["good"]
+        assert not c.passed
+        assert await status(good, "/v1/load_lora_adapter", "lora_path") == 200
+
+    run(body, adapters=True)
+
+
+def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    folder = str(adapter(tmp_path / "a"))
+
+    async def body(c: Client) -> None:
+        await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "one"})
+        assert (await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "one"})).status == 409
+        assert (await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "tandem"})).status == 409
+        status = (await c.get("/lora/status")).json
+        assert (status["enabled"], status["served"], status["in_place"]) == (True, "one", False)
+        assert status["loaded"] == [{"name": "one", "id": 1, "path": folder}]
+        await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "two"})
+        await c.post("/bridge/stamp", {"step": 4, "adapter": "one"})
+        await c.post("/generate", {"prompt": "a"})
+        found = (await c.post("/generate", {"prompt": "a", "max_tokens": 1, "adapter": "two"})).json
+        assert found["versions"] == [[[-1, 1]]], "two was never stamped"
+        assert [request.adapter.lora_name for request in c.vllm.seen] == ["one", "two"]
+        flying = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
+        await c.vllm.step()
+        kept = await c.begin("/lora/unload", {"unless_used": True})
+        assert kept.json["unloaded"] == ["two"]
+        await c.vllm.step()
+        assert (await flying).json["versions"] == [[[4, 2]]]
+        assert (await c.post("/lora/unload", {"adapter_name": "one"})).json["unloaded"] == ["one"]
+        assert c.vllm.removed == [2, 1]
+        assert (await c.post("/lora/unload", {"adapter_name": "one"})).status == 404
+        assert (await c.get("/lora/status")).json["served"] is None
+
+    run(body, adapters=True)
+
+
+def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        c.vllm.answers["tandem_adapt"] = [128]
+        assert (await c.post("/bridge/adapt", {"config": {"r": 8}, "source": {}})).json == {"bytes": 128}
+        assert c.vllm.calls[-1] == ("tandem_adapt", (SLOT, '{"r": 8}', "{}"))
+        assert (await c.post("/bridge/resume")).status == 409, "nobody said what was written"
+        await c.post("/bridge/probe", {"tokens": [1, 2]})
+        assert {request.adapter.lora_name for request in c.vllm.seen} == {"tandem"}
+        await c.post("/bridge/stamp", {"step": 1})
+        await c.post("/bridge/resume")
+        await c.post("/generate", {"prompt": "a"})
+        assert c.vllm.seen[-1].adapter.lora_name == "tandem"
+        await c.post("/lora/unload", {"adapter_name": "tandem"})
+        assert c.vllm.calls[-1] == ("tandem_forget", (SLOT,))
+        await c.post("/generate", {"prompt": "a"})
+        assert c.vllm.seen[-1].adapter is None
+
+    run(body, adapters=True)
+
+
+def test_without_lora_adapters_are_refused() -> None:
+    async def body(c: Client) -> None:
+        found = await c.post("/lora/load", {"adapter_path": "/x"})
+        assert (found.status, "without adapters" in found.detail) == (409, True)
+        assert (await c.get("/lora/status")).json["enabled"] is False
+
+    run(body)
+
+
+# The receiver
+
+
+def start(**more: Any) -> dict[str, Any]:
+    return {"init_method": "tcp://10.0.0.1:29500", "world_size": 2, **more}
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (start(init_method="env://"), "tcp://host:port"),
+        (start(backend="mpi"), "nccl or gloo"),
+        (start(world_size=1), "world of 1"),
+        (start(first_rank=2), "world of 2"),
+        (start(first_rank=0), "world of 2"),
+        (start(param_metadata={"a": {"shape": [1], "dtype": "float32"}}), "'a'"),
+        (start(param_mappings={"b": {}}), "'b'"),
+        (start(param_metadata={"w": {"shape": "x", "dtype": "float32"}}), "shape"),
+    ],
+)
+def test_a_receiver_that_cannot_be_is_refused(asked: Any, says: str) -> None:
+    async def body(c: Client) -> None:
+        c.vllm.answers["tandem_map"] = ['{"w": []}']
+        found = await c.post("/nccl/start_receiver", asked)
+        assert (found.status, says in found.detail) == (400, True), found.raw
+        assert "tandem_connect" not in [method for method, _ in c.vllm.calls]
+
+    run(body)
+
+
+def test_a_receiver_takes_what_was_announced() -> None:
+    async def body(c: Client) -> None:
+        c.vllm.answers |= {"tandem_map": ['{"w": []}'], "tandem_connection": [{"state": "connected", "reason": ""}]}
+        meta = {"w": {"shape": [2, 3], "dtype": "torch.float32"}}
+        found = await c.post("/nccl/start_receiver", start(param_metadata=meta))
+        assert found.json["status"] == "connected"
+        await c.post("/bridge/pause")
+        assert (await c.post("/nccl/receive", {})).json == {"status": "ok", "tensors": 1}
+        method, (manifest, *_) = c.vllm.calls[-1]
+        assert (method, json.loads(manifest)) == ("tandem_receive", [["w", [2, 3], "float32"]])
+        assert (await c.post("/bridge/resume")).status == 409
+        await c.post("/nccl/start_receiver", start())
+        assert "manifest" in (await c.post("/nccl/receive", {})).detail
+
+    run(body)
+
+
+def test_the_worst_rank_is_the_status() -> None:
+    async def body(c: Client) -> None:
+        for states, status in (
+            (("connected", "connecting"), "connecting"),
+            (("connected", "error"), "error"),
+            (("idle", "connecting"), "idle"),
+            (("connected", "connected"), "connected"),
+        ):
+            c.vllm.answers["tandem_connection"] = [
+                {"state": s, "reason": "rank 1 never came" if s == "error" else ""} for s in states
+            ]
+            found = (await c.get("/nccl/status")).json
+            assert found["status"] == status
+            assert found["error"] == ("rank 1 never came" if status == "error" else None)
+
+    run(body)
+
+
+def test_a_publish_that_breaks_off_stops_the_engine() -> None:
+    async def body(c: Client) -> None:
+        c.vllm.answers["tandem_receive"] = RuntimeError("peer closed the connection")
+        await c.post("/bridge/pause")
+        found = await c.post("/nccl/receive", {"manifest": [["w", [1], "float32"]]})
+        assert (found.status, "peer closed" in found.detail) == (500, True)
+        assert "broke off" in (await c.post("/generate", {"prompt": "a"})).detail
+
+    run(body)
+
+
+# What the map looks like
+
+
+def test_the_map_has_one_place_for_each_name() -> None:
+    async def body(c: Client) -> None:
+        place = {"vllm_name": "qkv", "shape": [1], "dtype": "float32", "device": "cpu"}
+        c.vllm.answers["tandem_map"] = [json.dumps({"q": [place], "k": [place]})]
+        found = (await c.get("/bridge/state_dict_info")).json
+        assert found["param_names"] == ["k", "q"]
+        assert found["param_mappings"] == {"q": place, "k": place}
+        assert (found["num_params"], found["tp_degree"], found["ranks"][0]["q"]) == (2, 1, [place])
+
+    run(body)
+
+
+def test_a_trainer_that_is_no_process_cannot_adopt() -> None:
+    async def body(c: Client) -> None:
+        assert (await c.post("/bridge/adopt", {"trainer": "me"})).status == 400
+        found = await c.post("/bridge/adopt", {"trainer": "12:34 boot"})
+        assert (found.status, "watched" in found.detail) == (409, True)
+
+    run(body)
