@@ -243,7 +243,7 @@ SHARED = (
     Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature")),
     Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw")),
     Fault(name="engine says its logprobs are raw", by="refused", inject=inside("admits raw"), act=_greeted),
-    Fault(name="NaN in a weight", by="probe", inject=nothing, act=_nan),
+    Fault(name="NaN in a weight", by="probe", inject=inside("cache"), act=_nan),
     Fault(name="optimizer dies halfway", by="stands still", inject=nothing, act=_optimizer_dies),
     Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed),
     Fault(name="the stamp is lost", by="version", inject=inside("lost stamp")),
@@ -261,7 +261,11 @@ BROADCAST = (
     Fault(name="NaN arrives", by="checksum", inject=inside("alter", name=V, how="nan")),
     Fault(name="narrowed to another type on the way", by="checksum", inject=inside("alter", name=UP, how="narrow")),
     Fault(name="untied head written with the embedding", by="checksum", inject=inside("tie", name=HEAD, to=EMBED)),
-    Fault(name="rows shifted by the vocabulary's padding", by="checksum", inject=inside("alter", name=EMBED, how="padding")),
+    Fault(
+        name="rows shifted by the vocabulary's padding",
+        by="checksum",
+        inject=inside("alter", name=EMBED, how="padding"),
+    ),
     Fault(name="two publishes swapped: the last one arrives again", by="checksum", inject=inside("late")),
     Fault(name="publish skipped", by="checksum", inject=instead(_sync, "move", _skipped)),
     Fault(name="version stamped before the move", by="checksum", inject=instead(_sync, "move", _stamped_first)),
@@ -338,6 +342,3 @@ def caught_by(error: BaseException) -> str:
         if text in said:
             return by
     return "refused" if isinstance(error, UnsupportedPair | EngineError) else type(error).__name__
-
-
-

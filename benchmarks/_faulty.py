@@ -12,15 +12,16 @@ import json
 import os
 import signal
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from tandem.engines import _vllm_routes as routes
 from tandem.engines import _vllm_worker as worker
-from tandem.engines._vllm_frontend import Answers, Frontend
+from tandem.engines._vllm_frontend import Frontend
 from tandem.engines._vllm_map import Place
-from torch import Tensor
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -40,7 +41,12 @@ class Worker(worker.Worker):
             self._tandem_undo()
         struck, self._tandem_struck, self._tandem_undo = self._tandem_struck, 0, None
         self._tandem_fault, self._tandem_options = fault, json.loads(options)
-        at_once = {"moved": self._tandem_move, "held": self._tandem_damage, "sampler": self._tandem_sample}
+        at_once = {
+            "moved": self._tandem_move,
+            "held": self._tandem_damage,
+            "sampler": self._tandem_sample,
+            "cache": self._tandem_clean,
+        }
         if fault in at_once:
             self._tandem_undo = at_once[fault]()
             self._tandem_struck = 1
@@ -67,15 +73,30 @@ class Worker(worker.Worker):
         (place, *_) = self.tandem_places()[self._tandem_options["name"]]
         before = place.tensor.clone()
         place.tensor.copy_(_altered(before, self._tandem_options["how"]))
-        return lambda: place.tensor.copy_(before) and None
+
+        def back() -> None:
+            place.tensor.copy_(before)
+
+        return back
+
+    def _tandem_clean(self) -> Callable[[], None]:
+        """No fault, but the end of one: keys and values that are not numbers outlive the weights that made them."""
+
+        def clean() -> None:
+            for cache in self.model_runner.kv_caches:
+                cache.zero_()
+
+        return clean
 
     # The sampler
 
     def _tandem_sample(self) -> Callable[[], None]:
         sampler = self.model_runner.sampler
         if self._tandem_options["how"] == "raw":
-            mode, sampler.logprobs_mode = sampler.logprobs_mode, "raw_logprobs"
-            return lambda: setattr(sampler, "logprobs_mode", mode)
+            owners = [o for o in (sampler, getattr(sampler, "topk_topp_sampler", None)) if hasattr(o, "logprobs_mode")]
+            mode = sampler.logprobs_mode
+            _set(owners, "raw_logprobs")
+            return lambda: _set(owners, mode)
         # One release has it on the sampler itself, another on what the sampler keeps.
         owner = sampler if hasattr(sampler, "apply_temperature") else sampler.sampling_states
         owner.apply_temperature = lambda logits, *_: logits
@@ -86,6 +107,7 @@ class Worker(worker.Worker):
     def tandem_receive(self, manifest: str, bucket_bytes: int, slot: int, config: str) -> None:
         joining = self._tandem_joining
         assert joining is not None
+        assert joining.member is not None
         member = joining.member
         joining.member = types.SimpleNamespace(  # type: ignore[assignment]
             receive=lambda *asked: self._tandem_through(member.receive(*asked)), close=member.close
@@ -153,7 +175,7 @@ class Worker(worker.Worker):
                 return
             if how == "elsewhere":
                 slots.put(slot + 1, config, tensors)
-                self._tandem_undo = lambda: slots.remove(slot + 1) and None
+                self._tandem_undo = lambda: _ignore(slots.remove(slot + 1))
                 return
             if how == "swapped":
                 first, second = self._tandem_options["names"]
@@ -166,6 +188,15 @@ class Worker(worker.Worker):
             slots.put(slot, config, tensors)
 
         return types.SimpleNamespace(put=put, stored=slots.stored, loaded=slots.loaded, remove=slots.remove)
+
+
+def _ignore(answer: object) -> None:
+    """For calls whose answer nobody needs."""
+
+
+def _set(owners: list[Any], mode: str) -> None:
+    for owner in owners:
+        owner.logprobs_mode = mode
 
 
 def _one_row_down(place: Place) -> Place:
@@ -196,9 +227,9 @@ def _altered(tensor: Tensor, how: str) -> Tensor:
 class Routes(routes.Routes):
     """Faults of the HTTP process: prefix cache, routing of adapters, stamps."""
 
-    def _engine(self, scope: routes.Scope) -> Any:
+    def _engine(self, scope: Any) -> Any:
         fresh = self._live is None
-        live = super()._engine(scope)
+        live: Any = super()._engine(scope)
         if fresh:
             live.frontend.__class__ = FaultyFrontend
             stamp = live.handlers["/bridge/stamp"]["POST"]
@@ -248,7 +279,7 @@ class FaultyFrontend(Frontend):
             return self._kept
         return Frontend.salt.fget(self)  # type: ignore[attr-defined,no-any-return]
 
-    async def generate(self, *args: Any, adapter: Any = None, **others: Any) -> Answers:
+    async def generate(self, *args: Any, adapter: Any = None, **others: Any) -> Any:
         if self.fault not in ("no adapter", "older adapter"):
             return await super().generate(*args, adapter=adapter, **others)
         self.struck += 1
@@ -257,8 +288,3 @@ class FaultyFrontend(Frontend):
             return await super().generate(*args, adapter=None, **others)
         finally:
             self.adapter = served
-
-
-def tensors_of(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
-    """Copies, to go back to."""
-    return [tensor.detach().clone() for _, tensor in named]

@@ -245,7 +245,10 @@ def memory(worker: int | None) -> dict[str, float]:
             found[f"card {index}, used by all"] = (total - free) / 1e9
             found[f"card {index}, trainer's tensors"] = torch.cuda.memory_allocated(index) / 1e9
             found[f"card {index}, trainer's tensors at most"] = torch.cuda.max_memory_allocated(index) / 1e9
-        found |= _by_process()
+        found |= {
+            f"nvidia-smi, {'trainer' if pid == os.getpid() else 'engine' if pid == worker else f'pid {pid}'}": used
+            for pid, used in _by_process().items()
+        }
     return {name: round(value, 3) for name, value in found.items()}
 
 
@@ -258,11 +261,11 @@ def _private(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e9
 
 
-def _by_process() -> dict[str, float]:
+def _by_process() -> dict[int, float]:
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-        return {f"nvidia-smi, pid {pid.strip()}": float(mib) * 2**20 / 1e9 for pid, mib in (r.split(",") for r in rows)}
+        return {int(pid): float(mib) * 2**20 / 1e9 for pid, mib in (row.split(",") for row in rows)}
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}  # some sandboxes do not tell
 

@@ -68,7 +68,7 @@ HEADROOM = 4 << 30
 
 def scratch(needed: int) -> Path:
     """A folder in memory if that has room for so many bytes, else on disk."""
-    for folder in (Path("/dev/shm"), Path("/tmp"), Path.cwd()):  # noqa: S108 - wherever there is room
+    for folder in (Path("/dev/shm"), Path("/tmp"), Path.cwd()):
         if folder.is_dir() and shutil.disk_usage(folder).free > needed + HEADROOM:
             return folder
     raise SystemExit(f"no folder has room for {needed / 1e9:.0f} GB; free some, or give --folder")
@@ -80,7 +80,8 @@ def size(shape: str, dtype: torch.dtype) -> int:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_config(shape))
-    return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    num: int = sum(p.numel() for p in model.parameters())
+    return num * dtype.itemsize
 
 
 def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
@@ -113,7 +114,7 @@ def _config(shape: str) -> Any:
     return Qwen2Config(
         **SHAPES[shape],
         max_position_embeddings=CONTEXT,
-        rope_theta=1e6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         initializer_range=0.1 if shape == "tiny" else 0.02,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -127,8 +128,8 @@ def _tokenizer() -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

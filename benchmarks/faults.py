@@ -1,6 +1,6 @@
 """Injects faults into publishes to a real vLLM and shows that each is caught within one publish, and by what.
 
-    .venv/bin/python benchmarks/faults.py [--engine-python .venv-engine/bin/python] [--ways "shared full" ...] [--json FILE]
+    .venv/bin/python benchmarks/faults.py [--engine-python PYTHON] [--ways "shared full" ...] [--json FILE]
 
 One engine serves them all. After every fault the engine must either give out nothing or answer exactly as before it,
 and the next publish must succeed, be proven and be what tokens are sampled from. Exits with 1 if a fault was missed,
@@ -159,10 +159,8 @@ class Bench:
             seconds = time.monotonic() - begun
         found_by = "MISSED" if error is None else caught_by(error)
         then = "nothing" if error is None else await self._afterwards(before)
-        if fault.rebind or self.link._bound != self.engine.epoch:
-            await self.link.bind(fresh=False)
-        await self.policy.compute(self._restore, kept)
-        await self.publish_well()
+        if wrong := await self._mended(kept, rebind=fault.rebind):
+            then = f"WRONG: no publish succeeds any more: {wrong}"
         return Outcome(
             way=way,
             fault=fault.name,
@@ -172,6 +170,23 @@ class Bench:
             then=then,
             said="" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:300],
         )
+
+    async def _mended(self, kept: list[torch.Tensor], *, rebind: bool) -> str:
+        """Bring back weights that are good and publish them; empty, or why that failed."""
+        wrong = ""
+        for attempt in range(2):
+            try:
+                if rebind or attempt:
+                    await self.link.bind(fresh=False)
+                await self.policy.compute(self._restore, kept)
+                await self.publish_well()
+            except Exception as error:
+                if attempt:
+                    raise
+                wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+            else:
+                break
+        return wrong
 
     def _restore(self, kept: list[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -185,17 +200,16 @@ class Bench:
                 now = await self.answer()
         except (TimeoutError, EngineError, SyncError):
             return "nothing"
-        if now.versions == (self.step,) * len(now.versions):
+        if now.tokens == before.tokens and now.versions == before.versions:
+            return "as before"
+        if now.versions == (self.step,) * len(now.versions) and self.link.engine.version().step == self.step:
             return "the new version"  # the publish was repeated, and proven
-        same = now.tokens == before.tokens and now.versions == before.versions
-        return "the old version" if same else f"WRONG: {now} instead of {before}"
+        return f"WRONG: {now} instead of {before}"
 
     async def opened(self) -> None:
         """Begin anew, as a resumed run does."""
         kept = self.link
-        self.link = Link(
-            sync=kept.sync, policy=self.policy, engine=self.engine, trains=self.trains, folder=kept.folder
-        )
+        self.link = Link(sync=kept.sync, policy=self.policy, engine=self.engine, trains=self.trains, folder=kept.folder)
         try:
             await self.link.bind(fresh=True)
             self.step += 1
@@ -256,7 +270,8 @@ def write_model(folder: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(bytes_)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>", "<|pad|>"])
@@ -269,7 +284,7 @@ def write_model(folder: Path) -> Path:
         tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(dtype()).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype=dtype()).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -324,7 +339,8 @@ def main() -> int:
 
     def report(outcome: Outcome) -> None:
         mark = "ok  " if outcome.right else "FAIL"
-        print(f"{mark} {outcome.way:15} {outcome.fault:52} {outcome.caught_by:14} {outcome.seconds:6.2f} s  {outcome.then}", flush=True)
+        what = f"{mark} {outcome.way:15} {outcome.fault:52}"
+        print(f"{what} {outcome.caught_by:14} {outcome.seconds:6.2f} s  {outcome.then}", flush=True)
         if not outcome.right:
             print(f"     expected: {outcome.expected}; said: {outcome.said}", flush=True)
         if args.json:

@@ -39,7 +39,9 @@ from typing import Any
 
 import torch
 from _load import Load, Stopwatch, TimedCompute, by_stock, by_tandem, instrument, memory, rates, show, spread
-from _models import SHAPES, build, scratch, size
+from _models import build, scratch, size
+from _options import WAYS, completed, options
+from _tables import compare, report
 from torch import Tensor
 
 from tandem.engines.base import CanLend, Needs
@@ -54,7 +56,6 @@ from tandem.trains.full import Full
 from tandem.trains.lora import Lora
 from tandem.types import PolicyVersion
 
-WAYS = ("plain", "shared", "merged", "shared-lora", "hotswap", "broadcast", "broadcast-lora")
 PHASES = (
     "pause",
     "optimizer",
@@ -70,6 +71,9 @@ PHASES = (
     "in all",
     "still",
 )
+
+SIZES = (0.5, 1.1, 0.7, 1.3, 0.6, 1.2, 0.8)
+"""Of an adapter, by version in turn: neighbours differ so much that an answer tells which of them it is of."""
 
 
 class Endless(Policy):
@@ -120,7 +124,7 @@ class Bench:
         return Vllm(
             python=args.python,
             gpu_memory_utilization=args.utilization,
-            kv_cache_gb=0.25 if not torch.cuda.is_available() else 0.0,
+            kv_cache_gb=args.kv_cache_gb if torch.cuda.is_available() else 0.25,
             max_num_seqs=max(args.requests, 8),
             enforce_eager=args.eager,
             tensor_parallel_size=args.tensor_parallel,
@@ -163,7 +167,7 @@ class Change:
     def write(self, version: int) -> None:
         """Bring the trained weights to ``version``."""
         if self._first:
-            factor = 1 + 0.5 * math.cos(2.4 * version)
+            factor = SIZES[version % len(SIZES)]
             for parameter, values in self._first:
                 torch.mul(values, factor, out=parameter)
         else:
@@ -279,14 +283,16 @@ async def measured(bench: Bench, name: str) -> dict[str, Any]:
         async with live.load.running() as load:
             await asyncio.sleep(args.settle)
             made, begin = load.tokens_made, time.perf_counter()
-            for step in range(1, args.publishes + 1):
+            # A swap waits until requests in flight need no more adapters than there is room for: seconds each.
+            publishes = args.publishes if live.link.sync.pause != "never" else max(3, args.publishes // 4)
+            for step in range(1, publishes + 1):
                 if live.link.sync.pause == "never":
                     await load.no_older_than(step - args.versions + 1)
                 await publish(live, step)
                 await asyncio.sleep(args.between)
             seconds = time.perf_counter() - begin
             found["memory"]["publishing"] = memory(live.worker)
-            found["publishes"], found["a publish every s"] = args.publishes, round(seconds / args.publishes, 3)
+            found["publishes"], found["a publish every s"] = publishes, round(seconds / publishes, 3)
             found["tokens/s while publishing"] = round((load.tokens_made - made) / seconds, 1)
         summarise(live, found)
         return found
@@ -363,84 +369,8 @@ def _right_policy(live: Live, last: int, samples: int, found: dict[str, Any]) ->
     found["nats off, mean over tokens, next version"] = round(statistics.fmean(gaps["neighbour"]), 6)
 
 
-def report(name: str, found: dict[str, Any]) -> None:
-    """One way's table."""
-    print(f"\n== {name}, {found['shape']}, {found['requests']} requests in flight")
-    for key, value in found.items():
-        if key == "ms":
-            print(f"   {'phase, ms':<34}{'median':>10}{'p99':>10}{'largest':>10}")
-            for phase, (median, high, largest) in value.items():
-                print(f"     {phase:<32}{median:>10.2f}{high:>10.2f}{largest:>10.2f}")
-        elif key == "memory":
-            names = [n for n in dict.fromkeys(n for moment in value.values() for n in moment)]
-            print(f"   {'memory, GB':<34}" + "".join(f"{moment:>16}" for moment in value))
-            for row in names:
-                cells = (f"{moment[row]:>16.3f}" if row in moment else f"{'':>16}" for moment in value.values())
-                print(f"     {row:<32}" + "".join(cells))
-        elif not key.endswith(", each"):
-            print(f"   {key:<44} {value}")
-    print(flush=True)
-
-
-def compare(results: dict[str, dict[str, Any]]) -> None:
-    """Speeds side by side."""
-    base = results.get("plain", {}).get("tokens/s unbound, tandem")
-    print(
-        f"\n{'way':<16}{'stock route':>13}{'unbound':>10}{'bound':>10}{'bound/plain':>13}{'still, ms':>18}{'failed':>8}"
-    )
-    for name, found in results.items():
-        bound = found.get("tokens/s bound, tandem")
-        share = f"{bound / base:.3f}" if bound and base else ""
-        still = found.get("ms", {}).get("still")
-        print(
-            f"{name:<16}{found.get('tokens/s unbound, stock', ''):>13}{found.get('tokens/s unbound, tandem', ''):>10}"
-            f"{bound or '':>10}{share:>13}{f'{still[0]:.1f} / {still[1]:.1f}' if still else '':>18}"
-            f"{found.get('failed', ''):>8}"
-        )
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2.5-3b")
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
-    parser.add_argument("--python", help="interpreter that has vLLM; by default this one")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--requests", type=int, help="kept in flight; 128, on a CPU 8")
-    parser.add_argument("--tokens", type=int, help="of each request; 256, on a CPU 32")
-    parser.add_argument("--publishes", type=int, help="100, on a CPU 5")
-    parser.add_argument("--between", type=float, default=0.2, help="seconds between two publishes")
-    parser.add_argument("--settle", type=float, default=1.0, help="seconds of load before the first")
-    parser.add_argument("--waves", type=int, default=2, help="requests one after another in a measurement of speed")
-    parser.add_argument("--repeat", type=int, default=3, help="measurements of speed")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--versions", type=int, default=4, help="adapters that requests in flight may need at once")
-    parser.add_argument("--swaps", type=int, help="of the way swaps; 1000, on a CPU 20")
-    parser.add_argument("--swap-seconds", type=float, default=420.0, help="the most that swaps may take")
-    parser.add_argument("--samples", type=int, default=64, help="answers of swaps that are compared")
-    parser.add_argument("--prove-every", type=int, default=1)
-    parser.add_argument("--utilization", type=float, default=0.4, help="gpu_memory_utilization")
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
-    parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the engine")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of a broadcast")
-    parser.add_argument("--bucket-mb", type=int, default=256)
-    parser.add_argument("--folder", type=Path, help="for the model and what travels through files")
-    parser.add_argument("--json", type=Path, help="append results here")
-    parser.add_argument("--verbose", action="store_true")
-    args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    defaults = {"requests": (128, 8), "tokens": (256, 32), "publishes": (100, 5), "swaps": (1000, 20)}
-    for name, (gpu, cpu) in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, gpu if cuda else cpu)
-    args.eager = not cuda if args.eager is None else args.eager
-    if cuda and args.backend == "auto" and torch.cuda.device_count() < 2:
-        args.backend = "gloo"  # NCCL refuses two ranks on one card
-    return args
-
-
-def main() -> int:
-    args = parsed()
+def prepared(args: argparse.Namespace) -> Bench:
+    """Make the model."""
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(message)s")
     dtype = getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
     folder = args.folder or scratch(size(args.shape, dtype)) / "tandem-bench"
@@ -448,6 +378,12 @@ def main() -> int:
     bench = Bench(args, build(args.shape, dtype, folder), dtype, folder)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what making the model took
+    return bench
+
+
+def main() -> int:
+    args = completed(options(__doc__ or "").parse_args())
+    bench = prepared(args)
     results, bad = {}, 0
     for name in args.ways.split(","):
         begin = time.monotonic()

@@ -75,6 +75,7 @@ class Wire:
             self.changed.notify_all()
             self._until(lambda: self.taken == self.rendezvous.world - 1)
             self.publish = None
+            self.changed.notify_all()
 
     def receive(self, entries: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int) -> Iterator[Any]:
         leader = self.leader

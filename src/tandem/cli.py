@@ -161,6 +161,24 @@ def doctor() -> None:
     raise typer.Exit(doctor())
 
 
+serve = typer.Typer(help="Run a part alone.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(serve, name="serve")
+
+
+@serve.command("engine")
+def serve_engine(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe with engine: vllm.")],
+    overrides: Overrides = None,
+) -> None:
+    """Run a recipe's vLLM engine alone, until Ctrl-C.
+
+    It is started for what the recipe trains and how its weights travel; a trainer names it in engine.urls.
+    """
+    from tandem.verbs.serve import serve
+
+    serve(recipe, overrides or [], typer.echo)
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""

@@ -96,7 +96,7 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
     async with _policy(config) as policy, _graders(config, None) as graders:
         if weights is not None:
             await policy.compute(config.trains.load, policy.model, weights)
-        needs = dataclasses.replace(_needs(config, None), travels="weights", port=None, weights=weights)
+        needs = dataclasses.replace(engine_needs(config, None), travels="weights", port=None, weights=weights)
         async with config.engine.open(policy, context=memory.context(config, policy.config), needs=needs) as engine:
             worker = _worker(config, policy, engine, graders)
             evaluator = _evaluator(config, worker, tasks, _solved(config, graders), None, lambda record: None)
@@ -113,7 +113,7 @@ async def _assembled(
         graders = await stack.enter_async_context(_graders(config, folder))
         await _check_gold(config, graders)
         state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
-        needs = _needs(config, folder, restored=state.step)
+        needs = engine_needs(config, folder, restored=state.step)
         context = memory.context(config, policy.config)
         engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
         link = Link(
@@ -166,7 +166,7 @@ async def _assembled(
         yield run, state
 
 
-def _needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
+def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
     """What the run asks of its engine; after ``restored`` steps it is started on the checkpoint's own weights."""
     saved = folder / "checkpoints" / f"{restored:06d}" / config.trains.folder_name if folder and restored else None
     return Needs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,10 @@ def saved_weights(model: Path, folder: Path, step: int, options: dict[str, Any])
     else:
         from peft import PeftModel
 
-        after = PeftModel.from_pretrained(base, path / "adapter").merge_and_unload()
+        with warnings.catch_warnings():
+            # PEFT asks transformers for a property by a name that transformers has since deprecated.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            after = PeftModel.from_pretrained(base, path / "adapter").merge_and_unload()
     assert any(not torch.equal(value, before[name]) for name, value in after.state_dict().items())
 
 

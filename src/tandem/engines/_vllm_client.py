@@ -100,7 +100,10 @@ class Server:
         if response.status >= 400:
             said = f"{_detail(found)}{self._last_words()}"
             raise EngineError(f"{self.name} answers {path} with {response.status}: {said}")
-        return msgspec.json.decode(found, type=kind)
+        try:
+            return msgspec.json.decode(found, type=kind)
+        except msgspec.DecodeError as error:  # a logprob that is no number, for one
+            raise EngineError(f"{self.name} answers {path} with something else than was asked for: {error}") from error
 
     def _last_words(self) -> str:
         """The end of its log, if it is our child and dead."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +13,11 @@ from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_adapter import scaled
 from tandem.engines._vllm_client import Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
-from tandem.engines.base import Adapter, Engine, Health, Needs, Probe
-from tandem.errors import EngineError, StaleWeights, TransportError
+from tandem.engines.base import Adapter, CanSwap, Engine, Health, Needs, Probe
+from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 from tandem.weights import sharing
+from tandem.weights.bridge import VllmBridge
 
 PROBE_TEMPERATURE = 0.7
 """Not 1, so that logprobs that leave the temperature out are seen."""
@@ -36,6 +39,7 @@ class Vllm(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: Adapter | None = None
+        self._bridge: Path | None = None
         self._republish: Callable[[], Awaitable[None]] | None = None
 
     # Life and death
@@ -48,6 +52,8 @@ class Vllm(Engine):
     async def start(self) -> None:
         """Start or find the servers."""
         await self.fleet.start()
+        if self.fleet.adopted and self._needs.port is CanSwap:
+            self._swapped = await self._left_behind()
         self._context = min(self._context, self.fleet.context)
 
     async def recover(self) -> bool:
@@ -65,6 +71,8 @@ class Vllm(Engine):
 
     async def close(self) -> None:
         await self.fleet.close()
+        if self._bridge is not None:
+            self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
 
     @property
     def adopted(self) -> bool:
@@ -170,11 +178,14 @@ class Vllm(Engine):
         found: wire.Probed = await server.post("/bridge/probe", asked, wire.Probed)
         finish: Finish = "stop" if found.finish == "stop" else "length"
         sampled = Completion(
-            tokens=tuple(found.tokens), logprobs=tuple(found.logprobs), versions=(0,) * len(found.tokens), finish=finish
+            tokens=tuple(found.tokens),
+            logprobs=_numbers(found.logprobs),
+            versions=(0,) * len(found.tokens),
+            finish=finish,
         )
         return Probe(
             name=server.name,
-            scored=tuple(found.scored),
+            scored=_numbers(found.scored),
             sampled=sampled,
             temperature=found.temperature,
             cached=found.cached,
@@ -212,26 +223,22 @@ class Vllm(Engine):
         await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))
 
     async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
-        """What every server holds; the shares of its ranks added up."""
+        """What every server holds; the parts that its ranks hold added up."""
         body = wire.Checksums(travels=travels, adapter=self._pending)
         if self._pending is not None and self._adapter is not None:
             body.names, body.config = [name for name, _ in self._adapter.tensors], dict(self._adapter.config)
         out: dict[str, Mapping[str, int]] = {}
         for server, answer in zip(self.servers, await self.fleet.all("/bridge/checksums", body), strict=True):
             self._same(server, answer["engine"])
-            sums: dict[str, int] = {}
-            for rank in answer["ranks"]:
-                for name, value in rank.items():
-                    sums[name] = (sums.get(name, 0) + int(value, 16)) % 2**64
-            out[server.name] = sums
+            out[server.name] = _added_up(server.name, answer["ranks"])
         return out
 
     async def lend(self) -> Mapping[str, Any]:
         (server,) = self.servers
-        answer = await server.post("/bridge/lend", wire.Lend(folder="/dev/shm"))
-        (rank,) = answer["ranks"]
-        attached = sharing.attach(rank["lent"])
-        return {name: _view(attached, places) for name, places in rank["map"].items()}
+        found = await borrow(server)
+        if self._needs.folder is not None and self.fleet.ours:
+            self._bridge = found.write(Path(os.environ.get("LOGDIR") or self._needs.folder))
+        return found.attach()
 
     def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
         for name, tensor in adapter.tensors:
@@ -246,13 +253,20 @@ class Vllm(Engine):
 
     async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
         self._adapter = adapter
-        await self._load(folder, f"step-{version.step:06d}-{self.epoch}-{len(self._swapped)}")
+        # Never a name twice: an engine may outlive its trainer, and versions that it holds still are sampled from.
+        await self._load(folder, f"step-{version.step:06d}-{secrets.token_hex(4)}")
         return int(sum(t.numel() * t.element_size() for _, t in adapter.tensors)) * len(self.servers)
 
     async def _load(self, folder: Path, name: str) -> None:
         await self.fleet.all("/lora/load", wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name))
         self._pending = name
         self._swapped.append(name)
+
+    async def _left_behind(self) -> list[str]:
+        """Versions that earlier trainers loaded: they are served on, and unloaded when ours have taken their place."""
+        found = [await server.get("/lora/status", dict) for server in self.servers]
+        names = [[entry["name"] for entry in status["loaded"]] for status in found]
+        return [name for name in names[0] if name.startswith("step-") and all(name in others for others in names)]
 
     async def _forget_old(self) -> None:
         """Unload versions that no request can need any more; one still in use is asked about again next time."""
@@ -299,8 +313,31 @@ class Vllm(Engine):
         await self.fleet.all("/nccl/stop_receiver")
 
 
-def _view(attached: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> Any:
-    """A Hugging Face tensor as a view into the engine's fused one."""
-    (place,) = places
-    tensor = attached[place["vllm_name"]]
-    return tensor.as_strided(place["size"], place["stride"], tensor.storage_offset() + place["offset"])
+def _added_up(engine: str, ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """Checksums of whole tensors, from those of the parts that each rank holds.
+
+    Raises:
+        TornWeights: two ranks hold the same part with other values.
+    """
+    parts: dict[str, int] = {}
+    for number, rank in enumerate(ranks):
+        for part, value in rank.items():
+            if parts.setdefault(part, int(value, 16)) != int(value, 16):
+                name = part.rpartition("@")[0]
+                raise TornWeights(f"{engine}: rank {number} holds another copy of {name!r} than the ranks before it")
+    sums: dict[str, int] = {}
+    for part, share in parts.items():
+        name = part.rpartition("@")[0]
+        sums[name] = (sums.get(name, 0) + share) % 2**64
+    return sums
+
+
+def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float("nan") if value is None else value for value in found)
+
+
+async def borrow(server: Server) -> VllmBridge:
+    """Have a paused engine of one process lend its weights; where they are."""
+    answer = await server.post("/bridge/lend", wire.Lend(folder=str(sharing.SHARED_MEMORY)))
+    (rank,) = answer["ranks"]
+    return VllmBridge.lending(answer["model"], rank["lent"], rank["map"], url=server.url)

@@ -15,6 +15,7 @@ from tandem.engines._vllm_client import Server, Unreachable
 from tandem.engines._vllm_process import EngineProcess, EngineRecord
 from tandem.engines.base import Needs
 from tandem.errors import EngineError
+from tandem.weights import sharing
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Fleet:
     async def _spawn(self, index: int) -> None:
         launch, server = self._launch, self.servers[index]
         assert launch is not None
+        sharing.remove_orphans()  # what an engine that was killed had lent lies in memory until somebody removes it
         process = server.process = EngineProcess.start(
             launch.command(self.model, urlsplit(server.url).port or 0),
             launch.environment(index, server.key),
@@ -183,6 +185,11 @@ class Fleet:
                 await server.process.stop()
                 if self._launch.records is not None:
                     _record(self._launch.records, index).unlink(missing_ok=True)
+
+    @property
+    def ours(self) -> bool:
+        """True if the servers are ours to start and end."""
+        return self._launch is not None
 
     @property
     def closed(self) -> bool:

@@ -263,7 +263,8 @@ class _Live:
     async def lend(self, body: bytes) -> Any:
         self._require_paused("lend")
         ranks = await self.frontend.rpc("tandem_lend", parsed(body, wire.Lend).folder)
-        return {"ranks": [json.loads(text) for text in ranks]}
+        model = self.client.vllm_config.model_config.model
+        return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
     async def checksums(self, body: bytes) -> Any:
         asked = parsed(body, wire.Checksums)

@@ -161,9 +161,10 @@ class Probe(Body):
 class Probed(msgspec.Struct, kw_only=True):
     """Answer of /bridge/probe."""
 
-    scored: list[float]
+    scored: list[float | None]
+    """None where it is no finite number, which JSON has no word for."""
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
     finish: str
     cached: int
     temperature: float

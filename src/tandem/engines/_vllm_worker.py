@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +122,24 @@ class Worker:
                 for name, p in parameters.items():
                     p.data = lent.tensors[name]
                 self._tandem_lent, self._tandem_keep = lent.description, lent
+            self._tandem_tally = None  # it would go on reading the old storage
         return json.dumps({"lent": self._tandem_lent, "map": json.loads(self.tandem_map())})
 
+    _tandem_tally: Tally | None = None
     _tandem_lent: Any = None
     _tandem_keep: Any = None
 
     def tandem_checksums(self) -> dict[str, str]:
-        """Checksum of this rank's share of every tensor, in hexadecimal; shares of all ranks add up."""
-        places = self.tandem_places().items()
-        return _sums(Shard(name, p.tensor, p.first) for name, found in places for p in found if p.counted)
+        """Checksum of every part of a tensor that this rank holds, in hexadecimal, by ``name@row,column``.
+
+        Parts add up to the whole; ranks that hold the same part must give the same.
+        """
+        if self._tandem_tally is None:
+            places = self.tandem_places().items()
+            self._tandem_tally = Tally(
+                Shard(_part(name, p.first), p.tensor, p.first) for name, found in places for p in found
+            )
+        return _hexadecimal(self._tandem_tally.take())
 
     def tandem_adapt(self, slot: int, config: str, source: str) -> int:
         """Put an adapter, attached from the trainer's memory, into a slot; returns its bytes."""
@@ -146,7 +155,8 @@ class Worker:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         slots = self._tandem_slots()
         held = slots.loaded(slot, names, json.loads(config)) if names else slots.stored(slot)
-        return _sums(Shard(part.name, part.tensor, part.first) for part in held if part.counted)
+        tally = Tally(Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
+        return _hexadecimal(tally.take())
 
     def tandem_forget(self, slot: int) -> None:
         """Free an adapter's slot."""
@@ -253,6 +263,10 @@ def _described(place: Place, parameter: Tensor) -> dict[str, Any]:
     }
 
 
-def _sums(shards: Iterable[Shard]) -> dict[str, str]:
-    # In hexadecimal: not every encoding on the way takes 64 bits unsigned.
-    return {name: f"{value:016x}" for name, value in Tally(shards).take().items()}
+def _part(name: str, first: tuple[int, int]) -> str:
+    return f"{name}@{first[0]},{first[1]}"
+
+
+def _hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
+    # Not every encoding on the way takes 64 bits unsigned.
+    return {name: f"{value:016x}" for name, value in sums.items()}

@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -77,7 +77,7 @@ class Vllm(EngineSpec):
     seeded: bool = False
     """Give every answer a random stream of its own, so that it can be sampled again; it costs speed on a GPU."""
     api_key_variable: str = ""
-    """Environment variable with the key of the engines at urls; started ones get a random key."""
+    """Environment variable with the engines' API key; without one, started engines get a random key."""
     start_seconds: float = 900.0
     """How long a start may take; the first on a machine compiles."""
     request_seconds: float = 3600.0
@@ -113,7 +113,7 @@ class Vllm(EngineSpec):
     def inert(self) -> Mapping[str, str]:
         """Options of starting an engine, where none is started."""
         if not self.urls:
-            return {"api_key_variable": "engines started here get a random key"}
+            return {}
         return dict.fromkeys(_STARTING, "urls names engines that run already, with options of their own")
 
     def refuses(self, port: type) -> str:
@@ -155,15 +155,49 @@ class Vllm(EngineSpec):
         finally:
             await engine.close()
 
+    @asynccontextmanager
+    async def serve(self, *, context: int, needs: Needs, adapters: Path) -> AsyncIterator[Fleet]:
+        """Start the engines for trainers elsewhere, which name them in ``urls``; they end with the block.
+
+        Args:
+            context: most tokens of a prompt and completion.
+            needs: what those trainers will want; ``folder`` is for logs.
+            adapters: folder that adapters may be loaded from.
+        """
+        key = self._key()
+        launch = self._launch(needs, context)
+        own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": str(adapters.absolute()), "TANDEM_LINGER": "0"}
+        fleet = Fleet(
+            [self._server(i) for i in range(self.replicas)],
+            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **own}),
+            options=self,
+            needs=needs,
+        )
+        for server in fleet.servers:
+            server.key = key
+        try:
+            await fleet.start()
+            yield fleet
+        finally:
+            await fleet.close()
+
+    def _key(self) -> str:
+        """The key that the recipe names; empty where it names none.
+
+        Raises:
+            ConfigError: its variable is not set.
+        """
+        key = os.environ.get(self.api_key_variable, "") if self.api_key_variable else ""
+        if self.api_key_variable and not key:
+            raise ConfigError(f"engine.api_key_variable: {self.api_key_variable} is not set in the environment")
+        return key
+
     def _server(self, index: int) -> Server:
         if self.urls:
-            key = os.environ.get(self.api_key_variable, "") if self.api_key_variable else ""
-            if self.api_key_variable and not key:
-                raise ConfigError(f"engine.api_key_variable: {self.api_key_variable} is not set in the environment")
-            url = self.urls[index]
+            key, url = self._key(), self.urls[index]
         else:
             port = self.port + index if self.port else processes.free_port(self.host)
-            key, url = secrets.token_urlsafe(24), f"http://{self.host}:{port}"
+            key, url = self._key() or secrets.token_urlsafe(24), f"http://{self.host}:{port}"
         return Server(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
 
     def _launch(self, needs: Needs, context: int) -> Launch:

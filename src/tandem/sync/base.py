@@ -19,7 +19,7 @@ from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
 from tandem.sync._proof import PROBE, Checksums, differing, probe_gap
 from tandem.types import PolicyVersion
-from tandem.weights.checksums import checksums, digest
+from tandem.weights.checksums import Shard, Tally, checksums, digest
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +190,7 @@ class Link:
     _publishes: int = 0
     _bound: int = -1
     _served: int = -1
+    _tally: Tally | None = None
     _probe: list[int] = field(default_factory=list)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -198,10 +199,17 @@ class Link:
         model = self.policy.model
         return Adapter(config=self.trains.adapter_config(model), tensors=tuple(self.trains.source(model)))
 
+    def _checksums(self) -> Checksums:
+        """Of the trainer's own bytes."""
+        if self._tally is None:
+            self._tally = Tally(Shard(name, tensor) for name, tensor in self.trains.source(self.policy.model))
+        return self._tally.take()
+
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
         self.fresh = fresh
         await self.sync.bind(self)
+        self._tally = None  # the weights may have moved
         self._bound = self.engine.epoch
 
     @asynccontextmanager
@@ -243,7 +251,7 @@ class Link:
                 handoff.published = await self._persist(version, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self.policy.compute(self.trains.fold, self.policy.model)
-                found = digest(await self.policy.compute(checksums, self.trains.source(self.policy.model)))
+                found = digest(await self.policy.compute(self._checksums))
                 self._current = PolicyVersion(step=step, digest=found)
                 handoff.published = Published(version=self._current, moved=False)
 
@@ -300,7 +308,7 @@ class Link:
         try:
             await self.policy.compute(self.trains.fold, self.policy.model)
             copied = await self.sync.move(self, version)
-            mine: Checksums = await self.policy.compute(checksums, self.trains.source(self.policy.model))
+            mine: Checksums = await self.policy.compute(self._checksums)
             version = self._named(version, digest(mine))
             prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
             found = await self._prove(version, mine) if prove else None

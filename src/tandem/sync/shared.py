@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tandem.engines.base import CanAdapt, CanAttest, CanLend
+from tandem.engines.base import CanAdapt, CanAttest, CanLend, EngineSpec
 from tandem.errors import UnsupportedPair
 from tandem.sync._proof import Checksums, differing
 from tandem.sync.base import Link, WeightSync
 from tandem.types import PolicyVersion
+from tandem.weights.bridge import VllmBridge, find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,19 @@ class Shared(WeightSync):
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
 
+    bridge: str | None = None
+    """File or folder of the vllm_bridge_config.json of an engine at urls, tried before $LOGDIR, the working directory
+    and /tmp/atropos_bridge; null: ask the engine itself."""
+
+    def check(self, *, trains: Any, engine: EngineSpec) -> None:
+        """Refuse a pair that cannot work, and a file where there can be none yet."""
+        super().check(trains=trains, engine=engine)
+        if self.bridge is not None and not getattr(engine, "urls", ()):
+            raise UnsupportedPair(
+                "sync.bridge is the file of an engine that runs already (engine: vllm with urls, by: tandem serve "
+                "engine RECIPE); an engine that is started here says itself where its weights are: remove it"
+            )
+
     @property
     def finishes(self) -> bool:
         """Whether requests in flight end first."""
@@ -46,7 +61,10 @@ class Shared(WeightSync):
             return  # in process: it samples from the very module
         await link.engine.pause()
         assert isinstance(link.engine, CanLend)
-        lent = await link.engine.lend()
+        if self.bridge is None:
+            lent = await link.engine.lend()
+        else:
+            lent = VllmBridge.read(find(Path(self.bridge))).attach()
         model = link.policy.model
         await link.policy.compute(_attach, model, link.trains.base_names(model), lent, link.fresh)
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.errors import TransportError
+from tandem.weights import sharing
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,36 @@ class VllmBridge:
                 "shared weights"
             )
         return {"kind": "cuda", **self.tandem.get("lent", {}), "tensors": self.ipc_handles}
+
+    @classmethod
+    def lending(cls, model: str, lent: Mapping[str, Any], places: Mapping[str, Any], **more: Any) -> VllmBridge:
+        """The file of an engine that lends ``lent``, in which each Hugging Face tensor lies at its ``places``."""
+        device = next(iter(places.values()))[0]["device"]
+        params = {
+            name: Mapped(vllm_name=name, shape=list(entry["shape"]), dtype=str(entry["dtype"]), device=device)
+            for name, entry in lent["tensors"].items()
+        }
+        return cls.describing(model, lent, params, tandem={"places": dict(places), **more})
+
+    def attach(self) -> dict[str, Tensor]:
+        """Every weight by its Hugging Face name, as a view into the engine's memory.
+
+        Raises:
+            TransportError: the memory cannot be reached, or the file does not say where these weights lie in it.
+        """
+        places = self.tandem.get("places")
+        if not isinstance(places, dict) or self.tp_degree != 1:
+            raise TransportError(
+                f"the {VLLM_FILE} of {self.model!r} does not say where Hugging Face's tensors lie in the engine's; let "
+                "an engine of one process write it: tandem serve engine RECIPE"
+            )
+        attached = sharing.attach(self.description())
+        out = {}
+        for name, (place,) in places.items():
+            tensor = attached[place["vllm_name"]]
+            first = tensor.storage_offset() + place["offset"]
+            out[name] = tensor.as_strided(place["size"], place["stride"], first)
+        return out
 
     def write(self, path: Path) -> Path:
         """Write the file, at ``path`` or in the folder ``path``, complete or not at all; returns where it is."""

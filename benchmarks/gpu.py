@@ -1,0 +1,379 @@
+"""Everything that needs an accelerator, in one command, for a machine with one or more H200s and no network.
+
+    python benchmarks/gpu.py --list
+    python benchmarks/gpu.py --parts unit,kernel,sync --out results
+    python benchmarks/gpu.py --parts matrix --only "shared and full"
+
+Needs an interpreter that has torch with CUDA, vLLM and the trainer's packages (vLLM may come by PYTHONPATH), and pytest
+with pytest-timeout and hypothesis for the tests. Each part runs in a process of its own, with a time limit of its own,
+and ends in one line: PASS, FAIL, or NOT RUN with the reason. Tests that were skipped are listed with their reasons, and
+in the parts where nothing may be skipped they count as failures. Logs and results go to --out (or $OUT): PART.log, and
+gpu.jsonl with one line for each result. Exits 1 unless every part that was asked for passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = ROOT / "benchmarks"
+PYTEST = "-q --maxfail=6 --tb=short --durations=15 -o filterwarnings=default -p no:cacheprovider"
+ONE_COPY = "--shape qwen2.5-14b --kv-cache-gb 8 --utilization 0.3 --requests 32 --tokens 128"
+TAIL = 60
+"""Lines of a failed part's log that are shown."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to run."""
+
+    about: str
+    command: Callable[[argparse.Namespace, Path], list[str]]
+    seconds: int
+    """Expected."""
+    limit: int
+    """Ended after so many."""
+    cards: int = 1
+    tests: bool = False
+    may_skip: bool = True
+    """Whether tests may be skipped, with their reasons shown."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def tests(*files: str) -> Callable[[argparse.Namespace, Path], list[str]]:
+    """pytest over files; warnings of other versions of other packages are no errors here."""
+
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        chosen = ["-k", args.only] if args.only else []
+        plain = f"{PYTEST} --junitxml={out / 'junit.xml'}".split()
+        found = [str(ROOT / file) for pattern in files for file in _existing(pattern)]
+        return python("-m", "pytest", *plain, *chosen, *found)
+
+    return command
+
+
+def _existing(pattern: str) -> list[str]:
+    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+    return found or [pattern]  # pytest then says that there is no such file
+
+
+def sync(*arguments: str) -> Callable[[argparse.Namespace, Path], list[str]]:
+    """The sync benchmark, on the shape asked for."""
+
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        shape = [] if "--shape" in arguments else ["--shape", args.shape]
+        return python(str(HERE / "sync.py"), *shape, "--json", str(out / "gpu.jsonl"), *arguments, *args.extra)
+
+    return command
+
+
+def faults(args: argparse.Namespace, out: Path) -> list[str]:
+    return python(str(HERE / "faults.py"), "--json", str(out / "faults.json"), *args.extra)
+
+
+def one_copy(args: argparse.Namespace, out: Path) -> list[str]:
+    return python(str(HERE / "one_copy.py"), *ONE_COPY.split(), "--json", str(out / "gpu.jsonl"), *args.extra)
+
+
+def itself(job: str) -> Callable[[argparse.Namespace, Path], list[str]]:
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        return python(str(HERE / "gpu.py"), "--job", job, "--out", str(out))
+
+    return command
+
+
+UNIT = (
+    "tests/unit/test_sharing.py",
+    "tests/unit/test_merged.py",
+    "tests/unit/test_checksums.py",
+    "tests/unit/test_collective.py",
+)
+PARTS: dict[str, Part] = {
+    "unit": Part("CUDA unit tests: sharing, merged, checksums, collective", tests(*UNIT), 120, 300, tests=True),
+    "kernel": Part("bandwidth of the checksum kernel", itself("kernel"), 25, 120),
+    "matrix": Part(
+        "every way against vLLM, tiny model, with CUDA IPC",
+        tests("tests/integration/test_vllm*.py"),
+        480,
+        535,
+        tests=True,
+        may_skip=False,
+    ),
+    "sync": Part("plain engine, shared, merged", sync("--ways", "plain,shared,merged"), 330, 500),
+    "lora": Part("an adapter in memory, and by hot swap", sync("--ways", "shared-lora,hotswap"), 240, 400),
+    "swaps": Part("1,000 hot swaps under load", sync("--ways", "swaps", "--tokens", "64"), 450, 535),
+    "faults": Part("the fault bench", faults, 240, 400),
+    "copy": Part("14B, full fine-tuning, one copy, one card", one_copy, 330, 535),
+    "wire": Part("what NCCL broadcasts between two cards", itself("wire"), 25, 120, cards=2),
+    "broadcast": Part(
+        "weights and adapter to an engine on a second card, NCCL",
+        sync("--ways", "broadcast,broadcast-lora", "--devices", "1", "--publishes", "30"),
+        240,
+        400,
+        cards=2,
+    ),
+    "tp2-gloo": Part(
+        "an engine over both cards, fed by gloo: NCCL refuses two ranks on one card",
+        sync(
+            "--ways", "broadcast", "--devices", "0,1", "--tensor-parallel", "2", "--backend", "gloo", "--publishes", "5"
+        ),
+        180,
+        400,
+        cards=2,
+    ),
+    "tp2": Part(
+        "an engine over two cards beside the trainer's, fed by NCCL",
+        sync("--ways", "broadcast,broadcast-lora", "--devices", "1,2", "--tensor-parallel", "2", "--publishes", "30"),
+        240,
+        400,
+        cards=3,
+    ),
+}
+
+
+# What runs in this file
+
+
+def kernel(out: Path) -> int:
+    """Checksums of as many bytes as a 3B model has, contiguous and in slices of fused tensors, against a copy."""
+    import torch
+
+    from tandem.weights.checksums import Shard, Tally
+
+    torch.manual_seed(0)
+    fused = [torch.randn(2 * 11008, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(36)]
+    whole = [torch.randn(11008, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(36)]
+    slices = [(f"{i}.{j}", t[j * 11008 : (j + 1) * 11008]) for i, t in enumerate(fused) for j in range(2)]
+    columns = [(f"{i}.{j}", t[:, j * 2048 : (j + 1) * 2048]) for i, t in enumerate(whole) for j in range(2)]
+    cases = {
+        "contiguous": [(str(i), t) for i, t in enumerate(whole)],
+        "row slices": slices,
+        "column slices": columns,
+        "float32": [(str(i), t.float()) for i, t in enumerate(whole[:18])],
+    }
+    worst = float("inf")
+    for name, named in cases.items():
+        size = sum(t.nbytes for _, t in named)
+        tally = Tally(Shard(key, t) for key, t in named)
+        here = tally.take()
+        there = Tally(Shard(key, t.cpu()) for key, t in named[:2]).take()
+        assert all(here[key] == value for key, value in there.items()), f"{name}: CPU and CUDA disagree"
+        tally.take()
+        seconds = _best(tally.take)
+        fresh = _best(lambda named=named: Tally(Shard(key, t) for key, t in named).take())  # type: ignore[misc]
+        worst = min(worst, size / seconds / 1e12)
+        _result(
+            out,
+            "kernel",
+            case=name,
+            GB=round(size / 1e9, 3),
+            ms=round(1000 * seconds, 3),
+            ms_with_preparation=round(1000 * fresh, 3),
+            TB_per_s=round(size / seconds / 1e12, 3),
+        )
+    target = torch.empty_like(whole[0])
+
+    def copy() -> None:
+        for tensor in whole:
+            target.copy_(tensor)
+        torch.cuda.synchronize()
+
+    size = sum(t.nbytes for t in whole)
+    _result(out, "kernel", case="device copy (read and written)", TB_per_s=round(2 * size / _best(copy) / 1e12, 3))
+    if worst < 1.5:
+        print(f"FAIL: {worst:.2f} TB/s; 1.5 are asked for")
+    return int(worst < 1.5)
+
+
+def _best(function: Callable[[], Any], times: int = 10) -> float:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - begin)
+    return sorted(found)[len(found) // 2]
+
+
+def wire(out: Path) -> int:
+    """NCCL's own broadcast from card 0 to card 1, in buckets as large as ours, two at a time and one at a time."""
+    import torch
+    from torch.multiprocessing.spawn import spawn
+
+    from tandem.engines._vllm_process import free_port
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    peers = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(2)] for a in range(2)]
+    _result(out, "wire", case="peer access", peers=peers)
+    spawn(_wire, args=(str(out),), nprocs=2)
+    return 0
+
+
+def _wire(rank: int, out: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    for megabytes in (64, 256, 1024):
+        buffers = [torch.zeros(megabytes << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        rounds = max(4, 8192 // megabytes)
+
+        def send(buffers: Sequence[Any] = buffers, rounds: int = rounds) -> None:
+            for i in range(rounds):
+                dist.broadcast(buffers[i % 2], 0)
+            torch.cuda.synchronize()
+
+        send()
+        dist.barrier()
+        seconds = _best(send, 3)
+        if rank == 0:
+            speed = rounds * (megabytes << 20) / seconds / 1e9
+            _result(Path(out), "wire", case=f"buckets of {megabytes} MiB", GB_per_s=round(speed, 1))
+    dist.destroy_process_group()
+
+
+def _result(out: Path, part: str, **data: Any) -> None:
+    line = json.dumps({"part": part, **data})
+    print("  ", line, flush=True)
+    with (out / "gpu.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+# Running parts
+
+
+def cards() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def run(name: str, args: argparse.Namespace, out: Path, limit: float) -> tuple[str, str]:
+    """One part; its verdict and what is to be said of it."""
+    part, folder = PARTS[name], out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **quiet, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OUT": str(folder)}
+    log = out / f"{name}.log"
+    seconds, code = 0.0, None
+    with log.open("w", encoding="utf-8") as file:
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            part.command(args, folder), cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        finally:
+            _end(process)
+        seconds = time.monotonic() - begin
+    for results in folder.glob("*.jsonl"):
+        with (out / "gpu.jsonl").open("a", encoding="utf-8") as file:
+            file.write(results.read_text(encoding="utf-8"))
+    said = f"{seconds:.0f} s"
+    if part.tests:
+        counted, skipped = _counted(folder / "junit.xml")
+        said += f", {counted}"
+        for test, reason in skipped:
+            print(f"     skipped: {test}: {reason}", flush=True)
+        if not part.may_skip and skipped:
+            return "FAIL", f"{said}; here nothing may be skipped"
+    if code is None:
+        return "FAIL", f"{said}; not done in time"
+    return ("PASS" if code == 0 else "FAIL"), said + ("" if code == 0 else f", exit status {code}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Whatever the part left in its session; engines have sessions of their own and end with their trainer."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _counted(junit: Path) -> tuple[str, list[tuple[str, str]]]:
+    if not junit.exists():
+        return "no report of tests", []
+    cases = list(ET.parse(junit).getroot().iter("testcase"))  # written by pytest a moment ago
+    found: dict[str, list[Any]] = {
+        kind: [c for c in cases if c.find(kind) is not None] for kind in ("skipped", "failure", "error")
+    }
+    skipped = [(c.get("name", ""), c.find("skipped").get("message", "")) for c in found["skipped"]]
+    bad = len(found["failure"]) + len(found["error"])
+    return f"{len(cases) - len(skipped) - bad} passed, {bad} failed, {len(skipped)} skipped", skipped
+
+
+def show(name: str, log: Path, verdict: str) -> None:
+    """A failed part's last words, or a benchmark's tables."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = [line for line in lines if "leaked" not in line and "Route: " not in line]
+    wanted = lines[-TAIL:] if verdict != "PASS" or PARTS[name].tests else lines[-3 * TAIL :]
+    for line in wanted if not (PARTS[name].tests and verdict == "PASS") else wanted[-20:]:
+        print(f"     {line[:220]}")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; by default all")
+    parser.add_argument("--list", action="store_true", help="tell the parts and how long they take")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="gpu-")))
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins or goes on after that")
+    parser.add_argument("--shape", default="qwen2.5-3b", help="of the sync benchmarks")
+    parser.add_argument("--only", default="", help="pytest's -k")
+    parser.add_argument("--job", choices=("kernel", "wire"), help=argparse.SUPPRESS)
+    args, extra = parser.parse_known_args()
+    args.extra = extra  # for the benchmark that a part runs
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.job:
+        return {"kernel": kernel, "wire": wire}[args.job](args.out)
+    if args.list:
+        for name, part in PARTS.items():
+            print(f"{name:<11} {part.cards} card{'s' * (part.cards > 1):<2} about {part.seconds:>4} s   {part.about}")
+        return 0
+    wanted = args.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        raise SystemExit(f"there is no part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
+    have, deadline, verdicts = cards(), time.monotonic() + 60 * args.minutes, []
+    for name in wanted:
+        part, left = PARTS[name], deadline - time.monotonic()
+        if part.cards > have:
+            verdict, said = "NOT RUN", f"needs {part.cards} card(s), here are {have}"
+        elif left < min(60, part.seconds):
+            verdict, said = (
+                "NOT RUN",
+                f"about {part.seconds} s, and {max(left, 0):.0f} s are left of --minutes {args.minutes:g}",
+            )
+        else:
+            print(f"---- {name}: {part.about} (about {part.seconds} s)", flush=True)
+            verdict, said = run(name, args, args.out, min(part.limit, left))
+            show(name, args.out / f"{name}.log", verdict)
+        print(f"{verdict:<8} {name}: {said}", flush=True)
+        verdicts.append({"part": name, "verdict": verdict, "said": said})
+        with (args.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(verdicts[-1]) + "\n")
+    print("\n" + "\n".join(f"{v['verdict']:<8} {v['part']:<11} {v['said']}" for v in verdicts))
+    return int(any(v["verdict"] != "PASS" for v in verdicts))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
