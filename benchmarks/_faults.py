@@ -25,7 +25,7 @@ V = "model.layers.1.self_attn.v_proj.weight"
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LORA_A = "base_model.model.model.layers.{}.mlp.up_proj.lora_A.weight"
+LORA_A = "base_model.model.model.layers.{}.mlp.up_proj.lora_A.default.weight"
 
 Inject = Callable[[Any], AbstractAsyncContextManager[None]]
 Act = Callable[[Any], Awaitable[None]]
@@ -194,9 +194,13 @@ async def _killed(bench: Any) -> None:
     raise StartedAgain(f"after {time.monotonic() - seconds:.0f} s")
 
 
-async def _behind_our_back(bench: Any) -> None:
+@asynccontextmanager
+async def _replaced(bench: Any) -> AsyncIterator[None]:
     await bench.replace_engine()
-    await bench.publish()
+    try:
+        yield
+    finally:
+        await bench.find_engine()
 
 
 def _other_folder(change: Callable[[Any, Path, PolicyVersion], Path]) -> Inject:
@@ -223,7 +227,8 @@ def _other_alpha(bench: Any, folder: Path, version: PolicyVersion) -> Path:
 
 def _not_loaded(bench: Any, swap: Any) -> Any:
     async def wrong(folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
-        return 1  # "done", and the adapter of before is the one that is proven
+        bench.engine._pending = bench.engine._swapped[-1]
+        return 1  # "done", and it was the adapter of before that came
 
     return wrong
 
@@ -255,8 +260,8 @@ BROADCAST = (
     Fault(name="two tensors swapped on the way", by="checksum", inject=inside("swap", names=[GATE, UP])),
     Fault(name="two tensors swapped in the map, both ends", by="probe", inject=inside("map swap", names=[GATE, UP])),
     Fault(name="v written one row off", by="checksum", inject=inside("alter", name=V, how="row")),
-    Fault(name="q one row off in the map, both ends", by="probe", inject=inside("map row", name=Q)),
-    Fault(name="k one row off in the map, both ends", by="probe", inject=inside("map row", name=K)),
+    Fault(name="q one row off in the map, both ends", by="checksum", inject=inside("map row", name=Q)),
+    Fault(name="k one row off in the map, both ends", by="checksum", inject=inside("map row", name=K)),
     Fault(name="one bit of one element flips", by="checksum", inject=inside("alter", name=V, how="bit")),
     Fault(name="NaN arrives", by="checksum", inject=inside("alter", name=V, how="nan")),
     Fault(name="narrowed to another type on the way", by="checksum", inject=inside("alter", name=UP, how="narrow")),
@@ -295,12 +300,8 @@ HOTSWAP = (
     Fault(name="swap answered, nothing loaded", by="checksum", inject=instead(_engine, "swap", _not_loaded)),
     Fault(name="requests routed to the adapter before", by="probe", inject=inside("older adapter")),
     Fault(name="requests routed to the base alone", by="probe", inject=inside("no adapter")),
-    Fault(
-        name="engine restarted behind our back",
-        by="boot id",
-        inject=nothing,
-        act=_behind_our_back,
-    ),
+    Fault(name="the stamp of a swap is lost", by="version", inject=inside("lost stamp")),
+    Fault(name="engine restarted behind our back", by="boot id", inject=_replaced),
     Fault(
         name="one bit of a frozen base weight differs",
         by="checksum",
@@ -319,6 +320,7 @@ CAUGHT: tuple[tuple[str, str], ...] = (
     ("another process than", "boot id"),
     ("prefix cache", "prefix cache"),
     ("published tensors differ", "checksum"),
+    ("weights that are not trained differ", "checksum"),
     ("nats", "probe"),
     ("never resumed", "deadline"),
     ("waited", "deadline"),

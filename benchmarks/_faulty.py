@@ -46,6 +46,8 @@ class Worker(worker.Worker):
             "held": self._tandem_damage,
             "sampler": self._tandem_sample,
             "cache": self._tandem_clean,
+            "map row": self._tandem_mapped,
+            "map swap": self._tandem_mapped,
         }
         if fault in at_once:
             self._tandem_undo = at_once[fault]()
@@ -150,6 +152,13 @@ class Worker(worker.Worker):
 
     # The map, at both ends: what is written and what is checksummed is the same wrong place
 
+    def _tandem_mapped(self) -> Callable[[], None]:
+        def forget() -> None:
+            self._tandem_tally = None  # it was made by the other map
+
+        forget()
+        return forget
+
     def tandem_places(self) -> dict[str, list[Place]]:
         found, options = super().tandem_places(), self._tandem_options
         if self._tandem_fault == "map row":
@@ -180,6 +189,7 @@ class Worker(worker.Worker):
             if how == "swapped":
                 first, second = self._tandem_options["names"]
                 other = {first: second, second: first}
+                assert other.keys() <= tensors.keys()
                 tensors = {name: tensors[other.get(name, name)] for name in tensors}
             if how == "alpha":
                 config = {**config, "lora_alpha": 2 * config["lora_alpha"]}

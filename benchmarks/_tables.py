@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+PHASES = (
+    "pause",
+    "optimizer",
+    "fold",
+    "save",
+    "move",
+    "sum here",
+    "sum there",
+    "probe there",
+    "probe here",
+    "stamp",
+    "resume",
+    "in all",
+    "still",
+)
+"""Of a publish, in their order; still is the time without sampling beyond the optimizer's own."""
+
 
 def report(name: str, found: dict[str, Any]) -> None:
     """One way's table."""
@@ -15,9 +32,9 @@ def report(name: str, found: dict[str, Any]) -> None:
                 print(f"     {phase:<32}{median:>10.2f}{high:>10.2f}{largest:>10.2f}")
         elif key == "memory":
             names = list(dict.fromkeys(n for moment in value.values() for n in moment))
-            print(f"   {'memory, GB':<34}" + "".join(f"{moment:>16}" for moment in value))
+            print(f"   {'memory, GB':<34}" + "".join(f"{moment:>18}" for moment in value))
             for row in names:
-                cells = (f"{moment[row]:>16.3f}" if row in moment else f"{'':>16}" for moment in value.values())
+                cells = (f"{moment[row]:>18.3f}" if row in moment else f"{'':>18}" for moment in value.values())
                 print(f"     {row:<32}" + "".join(cells))
         elif not key.endswith(", each"):
             print(f"   {key:<44} {value}")

@@ -105,7 +105,7 @@ class Bench:
     @property
     def server(self) -> Any:
         """The engine over HTTP."""
-        return self.engine.fleet.servers[0] if hasattr(self.engine, "fleet") else self.engine.servers[0]
+        return self.engine.servers[0]
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """What is trained."""
@@ -176,6 +176,7 @@ class Bench:
         wrong = ""
         for attempt in range(2):
             try:
+                await self.engine.recover()
                 if rebind or attempt:
                     await self.link.bind(fresh=False)
                 await self.policy.compute(self._restore, kept)
@@ -217,15 +218,24 @@ class Bench:
                 pass
         finally:
             self.link = kept
+            self.engine.on_revival(kept._revived)
 
     async def greet(self) -> None:
         """What a trainer asks of an engine that it finds."""
-        await getattr(self.engine, "fleet", self.engine)._greet(self.server)
+        await self.engine.fleet._greet(self.server)
 
     async def replace_engine(self) -> None:
         """Somebody ends the engine and starts one like it on the same port."""
+        boot = self.server.boot
         await self.server.process.stop()
-        await getattr(self.engine, "fleet", self.engine)._spawn(0)
+        await self.engine.fleet._spawn(0)
+        self.server.boot = boot  # we were not told
+
+    async def find_engine(self) -> None:
+        """What a resumed run does: it sees that this is another engine, and publishes to it."""
+        await self.greet()
+        self.engine.fleet.epoch += 1
+        self.engine._swapped.clear()
 
 
 @asynccontextmanager
@@ -284,7 +294,8 @@ def write_model(folder: Path) -> Path:
         tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(dtype=dtype()).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    model.to(dtype()).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
 PYTEST = "-q --maxfail=6 --tb=short --durations=15 -o filterwarnings=default -p no:cacheprovider"
-ONE_COPY = "--shape qwen2.5-14b --kv-cache-gb 8 --utilization 0.3 --requests 32 --tokens 128"
+ONE_COPY = "--shape qwen2.5-14b --kv-cache-gb 4 --micro-batch-tokens 512 --utilization 0.3 --requests 32 --tokens 128"
 TAIL = 60
 """Lines of a failed part's log that are shown."""
 
@@ -85,7 +85,7 @@ def sync(*arguments: str) -> Callable[[argparse.Namespace, Path], list[str]]:
 
 
 def faults(args: argparse.Namespace, out: Path) -> list[str]:
-    return python(str(HERE / "faults.py"), "--json", str(out / "faults.json"), *args.extra)
+    return python(str(HERE / "faults.py"), "--json", str(out / "faults.json"))
 
 
 def one_copy(args: argparse.Namespace, out: Path) -> list[str]:
@@ -118,7 +118,7 @@ PARTS: dict[str, Part] = {
     ),
     "sync": Part("plain engine, shared, merged", sync("--ways", "plain,shared,merged"), 330, 500),
     "lora": Part("an adapter in memory, and by hot swap", sync("--ways", "shared-lora,hotswap"), 240, 400),
-    "swaps": Part("1,000 hot swaps under load", sync("--ways", "swaps", "--tokens", "64"), 450, 535),
+    "swaps": Part("1,000 hot swaps under load", sync("--ways", "swaps", "--tokens", "48", "--repeat", "1"), 450, 535),
     "faults": Part("the fault bench", faults, 240, 400),
     "copy": Part("14B, full fine-tuning, one copy, one card", one_copy, 330, 535),
     "wire": Part("what NCCL broadcasts between two cards", itself("wire"), 25, 120, cards=2),
@@ -285,6 +285,7 @@ def run(name: str, args: argparse.Namespace, out: Path, limit: float) -> tuple[s
             os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
+            time.sleep(10)  # its engines see within seconds that it is gone, and give their memory back
         finally:
             _end(process)
         seconds = time.monotonic() - begin

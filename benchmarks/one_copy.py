@@ -1,6 +1,6 @@
 """Full fine-tuning with one copy of the weights for trainer and engine, on one accelerator: where the memory goes.
 
-    python benchmarks/one_copy.py --shape qwen2.5-14b --kv-cache-gb 8 --utilization 0.3
+    python benchmarks/one_copy.py --shape qwen2.5-14b --kv-cache-gb 4 --utilization 0.3
     python benchmarks/one_copy.py --shape tiny --python .venv-engine/bin/python
 
 The engine lends its weights. Answers are sampled with it, trained on by the trainer's own step (loss, backward,
@@ -104,7 +104,7 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
                 sampled_at = time.perf_counter()
                 stats = await step.forward_backward(batch)
                 trained_at = time.perf_counter()
-                found["memory"][f"gradients of step {number}"] = memory(live.worker)
+                found["memory"][f"gradients {number}"] = memory(live.worker)
                 await publish(live, number)
                 row = live.watch.rows[-1]
                 gaps = [
@@ -125,7 +125,7 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
                     }
                 )
                 print(f"   step {number}: {steps[-1]}", flush=True)
-            found["memory"]["after the last step"] = memory(live.worker)
+            found["memory"]["afterwards"] = memory(live.worker)
         found["steps"] = steps
         found["failed"], found["failures"] = len(live.load.failures), live.load.failures[:5]
         return found

@@ -57,12 +57,14 @@ class Request:
     adapter: Any
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     made: int = 0
+    cached: int = 0
+    history: list[int] = field(default_factory=list)
 
 
 class FakeClient:
     """vLLM's AsyncLLM: each step gives each request one token, whose id is the number of the weights held."""
 
-    def __init__(self, *, adapters: bool = False):
+    def __init__(self, *, adapters: bool = False, counts: bool = False):
         self.weights = 0
         self.paused = False
         self.dead = False
@@ -73,10 +75,13 @@ class FakeClient:
         self.answers: dict[str, Any] = {"tandem_info": [], "tandem_connection": [{"state": "idle", "reason": ""}]}
         self.cache: set[str] = set()
         self.removed: list[int] = []
+        if counts:  # as vLLM does, for whoever wants an answer whole
+            self.output_processor = SimpleNamespace(request_states={})
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(model="tiny", max_model_len=LIMIT, logprobs_mode="processed_logprobs"),
             lora_config=object() if adapters else None,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            cache_config=SimpleNamespace(block_size=1),
         )
 
     async def check_health(self) -> None:
@@ -98,6 +103,15 @@ class FakeClient:
         request = Request(prompt, params, lora_request)
         self.requests.append(request)
         self.seen.append(request)
+        states = self.output_processor.request_states if hasattr(self, "output_processor") else {}
+        parent = SimpleNamespace(external_req_id=key) if params.n > 1 else None
+        for i in range(params.n):
+            states[f"{i}_{key}"] = SimpleNamespace(
+                external_req_id=key if parent is None else f"{i}_{key}",
+                parent_req=parent,
+                request_index=i,
+                detokenizer=SimpleNamespace(num_output_tokens=lambda: request.made),
+            )
         try:
             while True:
                 output = await request.outputs.get()
@@ -110,6 +124,8 @@ class FakeClient:
         finally:
             if request in self.requests:
                 self.requests.remove(request)
+            for i in range(params.n):
+                states.pop(f"{i}_{key}", None)
 
     async def step(self, times: int = 1) -> None:
         """Forward passes, as many as the scheduler is not kept from; whoever gets tokens has them afterwards."""
@@ -117,26 +133,31 @@ class FakeClient:
         for _ in range(times):
             if not self.paused:
                 for request in list(self.requests):
-                    request.outputs.put_nowait(self._output(request))
+                    output = self._output(request)
+                    if output.finished or request.params.output_kind == "delta":
+                        request.outputs.put_nowait(output)
             await settle()
 
     def _output(self, request: Request) -> Any:
         request.made += 1
+        request.history.append(self.weights)
         finished = request.made == request.params.max_tokens
         salt, prompt = request.prompt["cache_salt"], request.prompt["prompt_token_ids"]
-        cached = len(prompt) if salt in self.cache and request.params.prompt_logprobs is None else 0
         if request.made == 1:
+            request.cached = len(prompt) if salt in self.cache and request.params.prompt_logprobs is None else 0
             self.cache.add(salt)
         logprob = SimpleNamespace(logprob=-float(self.weights))
+        tokens = [self.weights] if request.params.output_kind == "delta" else list(request.history)
+        logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
         part = SimpleNamespace(
-            token_ids=[self.weights],
-            logprobs=None if request.params.logprobs is None else [{self.weights: logprob}],
-            text=f"<{self.weights}>",
+            token_ids=tokens,
+            logprobs=None if request.params.logprobs is None else logprobs,
+            text="".join(f"<{token}>" for token in tokens),
             finish_reason="length" if finished else None,
         )
         return SimpleNamespace(
             finished=finished,
-            num_cached_tokens=cached if request.made == 1 else None,
+            num_cached_tokens=request.cached,
             prompt_logprobs=None
             if request.params.prompt_logprobs is None
             else [None, *({token: logprob} for token in prompt[1:])],
@@ -197,7 +218,7 @@ async def settle() -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``import vllm`` find the little that is imported of it."""
     kinds = types.ModuleType("vllm.sampling_params")
-    kinds.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
+    kinds.RequestOutputKind = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")  # type: ignore[attr-defined]
     lora = types.ModuleType("vllm.lora.request")
     lora.LoRARequest = LoRARequest  # type: ignore[attr-defined]
     protocol = types.ModuleType("vllm.entrypoints.serve.lora.protocol")

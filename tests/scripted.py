@@ -179,6 +179,9 @@ class Scripted(Engine):
         """Checksums of the weights that travel, of its own bytes."""
         return checksums(self.trains.source(self.inner.model))
 
+    def _travelling(self) -> dict[str, int]:
+        return self.held() if self.trains.travels == "weights" else {}
+
     async def revive(self) -> None:
         """What a request in flight does when its engine died: start it, and ask for its weights."""
         if await self.recover() and self._republish is not None:
@@ -336,9 +339,10 @@ class Scripted(Engine):
 
     async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
         self._at("checksums")
+        if travels == "weights":  # of which some may be no part of any publish
+            base = self.trains.base_names(self.inner.model).items()
+            return self.summed({**checksums((name, p.detach()) for name, p in base), **self._travelling()})
         assert travels == self.trains.travels
-        if travels == "weights":
-            return self.summed(self.held())
         return self.summed(checksums(_stored(self.trains.source(self.inner.model))))
 
     def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:

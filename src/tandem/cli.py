@@ -154,11 +154,14 @@ def export(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Whose engine is looked at too.")] = None,
+    overrides: Overrides = None,
+) -> None:
     """Say what this machine has and lacks."""
     from tandem.doctor import doctor
 
-    raise typer.Exit(doctor())
+    raise typer.Exit(doctor(recipe=recipe, overrides=overrides or []))
 
 
 serve = typer.Typer(help="Run a part alone.", no_args_is_help=True, rich_markup_mode=None)

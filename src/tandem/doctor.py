@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,10 @@ from tandem.errors import TandemError
 DISTRIBUTION = "tandem-rl"
 _LITTLE_DISK = 2e9
 _LITTLE_MEMORY = 3e9
+ENGINE_PYTHON = Path(".venv-engine/bin/python")
+"""Where scripts/setup makes an environment for vLLM."""
+_IMPORT = "import torch, vllm; print(f'vLLM {vllm.__version__}, torch {torch.__version__}')"
+_IMPORT_SECONDS = 180
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +45,18 @@ class Finding:
     """What to do about it."""
 
 
-def doctor(folder: Path = Path("runs")) -> int:
-    """Print every finding; returns the exit code, 1 if there is a problem."""
-    found = list(findings(folder))
+def doctor(folder: Path = Path("runs"), recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
+    """Print every finding; returns the exit code, 1 if there is a problem.
+
+    Args:
+        folder: where runs go.
+        recipe: whose engine is looked at too.
+        overrides: laid over the recipe.
+
+    Raises:
+        ConfigError: the recipe is wrong.
+    """
+    found = [*findings(folder), _asked_engine(recipe, overrides) if recipe else _any_engine()]
     table = Table(box=None, show_header=False, pad_edge=False)
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for finding in found:
@@ -140,6 +154,36 @@ def _tried(what: str, attempt: Callable[[], str], fix: str) -> Finding:
         return Finding(what=what, state="ok", detail=attempt())
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError, TandemError) as error:
         return Finding(what=what, state="problem", detail=f"{type(error).__name__}: {error}", fix=fix)
+
+
+def _any_engine() -> Finding:
+    """vLLM, where one might be: in this environment, or in the one beside it."""
+    if importlib.util.find_spec("vllm") is not None:
+        return _tried("vLLM", lambda: _vllm(sys.executable), "mend it, or name another engine.python")
+    if ENGINE_PYTHON.exists():
+        return _tried("vLLM", lambda: _vllm(str(ENGINE_PYTHON)), "make it anew: bash scripts/setup")
+    fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
+    return Finding(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
+
+
+def _asked_engine(recipe: Path, overrides: Sequence[str]) -> Finding:
+    """vLLM, where a recipe's engine.python says."""
+    from tandem.config import load
+    from tandem.engines.vllm import Vllm
+
+    engine = load(recipe, overrides).config.engine
+    if not isinstance(engine, Vllm) or engine.urls:
+        return Finding(what="vLLM", state="ok", detail="the recipe starts none")
+    python = engine.python or sys.executable
+    return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
+
+
+def _vllm(python: str) -> str:
+    """Import it in the interpreter that would run it."""
+    done = subprocess.run([python, "-c", _IMPORT], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return f"{done.stdout.strip().splitlines()[-1]}, by {python}"
 
 
 def _write(folder: Path) -> str:

@@ -66,7 +66,8 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     check_pairs(config)
     tasks = {split: _tasks(config, split) for split in _splits(config)}
     model = load_config(config.model)
-    memory.plan(config, model, prompt_tokens=_longest_prompt(config, model, tasks["train"])).require()
+    longest = _longest_prompt(config, model, tasks["train"])
+    memory.plan(config, model, prompt_tokens=longest, resumed=resume).require()
     folder = resume or lifetime.new_folder(config)
     with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder):
         if resume:

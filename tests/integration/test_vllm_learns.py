@@ -46,4 +46,4 @@ def test_reward_rises(model: Path, tmp_path: Path, way: str) -> None:
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert last > first + 0.15
     assert last > 2 * first
-    assert all(step["probe_gap"] < (0.15 if CUDA else 1e-3) for step in steps)
+    assert all(step["probe_gap"] < (0.3 if CUDA else 1e-3) for step in steps)

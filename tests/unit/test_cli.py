@@ -402,8 +402,8 @@ def test_check_refuses_what_does_not_fit(
     from tandem import machine, memory
 
     small = machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
-    monkeypatch.setattr(memory, "host", lambda: small)
-    monkeypatch.setattr(memory, "accelerator", lambda: None)
+    monkeypatch.setattr(memory.lines, "host", lambda: small)
+    monkeypatch.setattr(memory.lines, "accelerator", lambda: None)
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 11
@@ -626,6 +626,38 @@ def test_doctor_notices_a_folder_that_cannot_be_written(run: Run, monkeypatch: p
     assert code == 1
     assert "problem  write access" in out
     assert "make runs writable" in out
+
+
+def interpreter(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_doctor_looks_for_vllm_here_and_in_the_environment_beside(run: Run) -> None:
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert re.search("^note +vLLM +neither in this environment nor in .venv-engine/bin/python", out, re.MULTILINE)
+    interpreter(Path(".venv-engine/bin/python"), "echo warning; echo vLLM 0.1, torch 0.2")
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert re.search("^ok +vLLM +vLLM 0.1, torch 0.2, by .venv-engine/bin/python *$", out, re.MULTILINE)
+
+
+def test_doctor_looks_for_vllm_where_a_recipe_says(run: Run) -> None:
+    Path("recipe.yaml").write_text(MINIMAL + "engine: {kind: vllm, python: ./has_none}\n")
+    interpreter(Path("has_none"), "echo first >&2; echo 'ModuleNotFoundError: vllm' >&2; exit 1")
+    code, out, _ = run("doctor", "recipe.yaml")
+    assert code == 1
+    assert re.search("^problem +vLLM +RuntimeError: ModuleNotFoundError: vllm *$", out, re.MULTILINE)
+    assert "let engine.python name an interpreter that has vLLM, not ./has_none" in out
+    code, out, _ = run("doctor", "recipe.yaml", "engine.python=./not_there")
+    assert code == 1
+    assert "FileNotFoundError" in out
+    code, out, _ = run("doctor", "recipe.yaml", "engine=embedded")
+    assert code == 0
+    assert "the recipe starts none" in out
 
 
 def test_schema_is_printed_as_json(run: Run) -> None:

@@ -156,10 +156,161 @@ def test_what_does_not_fit_is_refused_with_the_table_and_what_to_change(model_co
 
 
 def test_an_accelerator_holds_no_programs(model_config: Any) -> None:
-    by = lines(memory.plan(config(), model_config, replace(LARGE, is_host=False)))
-    assert "programs" not in by
+    card = replace(LARGE, is_host=False)
+    plan = memory.plan(config(), model_config, card, LARGE)
+    by = lines(plan)
     assert by["driver"] == memory.DRIVER
+    assert [line.name for line in plan.lines if line.beside] == ["programs"]
+    assert plan.total_beside == by["programs"] == memory.LIBRARIES + memory.GRADER
+    assert plan.total == sum(by[name] for name in ("driver", "weights", "optimizer")) + max(
+        by["KV cache"] + by["logits"], by["gradients"] + by["activations"]
+    )
     assert memory.activation_bytes(model_config, 2, False) < memory.activation_bytes(model_config, 2, True)
+
+
+# Engines in processes of their own
+
+
+CARD = Machine(name="a card", free=9 * 10**10, total=10**11, is_host=False)
+BOTH = 2 * PARAMETERS  # bytes of the weights in bfloat16
+
+
+def vllm(**options: Any) -> Any:
+    return resolve.find("engines", "vllm")(**options)
+
+
+def sync(kind: str, **options: Any) -> Any:
+    return resolve.find("sync", kind)(**options)
+
+
+def apart(kind: str, engine: Any = None, **options: Any) -> RunConfig:
+    return config(engine=engine or vllm(), sync=sync(kind), **options)
+
+
+def test_an_engine_of_its_own_takes_its_share_of_a_card_and_what_it_lends_is_in_it(model_config: Any) -> None:
+    plan = memory.plan(apart("shared", vllm(gpu_memory_utilization=0.4)), model_config, CARD, LARGE)
+    by = lines(plan)
+    assert by["engine"] == 4 * 10**10
+    assert by["weights"] == 0
+    assert by["driver"] == 2 * memory.DRIVER
+    assert by["programs"] == memory.LIBRARIES + memory.GRADER + memory.ENGINE
+    assert not {"KV cache", "logits", "engine's copy", "adapter"} & set(by)
+    assert plan.total == by["driver"] + by["engine"] + by["optimizer"] + by["gradients"] + by["activations"]
+    assert {line.name: line.bytes for line in plan.lines if line.beside} == {
+        "programs": by["programs"],
+        "loading": BOTH,  # until the trainer takes the engine's instead
+    }
+
+
+def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
+    by = lines(memory.plan(apart("broadcast"), model_config, CARD, LARGE))
+    assert by["weights"] == BOTH
+    assert by["engine"] == 5 * 10**10
+    assert by["buckets"] == 2 * 2 * BOTH  # of so small a model all of it, twice at each end
+    gloo = memory.plan(config(engine=vllm(), sync=sync("broadcast", backend="gloo")), model_config, CARD, LARGE)
+    assert [line.name for line in gloo.lines if line.beside] == ["programs", "buckets"]
+    assert "loading" not in by
+
+
+def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
+    found = apart("shared", trains=lora(2))
+    _, trained, _ = memory.count(found, model_config)
+    by = lines(memory.plan(found, model_config, CARD, LARGE))
+    assert by["weights"] == 0
+    assert by["adapter"] == 2 * trained
+
+
+@pytest.mark.parametrize(("base_on", "beside"), [("device", False), ("host", True)])
+def test_what_merged_keeps_is_counted_where_it_is(model_config: Any, base_on: str, beside: bool) -> None:
+    trains = resolve.find("trains", "lora")(rank=2, merged=True, base_on=base_on)
+    plan = memory.plan(apart("shared", trains=trains), model_config, CARD, LARGE)
+    (kept,) = [line for line in plan.lines if line.name == "frozen base"]
+    assert kept.bytes == 2 * LAYERS * sum(a * b for a, b in attention_and_feed_forward())
+    assert kept.beside is beside
+    on_a_host = memory.plan(apart("shared", trains=trains), model_config, LARGE)
+    assert [line.beside for line in on_a_host.lines if line.name == "frozen base"] == [False]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_cpu"])
+def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any, kind: str) -> None:
+    optimizer = resolve.find("optimizers", kind)()
+    plan = memory.plan(config(optimizer=optimizer), model_config, CARD, LARGE)
+    states = optimizer.state_bytes(PARAMETERS, 2)
+    assert [line.bytes for line in plan.lines if line.name == "optimizer" and line.beside] == (
+        [states] if kind == "adamw_cpu" else []
+    )
+    little = replace(LARGE, name="the host", free=lines(plan)["programs"] + states // 2)
+    small = memory.plan(config(optimizer=optimizer), model_config, CARD, little)
+    assert small.fits is (kind == "adamw")
+    if not small.fits:
+        with pytest.raises(DoesNotFit, match="and the host has"):
+            small.require()
+
+
+def test_on_a_host_lent_weights_are_there_once_but_for_the_start(model_config: Any) -> None:
+    plan = memory.plan(apart("shared"), model_config, LARGE)
+    by = lines(plan)
+    assert by["weights"] == BOTH
+    assert by["engine"] == 10**9
+    assert by["loading"] == 2 * BOTH
+    always = by["programs"] + by["weights"] + by["engine"]
+    assert plan.total == always + max(by["loading"], by["optimizer"] + by["gradients"] + by["activations"])
+    assert plan.beside is None
+    heavy = replace(plan, lines=(*plan.lines, memory.Line(name="more", bytes=10**9, why="", when="starting")))
+    assert heavy.total == always + by["loading"] + 10**9
+
+
+def test_each_replica_has_a_copy_and_each_slice_a_cache(model_config: Any) -> None:
+    engine = vllm(replicas=2, tensor_parallel_size=3, kv_cache_gb=0.5)
+    by = lines(memory.plan(apart("broadcast", engine), model_config, LARGE))
+    assert by["engine's copy"] == 2 * BOTH
+    assert by["engine"] == 6 * 5 * 10**8
+    assert by["programs"] == memory.LIBRARIES + memory.GRADER + 2 * memory.ENGINE
+    assert by["buckets"] == 2 * 7 * BOTH
+    on_a_card = lines(memory.plan(apart("broadcast", engine), model_config, CARD, LARGE))
+    assert on_a_card["engine"] == 2 * 5 * 10**8
+    assert on_a_card["engine's copy"] == 2 * (BOTH // 3)
+
+
+def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    engine = vllm(replicas=2, devices=("1", "2,3"))
+    plan = memory.plan(apart("broadcast", engine), model_config, CARD, LARGE)
+    assert (lines(plan)["engine"], lines(plan)["driver"]) == (0, memory.DRIVER)
+    assert lines(plan)["programs"] == memory.LIBRARIES + memory.GRADER + 2 * memory.ENGINE
+    lends = vllm(devices=("1",))  # the trainer's weights are then on that card too
+    assert lines(memory.plan(apart("shared", lends), model_config, CARD, LARGE))["engine"] == 5 * 10**10
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert lines(memory.plan(apart("broadcast", engine), model_config, CARD, LARGE))["engine"] == 5 * 10**10
+
+
+def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config: Any, tmp_path: Path) -> None:
+    import os
+
+    from tandem.engines._processes import identity
+    from tandem.engines._vllm_process import EngineRecord
+
+    here = apart("shared", vllm(urls=("http://127.0.0.1:9",)))
+    assert lines(memory.plan(here, model_config, CARD, LARGE))["engine"] == 0
+    me = identity(os.getpid())
+    assert me is not None
+    record = EngineRecord(pid=me.pid, started="another", url="", key="", log="")
+    record.write(tmp_path / "engine-0.json")
+    assert lines(memory.plan(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))["engine"] == 5 * 10**10
+    replace(record, started=me.started).write(tmp_path / "engine-0.json")
+    by = lines(memory.plan(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))
+    assert (by["engine"], by["weights"], by["driver"]) == (0, 0, memory.DRIVER)
+    assert by["programs"] == memory.LIBRARIES + memory.GRADER
+
+
+def test_a_share_that_leaves_too_little_is_refused_with_what_to_lower(model_config: Any) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        memory.plan(apart("shared", vllm(gpu_memory_utilization=0.95)), model_config, CARD, LARGE).require()
+    assert "to make it fit: lower engine.gpu_memory_utilization" in str(caught.value)
+    assert "and a card has 90.00 GB free" in str(caught.value)
+
+
+# What else is asked of it
 
 
 def test_the_context_is_the_smaller_of_the_models_and_the_recipes(model_config: Any) -> None:

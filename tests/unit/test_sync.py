@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from peft import PeftModel
+from scripted import Scripted, Wire, scripted
 from tiny import live_policy, logprobs_of, reference
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandem.engines.base import CanLend, Engine, Health
+from tandem.config import RunConfig
+from tandem.engines.base import Adapter, CanLend, Engine, EngineSpec, Health, Probe
 from tandem.engines.embedded import Embedded
 from tandem.engines.fake import Fake
-from tandem.errors import StaleWeights, TornWeights, UnsupportedPair
+from tandem.engines.vllm import Vllm
+from tandem.envs.arithmetic import Arithmetic
+from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
+from tandem.metrics import Sum
 from tandem.policy.policy import Policy
-from tandem.sync._proof import Checksums, checksums, digest, gap
-from tandem.sync.base import PROBE, Link, WeightSync
+from tandem.run import check_pairs
+from tandem.sync import base, broadcast
+from tandem.sync._proof import PROBE, Checksums, differing, gap
+from tandem.sync.base import Link, Published, WeightSync
+from tandem.sync.broadcast import Broadcast
+from tandem.sync.hotswap import SPARE, Hotswap
+from tandem.sync.restart import Restart
 from tandem.sync.shared import Shared
+from tandem.trains.base import Trains
 from tandem.trains.full import Full
 from tandem.trains.lora import Lora
 from tandem.types import Completion, PolicyVersion, Sampling
+from tandem.weights.checksums import checksums, digest
 
 START = PolicyVersion(step=0, digest="")
 
@@ -40,7 +56,7 @@ class Watched(Engine):
 
     inner: Any
     events: list[str] = field(default_factory=list)
-    lend: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    lent: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     scored: Callable[[list[float]], list[float]] = lambda logprobs: logprobs
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
@@ -57,13 +73,13 @@ class Watched(Engine):
         self.events.append("stamp")
         await self.inner.stamp(version)
 
-    async def pause(self) -> None:
-        self.events.append("pause")
-        await self.inner.pause()
+    async def pause(self, *, finish: bool = False) -> None:
+        self.events.append("drain" if finish else "pause")
+        await self.inner.pause(finish=finish)
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         self.events.append("resume")
-        await self.inner.resume()
+        return await self.inner.resume()  # type: ignore[no-any-return]
 
     async def health(self) -> Health:
         return await self.inner.health()  # type: ignore[no-any-return]
@@ -75,32 +91,41 @@ class Watched(Engine):
     def context(self) -> int:
         return self.inner.context  # type: ignore[no-any-return]
 
-    def lent(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.inner.lent():
-            yield name, self.lend(name, tensor)
+    async def lend(self) -> dict[str, Tensor]:
+        return {name: self.lent(name, tensor) for name, tensor in (await self.inner.lend()).items()}
+
+
+@dataclass
+class Attesting(Watched):
+    """One that says it holds other bytes than the policy's own: ``held``."""
+
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+    async def checksums(self, travels: str) -> dict[str, Checksums]:
+        self.events.append("compare")
+        return {"the engine": checksums(self.held.items())}
+
+    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Tensor]]:
+        return adapter.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copied(WeightSync):
-    """A way that copies: ``held`` is what the engine is said to hold; ``fault`` changes it on arrival."""
+    """A way that copies to what the engine is said to hold; ``fault`` changes it on arrival."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"full"})
+    carries: ClassVar[frozenset[str]] = frozenset({"weights"})
     port: ClassVar[type] = CanLend
     pause: ClassVar[Literal["step", "move", "never"]] = "move"
 
-    held: dict[str, Tensor] = field(default_factory=dict)
     fault: Callable[[dict[str, Tensor]], None] = lambda held: None
-    events: list[str] = field(default_factory=list)
 
     async def move(self, link: Link, version: PolicyVersion) -> int:
-        self.events.append("move")
-        self.held.update({name: tensor.clone() for name, tensor in link.source})
-        self.fault(self.held)
-        return sum(tensor.nbytes for tensor in self.held.values())
-
-    async def engine_checksums(self, link: Link, mine: Checksums) -> Checksums:
-        self.events.append("compare")
-        return checksums(self.held.items())
+        engine = link.engine
+        assert isinstance(engine, Attesting)
+        engine.events.append("move")
+        engine.held = {name: tensor.clone() for name, tensor in link.trains.source(link.policy.model)}
+        self.fault(engine.held)
+        return sum(tensor.nbytes for tensor in engine.held.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +139,11 @@ class CopiedLive(Copied):
 
 
 def run(policy: Policy, work: Callable[[Watched], Coroutine[Any, Any, Any]], **lies: Any) -> Any:
+    kind = lies.pop("kind", Watched)
+
     async def main() -> Any:
         async with Embedded(max_rows=2).open(policy, context=128) as inner:
-            return await asyncio.wait_for(work(Watched(inner, **lies)), 30)
+            return await asyncio.wait_for(work(kind(inner, **lies)), 30)
 
     return asyncio.run(main())
 
@@ -137,7 +164,7 @@ def refused(
 
     async def work(engine: Watched) -> str:
         with pytest.raises(kind) as caught:
-            async with sync.open(policy, engine, start, Full().source(policy.model)):
+            async with sync.open(policy, engine, start, Full()):
                 raise AssertionError("it must not open")
         assert type(caught.value) is kind
         assert await is_paused(engine)
@@ -145,13 +172,15 @@ def refused(
         assert "resume" not in engine.events
         return str(caught.value)
 
+    if isinstance(sync, Copied):
+        lies["kind"] = Attesting
     return run(policy, work, **lies)  # type: ignore[no-any-return]
 
 
 def test_an_honest_engine_is_published_to(policy: Policy) -> None:
     async def work(engine: Watched) -> None:
         source = Full().source(policy.model)
-        async with Shared().open(policy, engine, START, source) as link:
+        async with Shared().open(policy, engine, START, Full()) as link:
             first = engine.version()
             assert (first.step, first.digest) == (0, digest(checksums(source)))
             async with link.commit(1) as handoff:
@@ -176,7 +205,7 @@ def test_an_adapter_is_published(tiny_model: Path) -> None:
     with live_policy(tiny_model, trains=trains) as policy:
 
         async def work(engine: Watched) -> None:
-            async with Shared().open(policy, engine, START, trains.source(policy.model)) as link:
+            async with Shared().open(policy, engine, START, trains) as link:
                 async with link.commit(1):
                     pass
                 assert engine.version().step == 1
@@ -187,7 +216,7 @@ def test_an_adapter_is_published(tiny_model: Path) -> None:
 def test_another_tensor_than_the_trainers_is_refused(policy: Policy) -> None:
     """Equal bytes are not enough for shared: the next optimizer step would not reach them."""
     name = "model.layers.1.mlp.up_proj.weight"
-    said = refused(policy, Shared(), UnsupportedPair, lend=lambda n, t: t.clone() if n == name else t)
+    said = refused(policy, Shared(), UnsupportedPair, lent=lambda n, t: t.clone() if n == name else t)
     assert name in said
 
 
@@ -221,7 +250,7 @@ def test_a_resumed_digest_must_be_that_of_the_weights(policy: Policy) -> None:
 
     async def work(engine: Watched) -> PolicyVersion:
         start = PolicyVersion(step=3, digest=right)
-        async with Shared().open(policy, engine, start, Full().source(policy.model)):
+        async with Shared().open(policy, engine, start, Full()):
             return engine.version()
 
     assert run(policy, work).step == 3
@@ -252,7 +281,7 @@ def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> N
         return kept[0]
 
     async def work(engine: Watched) -> None:
-        async with Shared().open(policy, engine, START, Full().source(policy.model)) as link:
+        async with Shared().open(policy, engine, START, Full()) as link:
             commit = link.commit(1)
             await commit.__aenter__()
             with torch.no_grad():
@@ -268,7 +297,7 @@ def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> N
 def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
     async def work(engine: Watched) -> float | None:
         sync = Shared(tolerance=10.0)
-        async with sync.open(policy, engine, START, Full().source(policy.model)) as link:
+        async with sync.open(policy, engine, START, Full()) as link:
             return (await link.publish(START)).probe_gap
 
     found = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
@@ -278,7 +307,7 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("sync", "order"),
     [
-        (CopiedAtRest, ["pause", "optimizer", "move", "compare", "score", "stamp", "resume"]),
+        (CopiedAtRest, ["pause", "optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
         (Copied, ["optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
         (CopiedLive, ["optimizer", "move", "compare", "score", "stamp", "resume"]),
     ],
@@ -287,7 +316,7 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
     events: list[str] = []
 
     async def work(engine: Watched) -> None:
-        async with sync(events=events).open(policy, engine, START, Full().source(policy.model)) as link:
+        async with sync().open(policy, engine, START, Full()) as link:
             events.clear()
             async with link.commit(1) as handoff:
                 events.append("optimizer")
@@ -295,16 +324,16 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
             assert handoff.published is not None
             assert handoff.published.bytes == sum(t.nbytes for _, t in Full().source(policy.model))
 
-    run(policy, work, events=events)
+    run(policy, work, kind=Attesting, events=events)
     assert events == order
 
 
 def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) -> None:
     async def work(engine: Watched) -> Any:
-        async with CopiedLive().open(policy, engine, START, Full().source(policy.model)) as link:
+        async with CopiedLive().open(policy, engine, START, Full()) as link:
             return await link.publish(START), engine.events
 
-    published, events = run(policy, work)
+    published, events = run(policy, work, kind=Attesting)
     assert published.paused == 0.0
     assert "pause" not in events
 
@@ -312,19 +341,19 @@ def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) ->
 @pytest.mark.parametrize("sync", [CopiedAtRest, Shared])
 def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: type[WeightSync]) -> None:
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full().source(policy.model)) as link:
+        async with sync().open(policy, engine, START, Full()) as link:
             with pytest.raises(ZeroDivisionError):
                 async with link.commit(1):
                     raise ZeroDivisionError("half of the weights are written")
             assert await is_paused(engine)
             assert engine.version().step == 0
 
-    run(policy, work)
+    run(policy, work, kind=Attesting if sync is CopiedAtRest else Watched)
 
 
 def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
     async def work(engine: Watched) -> list[bool]:
-        async with Shared(prove_every=3).open(policy, engine, START, Full().source(policy.model)) as link:
+        async with Shared(prove_every=3).open(policy, engine, START, Full()) as link:
             proven = ["score" in engine.events]
             for step in range(1, 7):
                 async with link.commit(step) as handoff:
@@ -338,13 +367,606 @@ def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
     assert run(policy, work) == [True, False, False, True, False, False, True]
 
 
-def test_pairs_that_cannot_work_are_named_before_anything_is_loaded() -> None:
-    Shared().check(trains="full", engine=Embedded())
-    Shared().check(trains="lora", engine=Embedded())
-    with pytest.raises(UnsupportedPair, match=r"CanLend.*fake"):
-        Shared().check(trains="full", engine=Fake())
-    with pytest.raises(UnsupportedPair, match=r"cannot carry trains: lora; it carries full"):
-        Copied().check(trains="lora", engine=Embedded())
+# Pairs
+
+
+CAN: list[tuple[WeightSync, Trains, EngineSpec]] = [
+    (Shared(), Full(), Embedded()),
+    (Shared(), Lora(), Embedded()),
+    (Shared(), Lora(merged=True), Embedded()),
+    *(
+        (sync, trains, Vllm())
+        for sync in (Shared(), Restart(), Broadcast())
+        for trains in (Full(), Lora(), Lora(merged=True))
+    ),
+    (Hotswap(), Lora(), Vllm()),
+    (Broadcast(), Full(), Vllm(tensor_parallel_size=2)),
+    (Broadcast(), Full(), Vllm(replicas=2)),
+    (Hotswap(), Lora(), Vllm(urls=("http://there:8000",))),
+    (Restart(), Full(), Vllm(replicas=2)),
+]
+CANNOT: list[tuple[WeightSync, Trains, EngineSpec, str]] = [
+    (Shared(), Full(), Fake(), "sync: shared .*CanLend.*engine: fake has none.*embedded"),
+    (Restart(), Full(), Embedded(), "sync: restart .*CanRelaunch.*engine: embedded has CanLend.*sync: shared"),
+    (Broadcast(), Lora(), Embedded(), "sync: broadcast .*CanReceive"),
+    (Hotswap(), Lora(), Embedded(), "sync: hotswap .*CanSwap"),
+    (Hotswap(), Full(), Vllm(), "hotswap carries adapters alone.*trains: full.*shared, broadcast or restart"),
+    (Hotswap(), Lora(merged=True), Vllm(), "hotswap carries adapters alone.*trains: lora changes whole weights"),
+    (Shared(), Full(), Vllm(tensor_parallel_size=2), "tensor_parallel_size is 2.*broadcast"),
+    (Shared(), Full(), Vllm(replicas=3), "there are 3 engines.*broadcast"),
+    (Shared(), Full(), Vllm(urls=("http://a:1", "http://b:1")), "there are 2 engines.*broadcast"),
+    (Restart(), Full(), Vllm(urls=("http://there:8000",)), "not ours to end; use hotswap or broadcast"),
+]
+
+
+def recipe(sync: WeightSync, trains: Trains, engine: EngineSpec, **options: Any) -> RunConfig:
+    lag = options.pop("max_lag", sync.behind)
+    return RunConfig(
+        model="m", steps=1, env=Arithmetic(), sync=sync, trains=trains, engine=engine, max_lag=lag, **options
+    )
+
+
+@pytest.mark.parametrize(("sync", "trains", "engine"), CAN)
+def test_pairs_that_work(sync: WeightSync, trains: Trains, engine: EngineSpec) -> None:
+    check_pairs(recipe(sync, trains, engine))
+
+
+@pytest.mark.parametrize(("sync", "trains", "engine", "says"), CANNOT)
+def test_pairs_that_cannot_work_are_named_before_anything_is_loaded(
+    sync: WeightSync, trains: Trains, engine: EngineSpec, says: str
+) -> None:
+    with pytest.raises(UnsupportedPair, match=says):
+        check_pairs(recipe(sync, trains, engine))
+
+
+# How often
+
+
+@pytest.mark.parametrize("sync", [Restart(every=3), Hotswap(every=3), Broadcast(every=3)])
+def test_the_engine_is_behind_by_what_every_says(sync: WeightSync) -> None:
+    assert sync.behind == 2
+    assert [step for step in range(1, 12) if sync.due(step, last=False)] == [3, 6, 9]
+    assert sync.due(10, last=True)
+
+
+def test_published_at_every_step_it_is_never_behind() -> None:
+    for sync in (Shared(), Restart(every=1), Hotswap(), Broadcast()):
+        assert sync.behind == 0
+        assert all(sync.due(step, last=False) for step in range(1, 5))
+    assert Restart().behind == 2, "a restart takes long, so it is not done at every step unless asked"
+
+
+@pytest.mark.parametrize("kind", [Restart, Hotswap, Broadcast])
+def test_every_is_at_least_one(kind: type[WeightSync]) -> None:
+    with pytest.raises(ValueError, match="every"):
+        kind(every=0)  # type: ignore[call-arg]
+
+
+def test_the_lag_must_allow_an_engine_that_is_behind() -> None:
+    for lag in (2, 3):
+        check_pairs(recipe(Restart(every=3), Full(), Vllm(), max_lag=lag))
+    with pytest.raises(UnsupportedPair, match=r"every: 3 .*up to 2 steps behind.*max_lag allows 1.*every to 2 at most"):
+        check_pairs(recipe(Restart(every=3), Full(), Vllm(), max_lag=1))
+    check_pairs(recipe(Restart(every=2), Full(), Vllm(), max_lag=1))
+
+
+def test_requests_in_flight_end_first_where_they_would_die_or_are_to() -> None:
+    assert Restart().finishes
+    assert not Hotswap().finishes
+    for kind in (Shared, Broadcast):
+        assert not kind().finishes
+        assert kind(in_flight="finish").finishes
+
+
+def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_another(policy: Policy) -> None:
+    async def work(engine: Watched) -> tuple[list[Completion], list[str]]:
+        async with Shared(in_flight="finish").open(policy, engine, START, Full()) as link:
+            engine.events.clear()
+            sampling = Sampling(max_tokens=40, top_k=20)
+            asked = [asyncio.create_task(engine.generate([72, 105, key], sampling, key)) for key in range(5)]
+            while (await engine.health()).running == 0:
+                await asyncio.sleep(0)
+            async with link.commit(1):
+                under_way = sum(task.done() for task in asked)
+                assert 0 < under_way <= 2, "those of its two rows"
+                with torch.no_grad():
+                    policy.head.weight[3, 5] += 0.25
+            return list(await asyncio.gather(*asked)), engine.events
+
+    done, events = run(policy, work)
+    assert {completion.versions[0] for completion in done} == {0, 1}
+    for completion in done:
+        assert len(set(completion.versions)) == 1
+    assert set(events) >= {"drain"}
+    assert "pause" not in events
+
+
+def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None:
+    async def work(engine: Watched) -> Completion:
+        async with Shared().open(policy, engine, START, Full()) as link:
+            asked = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=60, top_k=20), 0))
+            while (await engine.health()).running == 0:
+                await asyncio.sleep(0)
+            async with link.commit(1):
+                assert not asked.done()
+            return await asked
+
+    assert set(run(policy, work).versions) == {0, 1}
+
+
+# The probe of an engine that samples by other code than it scores
+
+
+def answered(policy: Policy, folder: Path, change: Callable[[Probe], Probe], **options: Any) -> float:
+    """The gap that is found where an engine holds the right bytes and answers a probe like this."""
+
+    async def work() -> float:
+        with scripted(folder, probed=change) as engine:
+            try:
+                async with Shared(**options).open(policy, engine, START, Full()) as link:
+                    found = (await link.publish(PolicyVersion(step=1, digest=""))).probe_gap
+                    assert found is not None
+                    return found
+            except StaleWeights:
+                assert engine.events[-1] == "stop"
+                assert engine.given == []
+                raise
+
+    return asyncio.run(work())
+
+
+def sampled(probe: Probe, logprobs: Sequence[float]) -> Probe:
+    assert probe.sampled is not None
+    return replace(probe, sampled=replace(probe.sampled, logprobs=tuple(logprobs)))
+
+
+def test_what_it_samples_is_compared_at_its_own_temperature(policy: Policy, tiny_model: Path) -> None:
+    asked: list[Probe] = []
+    assert answered(policy, tiny_model, lambda probe: asked.append(probe) or probe) < 1e-4  # type: ignore[func-returns-value]
+    for probe in asked:
+        assert probe.sampled is not None
+        assert probe.temperature == 0.7
+
+
+def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_model: Path) -> None:
+    """Scored at temperature 1 all is well; those of sampled tokens are of another distribution than was drawn from."""
+
+    def raw(probe: Probe) -> Probe:
+        assert probe.sampled is not None
+        tokens = policy.tokenizer.encode(PROBE)[:64]
+        return sampled(probe, policy.score([*tokens, *probe.sampled.tokens])[len(tokens) - 1 :])
+
+    with pytest.raises(StaleWeights, match="on tokens sampled after a probe engine one and the trainer differ"):
+        answered(policy, tiny_model, raw)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda logprobs: [logprobs[0] - 0.01, *logprobs[1:]],
+        lambda logprobs: [*logprobs[:-1], logprobs[-1] + 0.01],
+        lambda logprobs: logprobs[1:],
+        lambda logprobs: [*logprobs[:-1], float("nan")],
+    ],
+    ids=["first", "last", "length", "no number"],
+)
+def test_every_sampled_token_counts(
+    policy: Policy, tiny_model: Path, lie: Callable[[Sequence[float]], list[float]]
+) -> None:
+    def lied(probe: Probe) -> Probe:
+        assert probe.sampled is not None
+        return sampled(probe, lie(probe.sampled.logprobs))
+
+    with pytest.raises(StaleWeights, match="on tokens sampled after a probe"):
+        answered(policy, tiny_model, lied)
+
+
+def test_the_worst_gap_is_told(policy: Policy, tiny_model: Path) -> None:
+    def lied(probe: Probe) -> Probe:
+        assert probe.sampled is not None
+        probe = replace(probe, scored=(*probe.scored[:-1], probe.scored[-1] + 0.5))
+        return sampled(probe, [logprob - 0.25 for logprob in probe.sampled.logprobs])
+
+    assert answered(policy, tiny_model, lied, tolerance=1.0) == pytest.approx(0.5, abs=1e-4)
+    with pytest.raises(StaleWeights, match=r"on a probe engine one and the trainer differ by 0\.5 nats"):
+        answered(policy, tiny_model, lied)
+
+
+def test_a_probe_from_a_prefix_cache_is_refused(policy: Policy, tiny_model: Path) -> None:
+    """Right by chance or not: keys and values that were computed before the publish are of older weights."""
+    with pytest.raises(StaleWeights, match="engine one took 16 tokens of a prompt from its prefix cache"):
+        answered(policy, tiny_model, lambda probe: replace(probe, cached=16))
+
+
+def test_each_of_several_engines_is_probed(policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Scripted.probe
+
+    async def both(self: Scripted, tokens: Sequence[int]) -> list[Probe]:
+        (one,) = await probe(self, tokens)
+        return [one, replace(one, name="engine two", scored=tuple(x + 0.01 for x in one.scored))]
+
+    monkeypatch.setattr(Scripted, "probe", both)
+    with pytest.raises(StaleWeights, match="engine two"):
+        answered(policy, tiny_model, lambda probe: probe)
+
+
+def test_an_engine_that_was_started_again_is_proven_whatever_prove_every_says(policy: Policy, tiny_model: Path) -> None:
+    async def work() -> list[bool]:
+        with scripted(tiny_model) as engine:
+            proven = []
+            async with Shared(prove_every=100).open(policy, engine, START, Full()) as link:
+                for step in range(1, 5):
+                    engine.events.clear()
+                    if step == 3:
+                        engine.die()
+                    async with link.commit(step):
+                        pass
+                    assert engine.serves
+                    proven.append("probe" in engine.events)
+                    assert ("checksums" in engine.events) == proven[-1]
+            return proven
+
+    assert asyncio.run(work()) == [False, False, True, False]
+
+
+# Weights that no publish carries
+
+
+def published_beside(folder: Path, policy: Policy, trains: Trains, **script: Any) -> list[str]:
+    """What an engine is asked for when it is opened, and in two publishes."""
+
+    async def work() -> list[str]:
+        with scripted(folder, trains, **script) as engine:
+            async with Shared(tolerance=100.0).open(policy, engine, START, trains) as link:
+                for step in (1, 2):
+                    await link.publish(PolicyVersion(step=step, digest=""))
+            return engine.events
+
+    return asyncio.run(work())
+
+
+def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model: Path) -> None:
+    trains = Lora(rank=2)
+    with live_policy(tiny_model, trains=trains) as policy:
+        assert published_beside(tiny_model, policy, trains).count("checksums") == 1 + 3
+        again = published_beside(tiny_model, policy, trains, dies={"probe": 1})
+        assert again.count("checksums") == 2 + 4, "what was started anew may have started on other weights"
+    with live_policy(tiny_model) as policy:
+        assert published_beside(tiny_model, policy, Full()).count("checksums") == 3, "all of it is published"
+
+
+@pytest.mark.parametrize(("changed", "kind"), [(1, TornWeights), (None, StaleWeights)], ids=["one", "all"])
+def test_another_base_beneath_an_adapter_is_refused(
+    tiny_model: Path, changed: int | None, kind: type[Exception]
+) -> None:
+    trains = Lora(rank=2)
+
+    def other(sums: dict[str, int]) -> dict[str, dict[str, int]]:
+        wrong = [name for name in sums if "lora" not in name][:changed]
+        return {"engine one": {name: value + (name in wrong) for name, value in sums.items()}}
+
+    with live_policy(tiny_model, trains=trains) as policy:
+        with pytest.raises(
+            kind, match=r"weights that are not trained differ between the trainer and engine one"
+        ) as caught:
+            published_beside(tiny_model, policy, trains, summed=other)
+        assert type(caught.value) is kind
+
+
+def test_a_base_that_cannot_be_compared_is_probed_alone(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a packed layout, for instance."""
+    trains, checksums = Lora(rank=2), Scripted.checksums
+
+    async def packed(self: Scripted, travels: Any) -> Any:
+        if travels == "weights":
+            raise EngineError("the weights are packed")
+        return await checksums(self, travels)
+
+    monkeypatch.setattr(Scripted, "checksums", packed)
+    with live_policy(tiny_model, trains=trains) as policy:
+        events = published_beside(tiny_model, policy, trains)
+    assert events.count("resume") == 3
+    assert "recover" not in events
+    assert "only probed: the weights are packed" in caplog.text
+
+
+# Torn or stale
+
+
+def said_of(policy: Policy, folder: Path, summed: Callable[[dict[str, int]], dict[str, dict[str, int]]]) -> Exception:
+    async def work() -> Exception:
+        with (
+            scripted(folder, summed=summed) as engine,
+            pytest.raises(Exception, match="published tensors differ") as caught,
+        ):
+            async with Shared().open(policy, engine, START, Full()):
+                raise AssertionError("it must not open")
+        return caught.value
+
+    return asyncio.run(work())
+
+
+def test_one_tensor_that_differs_is_torn_and_named(policy: Policy, tiny_model: Path) -> None:
+    error = said_of(policy, tiny_model, lambda sums: {"engine one": {**sums, "model.norm.weight": 5}})
+    assert type(error) is TornWeights
+    count = len(list(Full().source(policy.model)))
+    assert f"1 of {count} published tensors differ between the trainer and engine one" in str(error)
+    assert "'model.norm.weight'" in str(error)
+
+
+def test_one_tensor_that_is_missing_is_torn(policy: Policy, tiny_model: Path) -> None:
+    error = said_of(
+        policy, tiny_model, lambda sums: {"engine one": {n: s for n, s in sums.items() if n != "model.norm.weight"}}
+    )
+    assert type(error) is TornWeights
+    assert "'model.norm.weight'" in str(error)
+
+
+def test_all_tensors_that_differ_are_stale(policy: Policy, tiny_model: Path) -> None:
+    error = said_of(policy, tiny_model, lambda sums: {"engine one": {name: value + 1 for name, value in sums.items()}})
+    assert type(error) is StaleWeights
+    assert type(said_of(policy, tiny_model, lambda sums: {"engine one": {}})) is StaleWeights
+
+
+def test_the_second_of_two_engines_is_compared_too(policy: Policy, tiny_model: Path) -> None:
+    error = said_of(
+        policy, tiny_model, lambda sums: {"engine one": sums, "engine two": {**sums, "model.norm.weight": 5}}
+    )
+    assert type(error) is TornWeights
+    assert "engine two" in str(error)
+
+
+def test_what_an_engine_holds_beside_is_its_own(policy: Policy, tiny_model: Path) -> None:
+    """An adapter's base, for instance."""
+
+    async def work() -> None:
+        with scripted(tiny_model, summed=lambda sums: {"engine one": {**sums, "other": 1}}) as engine:
+            async with Shared().open(policy, engine, START, Full()):
+                assert engine.serves
+
+    asyncio.run(work())
+
+
+# What is told
+
+
+@pytest.mark.parametrize(
+    ("sync", "seconds"), [(CopiedAtRest, 2 * 3.0 + 20.0), (Copied, 3.0 + 20.0), (CopiedLive, 20.0)]
+)
+def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
+    policy: Policy, sync: type[Copied], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by 3 in a pause, 20 in a move and 100 in the optimizer."""
+    now = 1000.0
+
+    def later(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    class Slow(Attesting):
+        async def pause(self, *, finish: bool = False) -> None:
+            later(3.0)
+            await super().pause(finish=finish)
+
+    async def work(engine: Watched) -> Published:
+        async with sync(fault=lambda held: later(20.0)).open(policy, engine, START, Full()) as link:
+            async with link.commit(1) as handoff:
+                later(100.0)
+            assert handoff.published is not None
+            assert handoff.metrics()["seconds/sync"] == Sum(handoff.published.seconds)
+            return handoff.published
+
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now))
+    assert run(policy, work, kind=Slow).seconds == seconds
+
+
+def test_what_the_engine_says_of_its_pause_is_told(policy: Policy, tiny_model: Path) -> None:
+    async def work() -> None:
+        with scripted(tiny_model) as engine:
+            async with Shared().open(policy, engine, START, Full()) as link:
+                async with link.commit(1) as handoff:
+                    pass
+                assert handoff.published is not None
+                assert handoff.published.paused == 0.5
+                assert handoff.metrics()["engine/paused_seconds"] == Sum(0.5)
+
+    asyncio.run(work())
+
+
+# Ways that go through files
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        # PEFT asks transformers for a property by a name that transformers has since deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return PeftModel.from_pretrained(reference(base), folder).state_dict()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=2, merged=True)], ids=["full", "merged"])
+def test_restart_lays_down_a_model_folder_and_removes_the_last(
+    tiny_model: Path, tmp_path: Path, trains: Trains
+) -> None:
+    """What transformers alone reads from it are the policy's weights, those that are not trained too."""
+
+    async def work() -> None:
+        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
+            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as link:
+                assert "move" not in engine.events, "it was started on these very weights"
+                assert not (tmp_path / "weights").exists()
+                for step in (1, 2):
+                    async with link.commit(step) as handoff:
+                        with torch.no_grad():
+                            for _, parameter in trains.parameters(policy.model):
+                                parameter += 0.02
+                    folder = tmp_path / "weights" / f"step-00000{step}"
+                    assert list((tmp_path / "weights").iterdir()) == [folder]
+                    found = weights_of(folder)
+                    own = trains.base_names(policy.model)
+                    assert found.keys() == own.keys()
+                    assert all(torch.equal(found[name], own[name]) for name in own)
+                    assert len(AutoTokenizer.from_pretrained(folder)) == len(policy.tokenizer)
+                    assert handoff.published is not None
+                    assert handoff.published.bytes == sum(t.nbytes for _, t in trains.source(policy.model))
+            assert engine.epoch == 2
+
+    asyncio.run(work())
+
+
+def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    trains = Lora(rank=2)
+
+    async def work() -> None:
+        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
+            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as link:
+                assert engine.adapted
+                assert engine.epoch == 0, "the base that it was started on is the policy's own"
+                assert [event for event in engine.events if event in ("move", "load")] == ["load"]
+                engine.events.clear()
+                async with link.commit(1):
+                    with torch.no_grad():
+                        policy.model.get_parameter(trains.parameters(policy.model)[1][0]).add_(0.5)
+                assert engine.epoch == 1
+                assert [event for event in engine.events if event in ("move", "load")] == ["move", "load"]
+                folder = tmp_path / "weights" / "step-000001"
+                assert list((tmp_path / "weights").iterdir()) == [folder]
+                assert (folder / "adapter_config.json").is_file()
+                live = adapted(tiny_model, folder)
+                for name, tensor in trains.source(policy.model):
+                    assert torch.equal(live[name], tensor)
+
+    asyncio.run(work())
+
+
+def test_restart_does_not_take_an_engine_for_fresh_that_was_started_by_others(tiny_model: Path, tmp_path: Path) -> None:
+    async def work() -> None:
+        with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
+            link = Link(sync=Restart(every=1), policy=policy, engine=engine, trains=Full(), folder=tmp_path)
+            await link.bind(fresh=False)
+            async with link.open(START):
+                assert engine.epoch == 1
+                assert engine.serves
+
+    asyncio.run(work())
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_path: Path) -> None:
+    async def work() -> None:
+        for leftover in (".step-000001.tmp", "step-000001", "step-000009"):
+            (tmp_path / "weights" / leftover).mkdir(parents=True)
+            (tmp_path / "weights" / leftover / "model.safetensors").write_bytes(b"half")
+        with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
+            async with Restart(every=1).open(policy, engine, START, Full(), tmp_path) as link:
+                await link.publish(PolicyVersion(step=1, digest=""))
+        assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-000001"]
+
+    asyncio.run(work())
+
+
+def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp_path: Path) -> None:
+    trains = Lora(rank=2)
+
+    async def work() -> None:
+        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
+            async with Hotswap().open(policy, engine, START, trains, tmp_path) as link:
+                link.versions = 2
+                kept: dict[str, Tensor] = {}
+                name = trains.parameters(policy.model)[1][0]
+                for step in range(1, 10):
+                    async with link.commit(step):
+                        with torch.no_grad():
+                            policy.model.get_parameter(name).add_(0.5)
+                    kept[f"step-{step:06d}"] = policy.model.get_parameter(name).detach().clone()
+                left = sorted(path.name for path in (tmp_path / "adapters").iterdir())
+                assert left == [f"step-{step:06d}" for step in range(10 - 2 - SPARE, 10)]
+                for folder in left:
+                    live = adapted(tiny_model, tmp_path / "adapters" / folder)
+                    assert torch.equal(live[name], kept[folder]), "each holds its own version"
+
+    asyncio.run(work())
+
+
+@pytest.mark.xfail(reason="hotswap counts folders of later steps, which an earlier life left, among those to keep")
+def test_hotswap_does_not_take_folders_of_an_earlier_life_for_newer_ones(tiny_model: Path, tmp_path: Path) -> None:
+    """A run that got further than its last checkpoint goes on from an older step than its newest folder's."""
+    trains = Lora(rank=2)
+
+    async def work() -> None:
+        for step in range(3, 12):
+            (tmp_path / "adapters" / f"step-{step:06d}").mkdir(parents=True)
+        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
+            async with Hotswap().open(policy, engine, PolicyVersion(step=4, digest=""), trains, tmp_path):
+                assert (tmp_path / "adapters" / "step-000004" / "adapter_config.json").is_file()
+
+    asyncio.run(work())
+
+
+# Broadcast
+
+
+def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
+    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, list[int]]] = []
+
+    async def work() -> None:
+        with scripted(tiny_model) as engine:
+
+            async def connect(rendezvous: dict[str, Any], first: list[int]) -> None:
+                told.append((rendezvous["world"], first))
+                raise EngineError("enough")
+
+            monkeypatch.setattr(engine, "workers", workers)
+            monkeypatch.setattr(engine, "connect", connect)
+            with pytest.raises(EngineError, match="enough"):
+                async with Broadcast(seconds=5).open(policy, engine, START, Full()):
+                    raise AssertionError("it must not open")
+
+    async def workers() -> list[int]:
+        return [2, 1, 4]
+
+    monkeypatch.setattr(broadcast, "Member", Wire)
+    asyncio.run(work())
+    assert told == [(8, [1, 3, 4])]
+
+
+def test_a_broadcast_that_breaks_off_says_why(
+    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that lives on but could not receive: it is stopped, and nothing is published again."""
+
+    async def work() -> None:
+        with scripted(tiny_model) as engine:
+            async with Broadcast(seconds=5).open(policy, engine, START, Full()) as link:
+                receive = engine.receive
+
+                async def other(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:
+                    for member in engine._members:
+                        member.abort()
+                    await receive(manifest, bucket_bytes, adapter)
+
+                monkeypatch.setattr(engine, "receive", other)
+                with pytest.raises(TransportError, match=r"publish of version 1 broke off: .*left the group"):
+                    async with link.commit(1):
+                        pass
+                assert not engine.serves
+                assert engine.version().step == 0
+            await engine.close()
+
+    monkeypatch.setattr(broadcast, "Member", Wire)
+    monkeypatch.setattr(Scripted, "member", Wire)
+    asyncio.run(work())
+
+
+# Comparing
 
 
 def test_checksums_and_digest_see_every_bit() -> None:
@@ -358,6 +980,11 @@ def test_checksums_and_digest_see_every_bit() -> None:
     assert [n for n in first if first[n] != changed[n]] == ["b"]
     assert digest(first) != digest(changed)
     assert digest({"a": 1, "b": 2}) != digest({"a": 2, "b": 1})
+
+
+def test_differing_names_what_is_missing_and_what_is_other() -> None:
+    assert differing({"a": 1, "b": 2, "c": 3}, {"c": 3, "a": 2, "d": 4}) == ["a", "b"]
+    assert differing({"a": 1}, {"a": 1, "b": 0}) == []
 
 
 def test_gap() -> None:

@@ -293,16 +293,27 @@ def test_an_id_that_came_from_a_file_is_refused() -> None:
             slots.put(lora_id, CONFIG, adapter())
 
 
-def test_what_vllm_loaded_from_a_file_is_read_back_by_name() -> None:
-    slots, manager = engine()
-    slots.put(7, CONFIG, adapter())
-    with pytest.raises(EngineError, match="adapter 9 is in no slot"):
-        list(slots.loaded(9, adapter(), CONFIG))
-    manager.lora_index_to_id[0] = 9  # the same slot, as if a file had filled it
-    want = expected(adapter())
-    found = {h.name: h.tensor for h in slots.loaded(9, adapter(), CONFIG)}
-    assert found.keys() == want.keys()
-    assert all(torch.equal(tensor, want[name]) for name, tensor in found.items())
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_vllm_loaded_from_a_file_is_read_back_by_name(world: int) -> None:
+    names, want = adapter(1, name=""), expected(adapter(1))
+    seen = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    for rank in range(world):
+        slots, manager = engine(rank, world)
+        slots.put(7, CONFIG, adapter(0))
+        slots.put(8, CONFIG, adapter(1))
+        with pytest.raises(EngineError, match="adapter 9 is in no slot"):
+            list(slots.loaded(9, names, CONFIG))
+        manager.lora_index_to_id[1] = 9  # the second slot, as if a file had filled it
+        for held in slots.loaded(9, names, CONFIG):
+            assert held.shape == want[held.name].shape
+            if held.counted:
+                (row, column), (rows, columns) = held.first, held.tensor.shape
+                seen[held.name][row : row + rows, column : column + columns] += held.tensor
+        with pytest.raises(EngineError, match=r"no layer 'model\.layers\.9\.self_attn\.q_proj'"):
+            list(slots.loaded(9, [name.replace("layers.0", "layers.9") for name in names], CONFIG))
+        with pytest.raises(EngineError, match="use_dora"):
+            list(slots.loaded(9, names, CONFIG | {"use_dora": True}))
+    assert all(torch.equal(seen[name], want[name]) for name in want)
 
 
 def test_no_free_slot_is_said_and_leaves_nothing_registered() -> None:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_vllm import FakeClient, LoRARequest, install, settle
 
-from tandem.engines._vllm_answers import Answers
+from tandem.engines._vllm_answers import Answer, Answers
 from tandem.engines._vllm_frontend import IN_PLACE, Frontend, Stopped
 from tandem.engines._vllm_wire import Refused
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+COUNTS = {"tokens": False}
+"""Whether the fake counts tokens in flight; otherwise they are handed over one by one."""
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["one by one", "counted"])
+def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     install(monkeypatch)
+    monkeypatch.setitem(COUNTS, "tokens", request.param)
 
 
 def run(body: Body) -> None:
     async def main() -> None:
-        client = FakeClient()
+        client = FakeClient(counts=COUNTS["tokens"])
         await asyncio.wait_for(body(Frontend(client), client), 20)
 
     asyncio.run(main())
@@ -64,6 +70,18 @@ def test_a_request_in_flight_carries_the_exact_step_of_each_token() -> None:
         assert steps(front, found) == [4, 4, 5, 5, 5, 6, 6, 6, 6]
         assert found.completions[0].tokens == [4, 4, 5, 5, 5, 6, 6, 6, 6], "the fake samples its weights' number"
         assert (front.step, front.digest, front.updates) == (6, "digest 6", 3)
+
+    run(body)
+
+
+def test_each_of_several_completions_carries_its_steps() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        task: asyncio.Task[Answers] = asyncio.ensure_future(front.generate([1], {"max_tokens": 4, "n": 2}))
+        await client.step()
+        await publish(front, client, 1)
+        await publish(front, client, 2)
+        await client.step(3)
+        assert [front.steps_of(answer) for answer in (await task).completions] == [[-1, 2, 2, 2]] * 2
 
     run(body)
 
@@ -402,3 +420,38 @@ def test_the_public_pause_and_the_quick_one_are_the_same() -> None:
         assert steps(front, await task) == [1, 1]
 
     run(body)
+
+
+def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause() -> None:
+    """Where vLLM counts tokens in flight, they are handed over once, at the end."""
+    found = Answers([Answer(), Answer()], [1], None, 0)
+    found.completions[0].marks += [(3, 2), (4, 2), (5, 4)]
+    found.completions[1].marks += [(3, 9)]
+    parts = [
+        SimpleNamespace(index=0, token_ids=[7] * 6, logprobs=None, text="", finish_reason="stop"),
+        SimpleNamespace(index=1, token_ids=[7] * 3, logprobs=None, text="", finish_reason="stop"),
+    ]
+    found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=parts), 6)
+    assert found.completions[0].eras == [3, 3, 5, 5, 6, 6]
+    assert found.completions[1].eras == [3, 3, 3]
+
+
+async def _marked_by_the_processor() -> list[int]:
+    client = FakeClient()
+    client.output_processor = SimpleNamespace(request_states={})
+    frontend = Frontend(client)
+    asked = asyncio.create_task(frontend.generate([1], {"max_tokens": 3}))
+    await settle()
+    (key,) = frontend._live
+    count = SimpleNamespace(num_output_tokens=lambda: 2)
+    state = SimpleNamespace(parent_req=None, external_req_id=key, request_index=0, detokenizer=count)
+    client.output_processor.request_states["internal"] = state
+    await frontend.pause()
+    await frontend.stamp(8, "")
+    await frontend.resume()
+    await client.step(3)
+    return (await asked).completions[0].eras
+
+
+def test_tokens_in_flight_at_a_pause_are_counted_by_vllms_own_record() -> None:
+    assert asyncio.run(_marked_by_the_processor()) == [0, 0, 1]

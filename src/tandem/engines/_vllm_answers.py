@@ -17,6 +17,8 @@ class Answer:
     """Of each token: its logprob, and those of the likeliest ones where they were asked for; empty without logprobs."""
     eras: list[int] = field(default_factory=list)
     """The era that each token was sampled in."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """Eras that ended while it was sampled, each with the number of tokens there were by then."""
     text: str = ""
     """The tokens as text; empty where that was spared."""
     finish: str = "abort"
@@ -37,14 +39,16 @@ class Answers:
     """Prompt tokens that came from the prefix cache."""
 
     def add(self, output: Any, era: int) -> None:
-        """File what vLLM sampled since the last time, all of it in this era."""
+        """File what vLLM sampled since the last time: in this era, but for what its marks say."""
         if output.prompt_logprobs and self.prompt_logprobs is None:
             self.prompt_logprobs = [None if p is None else _plain(p) for p in output.prompt_logprobs]
         self.cached = max(self.cached, output.num_cached_tokens or 0)
         for part in output.outputs:
             answer = self.completions[part.index]
             answer.tokens.extend(part.token_ids)
-            answer.eras.extend([era] * len(part.token_ids))
+            for ended, count in answer.marks:
+                answer.eras.extend([ended] * (min(count, len(answer.tokens)) - len(answer.eras)))
+            answer.eras.extend([era] * (len(answer.tokens) - len(answer.eras)))
             answer.logprobs.extend(_plain(p) for p in part.logprobs or ())
             answer.text += part.text or ""
             answer.finish = part.finish_reason or answer.finish

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
@@ -121,7 +122,7 @@ def given(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) 
 
 
 def salted(body: bytes, salt: str) -> bytes:
-    """The body with a cache salt before its own, if any; as it is where it is no object (vLLM says so itself)."""
+    """The body with a cache salt, its own one mixed in; as it is where vLLM itself must say what is wrong."""
     try:
         asked = json.loads(body)
     except ValueError:
@@ -131,7 +132,9 @@ def salted(body: bytes, salt: str) -> bytes:
     own = asked.get("cache_salt")
     if own is not None and (not isinstance(own, str) or not own):
         return body
-    return json.dumps({**asked, "cache_salt": f"{salt}/{own}" if own else salt}).encode()
+    if own:  # as a digest, for the length and the characters of a salt are limited
+        salt = f"{salt}-{hashlib.blake2b(own.encode(), digest_size=16).hexdigest()}"
+    return json.dumps({**asked, "cache_salt": salt}).encode()
 
 
 async def answer(

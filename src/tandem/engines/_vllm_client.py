@@ -21,6 +21,10 @@ class Unreachable(EngineError):
     """Nobody answers: the engine's process is gone, or the way to it."""
 
 
+class Fallen(Unreachable):
+    """Its HTTP process says that the engine behind it has died; that process will end too, in a few seconds."""
+
+
 class Server:
     """An engine's HTTP process, and our child if we started it."""
 
@@ -72,7 +76,7 @@ class Server:
             seconds: deadline; by default that of control messages.
 
         Raises:
-            Unreachable: nobody answers.
+            Unreachable: nobody answers, or the engine behind who answers has died.
             EngineError: it answers that something went wrong.
             Deadline: it answers too late.
         """
@@ -99,7 +103,8 @@ class Server:
                 raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
         if response.status >= 400:
             said = f"{_detail(found)}{self._last_words()}"
-            raise EngineError(f"{self.name} answers {path} with {response.status}: {said}")
+            error_kind = Fallen if b'"EngineDeadError"' in found else EngineError  # the title of the problem
+            raise error_kind(f"{self.name} answers {path} with {response.status}: {said}")
         try:
             return msgspec.json.decode(found, type=kind)
         except msgspec.DecodeError as error:  # a logprob that is no number, for one
@@ -112,17 +117,21 @@ class Server:
         return f"; it {self.process.exit_reason()}. Its log ends:\n{self.process.tail()}"
 
     async def gone(self) -> bool:
-        """True if the process itself has ended, rather than one connection."""
-        if self.process is not None:
-            for _ in range(20):  # a dying process closes its sockets before it can be waited for
-                if not self.process.alive():
-                    return True
+        """True if the engine itself has ended, or is about to, rather than one connection."""
+        for _ in range(20):  # a dying process closes its sockets before it can be waited for
+            if self.process is not None and not self.process.alive():
+                return True
+            try:
+                await self.get("/health", dict)
+            except Fallen:
+                return True
+            except Unreachable:
                 await asyncio.sleep(0.1)
-        try:
-            await self.get("/health", dict)
-        except EngineError:
-            return True
-        return False
+            except EngineError:
+                return False  # it has its reasons, and says them
+            else:
+                return False
+        return True
 
 
 def _detail(body: bytes) -> str:

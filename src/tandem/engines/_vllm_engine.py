@@ -215,9 +215,15 @@ class Vllm(Engine):
         await self.fleet.all("/bridge/pause", wire.Pause(finish=finish, seconds=self._patience))
 
     async def resume(self) -> float:
-        still = max(float(answer["seconds"]) for answer in await self.fleet.all("/bridge/resume"))
+        answers, told = await self.fleet.all("/bridge/resume"), self._version
+        for server, answer in zip(self.servers, answers, strict=True):
+            if told.digest and (answer["step"], answer["digest"]) != (told.step, told.digest):
+                raise StaleWeights(
+                    f"{server.name} was stamped with version {told.step} and goes on with {answer['step']}: somebody "
+                    "else publishes to it, or the stamp was lost. Resume the run: its weights are then published again"
+                )
         self.fleet.ready.set()
-        return still
+        return max(float(answer["seconds"]) for answer in answers)
 
     async def stop(self, reason: str) -> None:
         await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))

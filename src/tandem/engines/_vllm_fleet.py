@@ -139,6 +139,10 @@ class Fleet:
         """Places of servers of ours whose process has ended."""
         return [i for i, s in enumerate(self.servers) if s.process is not None and not s.process.alive()]
 
+    async def _fallen(self) -> list[int]:
+        """Those, and servers whose engine has died behind them: their own process ends some seconds later."""
+        return [i for i, s in enumerate(self.servers) if s.process is not None and await s.gone()]
+
     async def recover(self) -> bool:
         """Start dead servers of ours again; False if none was dead.
 
@@ -146,7 +150,7 @@ class Fleet:
             EngineError: it happened too often.
         """
         async with self._recovering:
-            dead = self.dead()
+            dead = await self._fallen()
             if not dead or self._closed or self._launch is None:
                 return False
             self.ready.clear()
@@ -154,12 +158,14 @@ class Fleet:
             for index in dead:
                 server = self.servers[index]
                 assert server.process is not None
+                alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
+                fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
                 if self._restarts > self._options.restarts:
                     raise EngineError(
-                        f"{server.name} {server.process.exit_reason()}, and engine.restarts allows "
+                        f"{server.name} {fate}, and engine.restarts allows "
                         f"{self._options.restarts} restarts. Its log ends:\n{server.process.tail()}"
                     )
-                log.warning("%s %s; starting it again", server.name, server.process.exit_reason())
+                log.warning("%s %s; starting it again", server.name, fate)
                 await server.process.stop()
                 await self._spawn(index)
             self.epoch += 1

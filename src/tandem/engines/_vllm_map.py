@@ -68,7 +68,7 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Place]]
                 f"the engine's {name!r} is split in {layer.tp_size}, among {world} workers: only layers that every "
                 "worker has a slice or all of can be written in place; use tensor parallelism alone, or sync: restart"
             )
-        column, columns, split = _columns(layer, leaf, parameter)
+        column, columns, split = _columns(layer, parameter)
         row = 0
         for part in _parts(_unwrapped(owner), layer, parameter, packed, rank):
             if row + part.size > parameter.shape[0]:
@@ -175,12 +175,12 @@ def _unwrapped(owner: str) -> str:
     return f"{owner}.".replace(f".{WRAPPED}", ".").removesuffix(".")
 
 
-def _columns(layer: Any, leaf: str, parameter: Tensor) -> tuple[int, int, bool]:
+def _columns(layer: Any, parameter: Tensor) -> tuple[int, int, bool]:
     """First column here, columns in all, and whether they are split among ranks (RowParallelLinear)."""
     if parameter.dim() < 2:
         return 0, 1, False
     here = parameter.shape[1]
-    if leaf == "weight" and hasattr(layer, "input_is_parallel") and layer.input_size_per_partition != layer.input_size:
+    if hasattr(layer, "input_is_parallel") and layer.input_size_per_partition != layer.input_size:
         return layer.tp_rank * here, layer.input_size, True
     return 0, here, False
 

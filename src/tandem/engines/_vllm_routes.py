@@ -258,7 +258,8 @@ class _Live:
 
     async def resume(self, body: bytes) -> Any:
         parsed(body, wire.Body)
-        return {"seconds": await self.frontend.resume(), "state": self.frontend.state}
+        front, seconds = self.frontend, await self.frontend.resume()
+        return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
     async def lend(self, body: bytes) -> Any:
         self._require_paused("lend")

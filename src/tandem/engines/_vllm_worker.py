@@ -122,10 +122,10 @@ class Worker:
                 for name, p in parameters.items():
                     p.data = lent.tensors[name]
                 self._tandem_lent, self._tandem_keep = lent.description, lent
-            self._tandem_tally = None  # it would go on reading the old storage
         return json.dumps({"lent": self._tandem_lent, "map": json.loads(self.tandem_map())})
 
     _tandem_tally: Tally | None = None
+    _tandem_tallied: tuple[int, ...] = ()
     _tandem_lent: Any = None
     _tandem_keep: Any = None
 
@@ -134,7 +134,9 @@ class Worker:
 
         Parts add up to the whole; ranks that hold the same part must give the same.
         """
-        if self._tandem_tally is None:
+        where = tuple(p.data_ptr() for p in self.tandem_model.parameters())
+        if self._tandem_tally is None or where != self._tandem_tallied:  # else it goes on reading the old storage
+            self._tandem_tallied = where
             places = self.tandem_places().items()
             self._tandem_tally = Tally(
                 Shard(_part(name, p.first), p.tensor, p.first) for name, found in places for p in found

@@ -260,8 +260,8 @@ class Vllm(EngineSpec):
             "TANDEM_ADAPTER_FOLDERS": str(folder),
             "TANDEM_TRAINER": _me(),
             "TANDEM_LINGER": str(self.linger_seconds),
-            # Weights that are written or checksummed; those a restart loads are, so that it can be proven.
-            "TANDEM_IN_PLACE": "1" if needs.port in (CanLend, CanReceive, CanRelaunch) else None,
+            # Whatever is published to is checksummed, and what was repacked cannot be.
+            "TANDEM_IN_PLACE": "1" if needs.port is not None else None,
             # Memory of expandable segments cannot be shared between processes.
             "PYTORCH_CUDA_ALLOC_CONF": None,
             "PYTORCH_ALLOC_CONF": None,

@@ -59,7 +59,7 @@ class WeightSync(ABC):
     prove_every: int = 1
     """Publishes between two proofs; the first publish of a run is always proven."""
     tolerance: float = 0.0
-    """Largest probe gap in nats; 0 means 0.001 for float32 weights and 0.15 for narrower ones."""
+    """Largest probe gap in nats; 0 means 0.001 for float32 weights and 0.3 for narrower ones."""
 
     def __post_init__(self) -> None:
         if self.prove_every < 1:
@@ -191,6 +191,7 @@ class Link:
     _bound: int = -1
     _served: int = -1
     _tally: Tally | None = None
+    _tallied: tuple[int, ...] = ()
     _probe: list[int] = field(default_factory=list)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -201,15 +202,16 @@ class Link:
 
     def _checksums(self) -> Checksums:
         """Of the trainer's own bytes."""
-        if self._tally is None:
-            self._tally = Tally(Shard(name, tensor) for name, tensor in self.trains.source(self.policy.model))
+        source = self.trains.source(self.policy.model)
+        where = tuple(tensor.data_ptr() for _, tensor in source)
+        if self._tally is None or where != self._tallied:  # else it goes on reading the old storage
+            self._tally, self._tallied = Tally(Shard(name, tensor) for name, tensor in source), where
         return self._tally.take()
 
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
         self.fresh = fresh
         await self.sync.bind(self)
-        self._tally = None  # the weights may have moved
         self._bound = self.engine.epoch
 
     @asynccontextmanager
@@ -340,11 +342,40 @@ class Link:
             )
         return PolicyVersion(step=version.step, digest=found)
 
+    async def _compare_frozen(self) -> None:
+        """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
+
+        Raises:
+            StaleWeights, TornWeights: the engine holds others.
+        """
+        engine, trained = self.engine, dict(self.trains.source(self.policy.model))
+        frozen = {n: p for n, p in self.trains.base_names(self.policy.model).items() if n not in trained}
+        if not frozen or not isinstance(engine, CanAttest):
+            return
+        epoch = self.engine.epoch
+        try:
+            found = await engine.checksums("weights")
+        except EngineError as error:
+            if self.engine.epoch != epoch or not (await self.engine.health()).ok:
+                raise
+            log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
+            return
+        mine: Checksums = await self.policy.compute(lambda: checksums((n, p.detach()) for n, p in frozen.items()))
+        for name, theirs in found.items():
+            if wrong := differing(mine, theirs):
+                kind = StaleWeights if len(wrong) == len(mine) else TornWeights
+                raise kind(
+                    f"{len(wrong)} of {len(mine)} weights that are not trained differ between the trainer and {name}, "
+                    f"first {wrong[0]!r}; both must start from the same model in the same type"
+                )
+
     async def _prove(self, version: PolicyVersion, mine: Checksums) -> float:
+        if self._served != self.engine.epoch:
+            await self._compare_frozen()
         await self.sync.compare(self, mine)
         if not self._probe:
             self._probe = self.policy.tokenizer.encode(PROBE)[:64]
-        allowed = self.sync.tolerance or (1e-3 if self.policy.dtype.itemsize == 4 else 0.15)
+        allowed = self.sync.tolerance or (1e-3 if self.policy.dtype.itemsize == 4 else 0.3)
         worst = 0.0
         for probe in await self.engine.probe(self._probe):
             if probe.cached:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from tandem.engines.base import CanReceive
 from tandem.errors import EngineError, TransportError
 from tandem.sync.base import Link, WeightSync
 from tandem.types import PolicyVersion
+from tandem.weights.bridge import NcclBridge
 from tandem.weights.collective import Member, manifest
 from tandem.weights.rendezvous import Rendezvous
 
@@ -83,12 +85,26 @@ class Broadcast(WeightSync):
             seconds=self.seconds,
         )
         member = link.member = Member.host(meeting, device)
+        self._record(link, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
         late = 2 * self.seconds
         async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
             await _on_daemon(member.connect)
             while not await engine.connected():
                 await asyncio.sleep(0.05)
+
+    def _record(self, link: Link, meeting: Rendezvous) -> None:
+        """Write where the group meets and what will travel, for a person or a program that looks into the run."""
+        if link.folder == Path():
+            return  # outside a run
+        entries = manifest(list(link.trains.source(link.policy.model)))
+        NcclBridge(
+            nccl_init_method=f"tcp://{meeting.host}:{meeting.port}",
+            world_size=meeting.world,
+            param_metadata={e.name: {"shape": list(e.shape), "dtype": e.dtype} for e in entries},
+            param_mappings={e.name: e.name.replace(".default.", ".") for e in entries},
+            tandem={"backend": meeting.backend, "name": meeting.name},
+        ).write(link.folder)
 
     async def move(self, link: Link, version: PolicyVersion) -> int:
         """Send every tensor; the engines' workers write them where they sample from.

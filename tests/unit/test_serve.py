@@ -1,0 +1,98 @@
+"""``tandem serve engine`` refuses what it cannot run, and a trainer finds what an engine lends by its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tandem import config
+from tandem.engines.embedded import Embedded
+from tandem.engines.vllm import Vllm
+from tandem.errors import ConfigError, TransportError, UnsupportedPair
+from tandem.sync.shared import Shared
+from tandem.trains.full import Full
+from tandem.verbs.serve import serve
+from tandem.weights import sharing
+from tandem.weights.bridge import VLLM_FILE, VllmBridge
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"model": "m", "steps": 1, "env": "arithmetic", "engine": "vllm", **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["engine=embedded"], "runs engine: vllm"),
+        (["engine.urls=['http://x:1']"], "remove urls"),
+        (["sync=hotswap"], "whole weights"),
+        (["engine.tensor_parallel_size=2"], "broadcast"),
+        (["sync.bridge=."], "sync.bridge"),
+        (["engine.api_key_variable=TANDEM_NO_SUCH_KEY", "model=MODEL"], "TANDEM_NO_SUCH_KEY is not set"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    tmp_path: Path, tiny_model: Path, overrides: list[str], says: str
+) -> None:
+    told: list[str] = []
+    given = [override.replace("MODEL", str(tiny_model)) for override in overrides]
+    with pytest.raises((ConfigError, UnsupportedPair), match=says):
+        serve(recipe(tmp_path, runs=str(tmp_path)), given, told.append)
+    assert not any("serving" in line for line in told)
+
+
+def test_a_recipe_may_name_the_key_of_what_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    engine = config.load(recipe(tmp_path), ["engine.api_key_variable=SOME_KEY"]).config.engine
+    assert isinstance(engine, Vllm)
+    assert engine._server(0).key == "sesame"
+    assert len(Vllm()._server(0).key) > 20, "a random one where none is named"
+
+
+def test_the_file_is_for_engines_that_run_already() -> None:
+    Shared(bridge=".").check(trains=Full(), engine=Vllm(urls=("http://x:1",)))
+    for engine in (Vllm(), Embedded()):
+        with pytest.raises(UnsupportedPair, match=r"sync\.bridge"):
+            Shared(bridge=".").check(trains=Full(), engine=engine)
+
+
+def test_weights_are_found_by_the_file_under_their_own_names(tmp_path: Path) -> None:
+    fused = torch.arange(24.0).view(6, 4)
+    lent = sharing.lend_host({"qkv.weight": fused, "norm.weight": torch.ones(4)}, tmp_path / "weights")
+
+    def place(name: str, first: int, shape: list[int]) -> list[dict[str, Any]]:
+        stride = [4, 1][-len(shape) :]
+        return [{"vllm_name": name, "device": "cpu", "size": shape, "stride": stride, "offset": first}]
+
+    places = {
+        "q": place("qkv.weight", 0, [4, 4]),
+        "k": place("qkv.weight", 16, [2, 4]),
+        "n": place("norm.weight", 0, [4]),
+    }
+    written = VllmBridge.lending("m", lent.description, places, url="http://x:1").write(tmp_path)
+    assert written == tmp_path / VLLM_FILE
+    found = VllmBridge.read(tmp_path)
+    assert found.param_names == ["norm.weight", "qkv.weight"]
+    assert found.param_mappings["qkv.weight"].shape == [6, 4]
+    assert found.tandem["url"] == "http://x:1"
+    attached = found.attach()
+    assert torch.equal(attached["k"], fused[4:])
+    attached["k"].fill_(7)
+    assert lent.tensors["qkv.weight"][4:].eq(7).all(), "it is the lender's memory"
+    assert torch.equal(lent.tensors["qkv.weight"][:4], fused[:4])
+    lent.close()
+    with pytest.raises(TransportError, match="restarted"):
+        found.attach()
+
+
+def test_a_file_that_does_not_say_where_names_lie_is_refused(tmp_path: Path) -> None:
+    lent = sharing.lend_host({"w": torch.ones(2)}, tmp_path / "weights")
+    with pytest.raises(TransportError, match="tandem serve engine"):
+        VllmBridge.describing("m", lent.description, {}).attach()
+    lent.close()
