@@ -27,9 +27,7 @@ CHAT_TEMPLATE = (
 """ChatML without a default system prompt."""
 
 
-def build_tiny_model(
-    folder: Path, *, seed: int = 0, tie: bool = True, context: int = 1024, head_dim: int = 16
-) -> Path:
+def build_tiny_model(folder: Path, *, seed: int = 0, tie: bool = True, context: int = 1024, head_dim: int = 16) -> Path:
     """Write a random float32 Llama (2 layers, hidden 64, 4 heads, 2 of them keys) with a byte-level tokenizer.
 
     Its 259 tokens are the 256 bytes, ``<|im_start|>``, ``<|im_end|>`` (end) and ``<|pad|>``: any text round-trips.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -97,11 +97,28 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
     async with _policy(config) as policy, _graders(config, None) as graders:
         if weights is not None:
             await policy.compute(config.trains.load, policy.model, weights)
-        needs = dataclasses.replace(engine_needs(config, None), travels="weights", port=None, weights=weights)
-        async with config.engine.open(policy, context=memory.context(config, policy.config), needs=needs) as engine:
+        async with _published(config, policy, fresh=weights is None) as engine:
             worker = _worker(config, policy, engine, graders)
             evaluator = _evaluator(config, worker, tasks, _solved(config, graders), None, lambda record: None)
             return await evaluator(0)
+
+
+@asynccontextmanager
+async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> AsyncIterator[Engine]:
+    """An engine that samples from the policy as it is; one in another process is given its weights, and proves it."""
+    context = memory.context(config, policy.config)
+    if CanAttest not in config.engine.ports:
+        async with config.engine.open(policy, context=context) as engine:
+            yield engine
+        return
+    check_pairs(config)
+    with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
+        needs = engine_needs(config, Path(folder))
+        async with config.engine.open(policy, context=context, needs=needs) as engine:
+            link = Link(sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder))
+            await link.bind(fresh=_started_on_ours(config, engine, 0) and (fresh or config.trains.travels == "adapter"))
+            async with link.open(PolicyVersion(step=0, digest="")):
+                yield engine
 
 
 @asynccontextmanager
@@ -177,10 +194,23 @@ def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -
         weights=saved if config.trains.folder_name == "model" else None,
         travels=config.trains.travels,
         rank=getattr(config.trains, "rank", 0),
+        targets=_adapted(config),
         port=config.sync.port,
         versions=config.max_lag + 2,
         seed=config.seed,
     )
+
+
+def _adapted(config: RunConfig) -> tuple[str, ...]:
+    """Names of the layers that an engine in another process must be ready to adapt; no weight is loaded for it."""
+    if config.trains.travels != "adapter" or CanAttest not in config.engine.ports:
+        return ()
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(config.model))
+    targets: Callable[[Any], Sequence[str]] = getattr(config.trains, "targets", lambda _: ())
+    return tuple(targets(model))
 
 
 def _started_on_ours(config: RunConfig, engine: Engine, restored: int) -> bool:

@@ -488,9 +488,7 @@ MOVES = st.lists(
 
 
 @settings(max_examples=150)
-@given(
-    moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), behind=st.integers(0, 2), n=st.integers(1, 3)
-)
+@given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), behind=st.integers(0, 2), n=st.integers(1, 3))
 def test_no_interleaving_loses_or_doubles_a_task(
     moves: list[tuple[str, int]], seed: int, max_lag: int, behind: int, n: int
 ) -> None:

@@ -13,6 +13,7 @@ from tandem import config
 from tandem.engines.embedded import Embedded
 from tandem.engines.vllm import Vllm
 from tandem.errors import ConfigError, TransportError, UnsupportedPair
+from tandem.run import engine_needs
 from tandem.sync.shared import Shared
 from tandem.trains.full import Full
 from tandem.verbs.serve import serve
@@ -96,3 +97,20 @@ def test_a_file_that_does_not_say_where_names_lie_is_refused(tmp_path: Path) -> 
     with pytest.raises(TransportError, match="tandem serve engine"):
         VllmBridge.describing("m", lent.description, {}).attach()
     lent.close()
+
+
+def test_an_engine_wraps_the_layers_that_are_adapted_and_never_the_head(tmp_path: Path, tiny_model: Path) -> None:
+    """With a wrapped head, scoring a prompt beside other requests ends vLLM's engine."""
+    for options, names in (
+        ({}, "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "q_proj v_proj"),
+    ):
+        path = recipe(tmp_path, model=str(tiny_model), trains={"kind": "lora", **options}, sync="hotswap")
+        found = config.load(path).config
+        assert isinstance(found.engine, Vllm)
+        command = found.engine.command(engine_needs(found, tmp_path), 64, model="m", port=1)
+        first = command.index("--lora-target-modules") + 1
+        assert command[first : first + len(names.split())] == names.split()
+        assert not {"lm_head", "embed_tokens"} & set(command)
+    plain = config.load(recipe(tmp_path, model=str(tiny_model))).config
+    assert engine_needs(plain, tmp_path).targets == ()

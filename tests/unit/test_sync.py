@@ -894,7 +894,6 @@ def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp
     asyncio.run(work())
 
 
-@pytest.mark.xfail(reason="hotswap counts folders of later steps, which an earlier life left, among those to keep")
 def test_hotswap_does_not_take_folders_of_an_earlier_life_for_newer_ones(tiny_model: Path, tmp_path: Path) -> None:
     """A run that got further than its last checkpoint goes on from an older step than its newest folder's."""
     trains = Lora(rank=2)

@@ -11,8 +11,8 @@ import pytest
 from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines._vllm_answers import Answer, Answers
-from tandem.engines._vllm_frontend import IN_PLACE, Frontend, Stopped
-from tandem.engines._vllm_wire import Refused
+from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_wire import IN_PLACE, Refused
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
@@ -320,7 +320,7 @@ def test_swapped_adapters_keep_the_version_a_request_began_with() -> None:
         assert front.state == "serving"
         assert not front.users, "nobody uses an adapter any more"
         front.forget(two)
-        assert front.adapter is None
+        assert (front.adapter, front.step) == (None, -1), "the base is no version"
 
     run(body)
 

@@ -543,7 +543,7 @@ def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
         await c.post("/bridge/resume")
         await c.post("/generate", {"prompt": "a"})
         assert c.vllm.seen[-1].adapter.lora_name == "tandem"
-        await c.post("/lora/unload", {"adapter_name": "tandem"})
+        assert (await c.post("/lora/unload")).json["unloaded"] == ["tandem"]
         assert c.vllm.calls[-1] == ("tandem_forget", (SLOT,))
         await c.post("/generate", {"prompt": "a"})
         assert c.vllm.seen[-1].adapter is None

@@ -42,15 +42,18 @@ def trainer() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
-def engine(trainer: subprocess.Popen[bytes], *, ignored: str = "", adopted: str = "") -> subprocess.Popen[bytes]:
-    environment = {**os.environ, TRAINER: named(trainer.pid), LINGER: "0.5"}
+def engine(
+    trainer: subprocess.Popen[bytes], *, ignored: str = "", adopted: str = "", linger: str = "0.5"
+) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, TRAINER: named(trainer.pid), LINGER: linger}
     command = [sys.executable, "-c", ENGINE, ignored, adopted]
     return subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
-def test_it_ends_when_its_trainer_is_gone(trainer: subprocess.Popen[bytes]) -> None:
-    child = engine(trainer)
-    time.sleep(1.5)
+@pytest.mark.parametrize("linger", ["0", "0.5"])
+def test_it_ends_when_its_trainer_is_gone(trainer: subprocess.Popen[bytes], linger: str) -> None:
+    child = engine(trainer, linger=linger)
+    time.sleep(4)
     assert child.poll() is None
     trainer.kill()
     trainer.wait()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_frontend import IN_PLACE, Frontend
-from tandem.engines._vllm_wire import Refused, parsed
+from tandem.engines._vllm_frontend import Frontend
+from tandem.engines._vllm_wire import IN_PLACE, Refused, parsed
 
 FOLDERS = "TANDEM_ADAPTER_FOLDERS"
 """Environment variable: folders, separated as in PATH, that adapters may be loaded from."""
@@ -99,7 +99,8 @@ class Adapters:
     async def unload(self, body: bytes) -> Any:
         """POST /lora/unload."""
         asked = parsed(body, wire.UnloadAdapter)
-        names = list(self._loaded) if asked.adapter_name is None else [asked.adapter_name]
+        held = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
+        names = held if asked.adapter_name is None else [asked.adapter_name]
         if asked.unless_used:
             names = [name for name in names if not self._frontend.users[name]]
         for name in names:

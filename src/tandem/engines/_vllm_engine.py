@@ -39,6 +39,7 @@ class Vllm(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: Adapter | None = None
+        self._scaled: dict[str, Any] = {}
         self._bridge: Path | None = None
         self._republish: Callable[[], Awaitable[None]] | None = None
 
@@ -52,8 +53,8 @@ class Vllm(Engine):
     async def start(self) -> None:
         """Start or find the servers."""
         await self.fleet.start()
-        if self.fleet.adopted and self._needs.port is CanSwap:
-            self._swapped = await self._left_behind()
+        if self.fleet.adopted:
+            await self._take_over()
         self._context = min(self._context, self.fleet.context)
 
     async def recover(self) -> bool:
@@ -249,7 +250,13 @@ class Vllm(Engine):
     def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
         for name, tensor in adapter.tensors:
             plain = name.replace(".default.", ".")
-            yield plain, scaled(tensor, adapter.config) if ".lora_B." in plain else tensor
+            if ".lora_B." not in plain:
+                yield plain, tensor
+                continue
+            values = scaled(tensor, adapter.config)
+            # At one address each, so that their checksums' tables last from publish to publish.
+            kept = self._scaled.setdefault(plain, values)
+            yield plain, kept if kept is values else kept.copy_(values)
 
     async def adapt(self, adapter: Adapter) -> int:
         (server,) = self.servers
@@ -268,11 +275,25 @@ class Vllm(Engine):
         self._pending = name
         self._swapped.append(name)
 
-    async def _left_behind(self) -> list[str]:
-        """Versions that earlier trainers loaded: they are served on, and unloaded when ours have taken their place."""
-        found = [await server.get("/lora/status", dict) for server in self.servers]
-        names = [[entry["name"] for entry in status["loaded"]] for status in found]
-        return [name for name in names[0] if name.startswith("step-") and all(name in others for others in names)]
+    async def _take_over(self) -> None:
+        """Have servers that earlier trainers used let go of adapters that would be in the way of ours.
+
+        Versions by name are served on, and unloaded when ours have taken their place.
+        """
+        weights, swaps = self._needs.travels == "weights", self._needs.port is CanSwap
+        names = []
+        for server in self.servers:
+            held = await server.get("/lora/status", dict)
+            loaded = [entry["name"] for entry in held["loaded"]]
+            if (weights and (loaded or held["in_place"])) or (swaps and held["in_place"]):
+                await server.post("/bridge/pause", wire.Pause(finish=True, seconds=self._patience))
+                only = None if weights else wire.IN_PLACE
+                await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
+                await server.post("/bridge/resume")
+            names.append(loaded)
+        if swaps:
+            everywhere = set(names[0]).intersection(*names)
+            self._swapped = [name for name in names[0] if name.startswith("step-") and name in everywhere]
 
     async def _forget_old(self) -> None:
         """Unload versions that no request can need any more; one still in use is asked about again next time."""

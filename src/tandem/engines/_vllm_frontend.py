@@ -18,15 +18,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.engines._vllm_answers import Answer, Answers
-from tandem.engines._vllm_wire import Refused
+from tandem.engines._vllm_wire import IN_PLACE, Refused
 
 log = logging.getLogger("vllm.tandem")
 
 State = Literal["serving", "paused", "proving", "stopped"]
 """serving; paused: nothing is sampled; proving: sampled and held back; stopped: the weights are in doubt."""
-
-IN_PLACE = "tandem"
-"""Name of the adapter whose tensors are overwritten by each publish."""
 
 UNKNOWN = -1
 """Era, and policy step, of weights that nobody has stamped."""
@@ -196,10 +193,14 @@ class Frontend:
             self._era_of.setdefault(self.adapter.lora_name, self.era)
 
     def forget(self, adapter: Any) -> None:
-        """An adapter was unloaded."""
+        """An adapter is unloaded; if it was served, what is sampled from now on is of no version anybody stamped."""
         self._era_of.pop(adapter.lora_name, None)
         if self.adapter is adapter:
             self.adapter = None
+            self.era += 1
+            self.steps[self.era] = UNKNOWN
+            if self.state != "proving":
+                self._proven = self.era
 
     async def stop(self, reason: str) -> None:
         """Give out nothing more until a publish succeeds; requests in flight end with ``Stopped``."""

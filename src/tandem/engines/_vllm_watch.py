@@ -49,11 +49,13 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Ask the server to end, in order, ``linger`` seconds after the trainer was last seen."""
         seen = time.monotonic()
-        while time.monotonic() - seen <= self._linger:
-            time.sleep(1.0)
+        while True:
             pid, _, started = self._trainer.partition(":")
             if alive_after(int(pid), started):
                 seen = time.monotonic()
+            elif time.monotonic() - seen >= self._linger:
+                break
+            time.sleep(1.0)
         log.warning("the trainer (pid %s) is gone for %.0f s and nobody came back: ending", pid, self._linger)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE)

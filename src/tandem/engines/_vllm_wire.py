@@ -10,6 +10,10 @@ import msgspec
 T = TypeVar("T")
 
 
+IN_PLACE = "tandem"
+"""Name of the adapter whose tensors are overwritten by each publish."""
+
+
 class Refused(Exception):
     """A request that is answered with an error; ``status`` and ``headers`` are HTTP's."""
 
@@ -190,7 +194,7 @@ class UnloadAdapter(Body):
     """POST /lora/unload."""
 
     adapter_name: str | None = None
-    """By default all."""
+    """By default all, the one written in place included."""
     unless_used: bool = False
     """Leave it loaded while a request is being sampled with it."""
 

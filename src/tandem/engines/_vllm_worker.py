@@ -21,7 +21,7 @@ from tandem.engines._vllm_adapter import AdapterSlots
 from tandem.engines._vllm_map import Place, places, uncovered
 from tandem.errors import EngineError
 from tandem.weights import sharing
-from tandem.weights.checksums import Shard, Tally
+from tandem.weights.checksums import Shard, Standing
 from tandem.weights.collective import Member
 from tandem.weights.rendezvous import Rendezvous
 
@@ -124,8 +124,8 @@ class Worker:
                 self._tandem_lent, self._tandem_keep = lent.description, lent
         return json.dumps({"lent": self._tandem_lent, "map": json.loads(self.tandem_map())})
 
-    _tandem_tally: Tally | None = None
-    _tandem_tallied: tuple[int, ...] = ()
+    _tandem_found: dict[str, list[Place]] = {}  # noqa: RUF012 - replaced, never written
+    _tandem_where: tuple[int, ...] = ()
     _tandem_lent: Any = None
     _tandem_keep: Any = None
 
@@ -134,14 +134,20 @@ class Worker:
 
         Parts add up to the whole; ranks that hold the same part must give the same.
         """
+        places = self._tandem_current()
+        shards = (Shard(_part(name, p.first), p.tensor, p.first) for name, found in places.items() for p in found)
+        return _hexadecimal(self._tandem_standing("weights").take(shards))
+
+    def _tandem_standing(self, what: str) -> Standing:
+        sums: dict[str, Standing] = self.__dict__.setdefault("_tandem_sums", {})
+        return sums.setdefault(what, Standing())
+
+    def _tandem_current(self) -> dict[str, list[Place]]:
+        """The places, found anew only where storage was moved: views of the old one would be read and written on."""
         where = tuple(p.data_ptr() for p in self.tandem_model.parameters())
-        if self._tandem_tally is None or where != self._tandem_tallied:  # else it goes on reading the old storage
-            self._tandem_tallied = where
-            places = self.tandem_places().items()
-            self._tandem_tally = Tally(
-                Shard(_part(name, p.first), p.tensor, p.first) for name, found in places for p in found
-            )
-        return _hexadecimal(self._tandem_tally.take())
+        if where != self._tandem_where:
+            self._tandem_found, self._tandem_where = self.tandem_places(), where
+        return self._tandem_found
 
     def tandem_adapt(self, slot: int, config: str, source: str) -> int:
         """Put an adapter, attached from the trainer's memory, into a slot; returns its bytes."""
@@ -157,8 +163,8 @@ class Worker:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         slots = self._tandem_slots()
         held = slots.loaded(slot, names, json.loads(config)) if names else slots.stored(slot)
-        tally = Tally(Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
-        return _hexadecimal(tally.take())
+        shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
+        return _hexadecimal(self._tandem_standing(f"adapter {slot}").take(shards))
 
     def tandem_forget(self, slot: int) -> None:
         """Free an adapter's slot."""
@@ -196,7 +202,7 @@ class Worker:
             tensors = {name: tensor.clone() for name, tensor in joining.member.receive(entries, bucket_bytes)}
             self._tandem_slots().put(slot, json.loads(config), tensors)
         else:
-            places = self.tandem_places()
+            places = self._tandem_current()
             if unknown := [name for name, _, _ in entries if name not in places]:
                 raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
             for name, tensor in joining.member.receive(entries, bucket_bytes):
@@ -246,7 +252,16 @@ class _Joining(threading.Thread):
 
 
 def _share(tensor: Tensor, place: Place) -> Tensor:
-    """The part of a whole tensor that lies at a place."""
+    """The part of a whole tensor that lies at a place.
+
+    Raises:
+        EngineError: it is of another shape or type, which copying would hide.
+    """
+    if tuple(tensor.shape) != tuple(place.shape) or tensor.dtype != place.tensor.dtype:
+        raise EngineError(
+            f"the trainer sends {tuple(tensor.shape)} of {tensor.dtype} for {place.parameter!r}, the engine holds "
+            f"{tuple(place.shape)} of {place.tensor.dtype}; give both the same model and dtype"
+        )
     rows = tensor[place.first[0] : place.first[0] + place.tensor.shape[0]]
     return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
 

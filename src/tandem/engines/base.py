@@ -68,6 +68,8 @@ class Needs:
     """What is published to it."""
     rank: int = 0
     """Largest adapter rank; 0 without adapters."""
+    targets: tuple[str, ...] = ()
+    """Last parts of the names of the layers that adapters change; empty: the linear layers of a Llama-like model."""
     port: type | None = None
     """What the way of syncing wants to do with it."""
     versions: int = 2

@@ -34,6 +34,8 @@ from tandem.policy.policy import Policy
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has room for."""
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of a Llama-like model."""
 CPU_CACHE_GB = 1.0
 """KV cache on a CPU where kv_cache_gb does not say."""
 
@@ -245,6 +247,9 @@ class Vllm(EngineSpec):
                 raise ConfigError(f"trains.rank: vLLM has room for ranks up to {RANKS[-1]}, not {needs.rank}")
             slots = needs.versions if needs.port is CanSwap else 1
             given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": slots, "max-cpu-loras": slots}
+            # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
+            # requests' places, which ends the engine (vLLM 0.32 on a CPU) or reads past a buffer's end (0.26).
+            given["lora-target-modules"] = needs.targets or LINEAR
         command = [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for name, value in {**given, **self.args}.items():
             command += _flag(name, value)
@@ -295,6 +300,8 @@ def _flag(name: str, value: Any) -> list[str]:
         return [option]
     if value is False or value is None:
         return []
+    if isinstance(value, tuple):
+        return [option, *map(str, value)]
     return [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
 
 
@@ -307,6 +314,6 @@ _OURS = frozenset((
     "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",
     "--tensor-parallel-size", "--logprobs-mode", "--worker-extension-cls", "--middleware", "--enforce-eager",
     "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
-    "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count", "--data-parallel-size",
-    "--pipeline-parallel-size",
+    "--lora-target-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count",
+    "--data-parallel-size", "--pipeline-parallel-size",
 ))  # fmt: skip

@@ -19,7 +19,7 @@ from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
 from tandem.sync._proof import PROBE, Checksums, differing, probe_gap
 from tandem.types import PolicyVersion
-from tandem.weights.checksums import Shard, Tally, checksums, digest
+from tandem.weights.checksums import Shard, Standing, checksums, digest
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class WeightSync(ABC):
         engine = link.engine
         assert isinstance(engine, CanAttest)
         if link.trains.travels == "adapter":
-            mine = await link.policy.compute(lambda: checksums(engine.as_stored(link.adapter())))
+            mine = await link.policy.compute(link.stored)
         for name, theirs in (await engine.checksums(link.trains.travels)).items():
             wrong = differing(mine, theirs)
             if wrong:
@@ -190,8 +190,8 @@ class Link:
     _publishes: int = 0
     _bound: int = -1
     _served: int = -1
-    _tally: Tally | None = None
-    _tallied: tuple[int, ...] = ()
+    _sums: Standing = field(default_factory=Standing)
+    _stored: Standing = field(default_factory=Standing)
     _probe: list[int] = field(default_factory=list)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -202,11 +202,12 @@ class Link:
 
     def _checksums(self) -> Checksums:
         """Of the trainer's own bytes."""
-        source = self.trains.source(self.policy.model)
-        where = tuple(tensor.data_ptr() for _, tensor in source)
-        if self._tally is None or where != self._tallied:  # else it goes on reading the old storage
-            self._tally, self._tallied = Tally(Shard(name, tensor) for name, tensor in source), where
-        return self._tally.take()
+        return self._sums.take(Shard(name, tensor) for name, tensor in self.trains.source(self.policy.model))
+
+    def stored(self) -> Checksums:
+        """Of the adapter as the engine stores it."""
+        assert isinstance(self.engine, CanAttest)
+        return self._stored.take(Shard(name, tensor) for name, tensor in self.engine.as_stored(self.adapter()))
 
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""

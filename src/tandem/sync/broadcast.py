@@ -121,9 +121,9 @@ class Broadcast(WeightSync):
         sending = asyncio.ensure_future(_on_daemon(self._send, link.member, named))
         async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=4 * self.seconds):
             await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
-        if receiving.done() and receiving.exception() is not None:
-            link.member.abort()  # the other end is gone: do not wait for the group's own deadline
-        found = await asyncio.gather(receiving, sending, return_exceptions=True)
+            if receiving.done() and receiving.exception() is not None:
+                link.member.abort()  # the other end is gone: do not wait for the group's own deadline
+            found = await asyncio.gather(receiving, sending, return_exceptions=True)
         for error in found:
             if isinstance(error, EngineError):
                 raise error  # an engine that died may be started again, and then be published to

@@ -40,7 +40,9 @@ class Hotswap(WeightSync):
         assert isinstance(link.engine, CanSwap)
         folders = link.folder / "adapters"
         folder = folders / f"step-{version.step:06d}"
-        shutil.rmtree(folder, ignore_errors=True)
+        for later in folders.glob("step-*"):  # of a life of this run that got further than its last checkpoint
+            if later.name >= folder.name:
+                shutil.rmtree(later)
         policy = link.policy
         await policy.compute(link.trains.save, policy.model, policy.tokenizer, folder)
         loaded = await link.engine.swap(folder, version, link.adapter())

@@ -70,7 +70,7 @@ class Lora(Trains):
         """Freeze the model, inject the adapter; A is drawn from torch's global generator, which the caller seeds."""
         from peft import get_peft_model
 
-        targets = self._targets(model)
+        targets = self.targets(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         with warnings.catch_warnings():
@@ -90,8 +90,8 @@ class Lora(Trains):
             task_type="CAUSAL_LM",
         )
 
-    def _targets(self, model: nn.Module) -> list[str]:
-        """Last parts of the names of the modules to adapt, checked against the model."""
+    def targets(self, model: nn.Module) -> list[str]:
+        """Last parts of the names of the modules to adapt, checked against the model; no tensor is looked at."""
         head = model.get_output_embeddings()  # type: ignore[operator]
         linear = [
             name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
