@@ -154,7 +154,7 @@ class Worker(worker.Worker):
 
     def _tandem_mapped(self) -> Callable[[], None]:
         def forget() -> None:
-            self._tandem_tally = None  # it was made by the other map
+            self._tandem_where = ()  # what was found by the other map is found anew
 
         forget()
         return forget
