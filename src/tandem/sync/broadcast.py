@@ -15,7 +15,8 @@ import torch
 from tandem import waits
 from tandem.engines.base import CanReceive
 from tandem.errors import EngineError, TransportError
-from tandem.sync.base import Link, WeightSync
+from tandem.sync._periodic import Periodic
+from tandem.sync.base import Link
 from tandem.types import PolicyVersion
 from tandem.weights.bridge import NcclBridge
 from tandem.weights.collective import Member, manifest
@@ -25,15 +26,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broadcast(WeightSync):
+class Broadcast(Periodic):
     """NCCL between GPUs, gloo on a CPU; weights or adapter tensors land in place, and no disk is touched."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     port: ClassVar[type] = CanReceive
     pause: ClassVar[Literal["step", "move", "never"]] = "move"
 
-    every: int = 1
-    """Steps between two broadcasts; there is one after the last step too."""
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
     host: str = "127.0.0.1"
@@ -49,15 +48,10 @@ class Broadcast(WeightSync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.every < 1 or self.bucket_mb < 1:
-            raise ValueError("every and bucket_mb must be at least 1")
+        if self.bucket_mb < 1:
+            raise ValueError("bucket_mb must be at least 1")
         if self.seconds <= 0:
             raise ValueError("seconds must be above 0")
-
-    @property
-    def behind(self) -> int:
-        """Steps by which the engine's weights may be older than the policy."""
-        return self.every - 1
 
     @property
     def finishes(self) -> bool:

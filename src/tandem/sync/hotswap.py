@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tandem.engines.base import CanSwap
-from tandem.sync.base import Link, WeightSync
+from tandem.sync._periodic import Periodic
+from tandem.sync.base import Link
 from tandem.types import PolicyVersion
 
 SPARE = 3
@@ -15,25 +16,12 @@ SPARE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hotswap(WeightSync):
+class Hotswap(Periodic):
     """A new adapter name for every version, over HTTP. Requests in flight end on the version they began with."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"adapter"})
     port: ClassVar[type] = CanSwap
     pause: ClassVar[Literal["step", "move", "never"]] = "never"
-
-    every: int = 1
-    """Steps between two swaps; there is one after the last step too."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every < 1:
-            raise ValueError("every must be at least 1")
-
-    @property
-    def behind(self) -> int:
-        """Steps by which the engine's weights may be older than the policy."""
-        return self.every - 1
 
     async def move(self, link: Link, version: PolicyVersion) -> int:
         """Save a PEFT folder and have it loaded under a name of its own; returns the bytes loaded."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from tandem.engines.base import CanRelaunch
-from tandem.sync.base import Link, WeightSync
+from tandem.sync._periodic import Periodic
+from tandem.sync.base import Link
 from tandem.types import PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart(WeightSync):
+class Restart(Periodic):
     """A checkpoint or adapter folder, and a new engine on it. Only an engine that we started is ended."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
@@ -22,16 +23,6 @@ class Restart(WeightSync):
 
     every: int = 3
     """Steps between two restarts; there is one after the last step too."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every < 1:
-            raise ValueError("every must be at least 1")
-
-    @property
-    def behind(self) -> int:
-        """Steps by which the engine's weights may be older than the policy."""
-        return self.every - 1
 
     @property
     def finishes(self) -> bool:
