@@ -21,9 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ PYTEST = "-q --maxfail=6 --tb=short --durations=15 -o filterwarnings=default -p 
 ONE_COPY = "--shape qwen2.5-14b --kv-cache-gb 4 --micro-batch-tokens 512 --utilization 0.3 --requests 32 --tokens 128"
 TAIL = 60
 """Lines of a failed part's log that are shown."""
+Command = Callable[[argparse.Namespace, Path], list[str]]
+"""Makes a command line from the options and a folder for results."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Part:
     """One thing to run."""
 
     about: str
-    command: Callable[[argparse.Namespace, Path], list[str]]
+    command: Command | dict[str, Command]
+    """What to run; several by name run beside each other, --jobs at a time."""
     seconds: int
     """Expected."""
     limit: int
@@ -57,24 +62,33 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def tests(*files: str) -> Callable[[argparse.Namespace, Path], list[str]]:
+def suite(*files: str, chosen: str = "") -> Command:
     """pytest over files; warnings of other versions of other packages are no errors here."""
 
     def command(args: argparse.Namespace, out: Path) -> list[str]:
-        chosen = ["-k", args.only] if args.only else []
+        both = " and ".join(f"({expression})" for expression in (chosen, args.only) if expression)
         plain = f"{PYTEST} --junitxml={out / 'junit.xml'}".split()
-        found = [str(ROOT / file) for pattern in files for file in _existing(pattern)]
-        return python("-m", "pytest", *plain, *chosen, *found)
+        return python("-m", "pytest", *plain, *(["-k", both] if both else []), *[str(ROOT / file) for file in files])
 
     return command
 
 
-def _existing(pattern: str) -> list[str]:
-    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
-    return found or [pattern]  # pytest then says that there is no such file
+def _matrix() -> dict[str, Command]:
+    """The tests against a real vLLM, in piles that run beside each other; every test is in one of them."""
+    at = "tests/integration/"
+    ways = ("shared", "broadcast and full", "hotswap or broadcast and not full", "restart")
+    rest = " and ".join(f"not ({way})" for way in ways)
+    return {
+        **{way.split()[0] + str(i): suite(f"{at}test_vllm.py", chosen=way) for i, way in enumerate(ways)},
+        "refused": suite(f"{at}test_vllm.py", chosen=rest),
+        "killed": suite(f"{at}test_vllm_kill.py", chosen="killed_engine"),
+        "orphaned": suite(f"{at}test_vllm_kill.py", chosen="not killed_engine"),
+        "learns": suite(f"{at}test_vllm_learns.py"),
+        "http": suite(f"{at}test_vllm_http.py"),
+    }
 
 
-def sync(*arguments: str) -> Callable[[argparse.Namespace, Path], list[str]]:
+def sync(*arguments: str) -> Command:
     """The sync benchmark, on the shape asked for."""
 
     def command(args: argparse.Namespace, out: Path) -> list[str]:
@@ -92,7 +106,7 @@ def one_copy(args: argparse.Namespace, out: Path) -> list[str]:
     return python(str(HERE / "one_copy.py"), *ONE_COPY.split(), "--json", str(out / "gpu.jsonl"), *args.extra)
 
 
-def itself(job: str) -> Callable[[argparse.Namespace, Path], list[str]]:
+def itself(job: str) -> Command:
     def command(args: argparse.Namespace, out: Path) -> list[str]:
         return python(str(HERE / "gpu.py"), "--job", job, "--out", str(out))
 
@@ -104,14 +118,18 @@ UNIT = (
     "tests/unit/test_merged.py",
     "tests/unit/test_checksums.py",
     "tests/unit/test_collective.py",
+    "tests/contract/test_optimizers.py",
+    "tests/unit/test_optimizers_narrow.py",
 )
 PARTS: dict[str, Part] = {
-    "unit": Part("CUDA unit tests: sharing, merged, checksums, collective", tests(*UNIT), 120, 300, tests=True),
+    "unit": Part(
+        "CUDA unit tests: sharing, merged, checksums, collective, optimizers", suite(*UNIT), 120, 300, tests=True
+    ),
     "kernel": Part("bandwidth of the checksum kernel", itself("kernel"), 25, 120),
     "matrix": Part(
         "every way against vLLM, tiny model, with CUDA IPC",
-        tests("tests/integration/test_vllm*.py"),
-        480,
+        _matrix(),
+        300,
         535,
         tests=True,
         may_skip=False,
@@ -267,20 +285,45 @@ def cards() -> int:
 
 def run(name: str, args: argparse.Namespace, out: Path, limit: float) -> tuple[str, str]:
     """One part; its verdict and what is to be said of it."""
-    part, folder = PARTS[name], out / name
+    part, begin = PARTS[name], time.monotonic()
+    commands = part.command if isinstance(part.command, dict) else {"": part.command}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        ended = {
+            pile: pool.submit(_process, command, args, out, f"{name}-{pile}".strip("-"), begin + limit)
+            for pile, command in commands.items()
+        }
+        codes = {pile: future.result() for pile, future in ended.items()}
+    said = f"{time.monotonic() - begin:.0f} s"
+    skips = 0
+    if part.tests:
+        for pile in commands:
+            counted, skipped = _counted(out / f"{name}-{pile}".strip("-") / "junit.xml")
+            said += f"{',' if not pile else f' | {pile}'} {counted}"
+            skips += len(skipped)
+            for test, reason in skipped:
+                print(f"     skipped: {test}: {reason}", flush=True)
+    if not part.may_skip and skips:
+        return "FAIL", f"{said}; here nothing may be skipped"
+    if None in codes.values():
+        return "FAIL", f"{said}; not done in time"
+    # 5 is pytest's: nothing was chosen, which --only does to all piles but one.
+    bad = {code for code in codes.values() if code and not (code == 5 and args.only)}
+    return ("FAIL" if bad or not any(code == 0 for code in codes.values()) else "PASS"), said
+
+
+def _process(command: Command, args: argparse.Namespace, out: Path, name: str, deadline: float) -> int | None:
+    """Exit status of one process of a part, with its log and a folder of its own; None: it was not done in time."""
+    folder, code = out / name, None
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = {**os.environ, **quiet, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OUT": str(folder)}
-    log = out / f"{name}.log"
-    seconds, code = 0.0, None
-    with log.open("w", encoding="utf-8") as file:
-        begin = time.monotonic()
+    with (out / f"{name}.log").open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            part.command(args, folder), cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+            command(args, folder), cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
-            code = process.wait(limit)
+            code = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -288,21 +331,14 @@ def run(name: str, args: argparse.Namespace, out: Path, limit: float) -> tuple[s
             time.sleep(10)  # its engines see within seconds that it is gone, and give their memory back
         finally:
             _end(process)
-        seconds = time.monotonic() - begin
-    for results in folder.glob("*.jsonl"):
-        with (out / "gpu.jsonl").open("a", encoding="utf-8") as file:
-            file.write(results.read_text(encoding="utf-8"))
-    said = f"{seconds:.0f} s"
-    if part.tests:
-        counted, skipped = _counted(folder / "junit.xml")
-        said += f", {counted}"
-        for test, reason in skipped:
-            print(f"     skipped: {test}: {reason}", flush=True)
-        if not part.may_skip and skipped:
-            return "FAIL", f"{said}; here nothing may be skipped"
-    if code is None:
-        return "FAIL", f"{said}; not done in time"
-    return ("PASS" if code == 0 else "FAIL"), said + ("" if code == 0 else f", exit status {code}")
+    with _writing:
+        for results in folder.glob("*.jsonl"):
+            with (out / "gpu.jsonl").open("a", encoding="utf-8") as file:
+                file.write(results.read_text(encoding="utf-8"))
+    return code
+
+
+_writing = threading.Lock()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -323,13 +359,15 @@ def _counted(junit: Path) -> tuple[str, list[tuple[str, str]]]:
     return f"{len(cases) - len(skipped) - bad} passed, {bad} failed, {len(skipped)} skipped", skipped
 
 
-def show(name: str, log: Path, verdict: str) -> None:
+def show(name: str, out: Path, verdict: str) -> None:
     """A failed part's last words, or a benchmark's tables."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    lines = [line for line in lines if "leaked" not in line and "Route: " not in line]
-    wanted = lines[-TAIL:] if verdict != "PASS" or PARTS[name].tests else lines[-3 * TAIL :]
-    for line in wanted if not (PARTS[name].tests and verdict == "PASS") else wanted[-20:]:
-        print(f"     {line[:220]}")
+    for log in sorted({*out.glob(f"{name}.log"), *out.glob(f"{name}-*.log")}):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line for line in lines if "leaked" not in line and "Route: " not in line]
+        tail = TAIL if verdict != "PASS" else 20 if PARTS[name].tests else 3 * TAIL
+        print(f"     == {log.name}")
+        for line in lines[-tail:]:
+            print(f"     {line[:220]}")
     sys.stdout.flush()
 
 
@@ -339,6 +377,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="tell the parts and how long they take")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="gpu-")))
     parser.add_argument("--minutes", type=float, default=9.0, help="no part begins or goes on after that")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 4) // 3), help="tests beside each other")
     parser.add_argument("--shape", default="qwen2.5-3b", help="of the sync benchmarks")
     parser.add_argument("--only", default="", help="pytest's -k")
     parser.add_argument("--job", choices=("kernel", "wire"), help=argparse.SUPPRESS)
@@ -367,7 +406,7 @@ def main() -> int:
         else:
             print(f"---- {name}: {part.about} (about {part.seconds} s)", flush=True)
             verdict, said = run(name, args, args.out, min(part.limit, left))
-            show(name, args.out / f"{name}.log", verdict)
+            show(name, args.out, verdict)
         print(f"{verdict:<8} {name}: {said}", flush=True)
         verdicts.append({"part": name, "verdict": verdict, "said": said})
         with (args.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
