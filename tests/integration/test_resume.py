@@ -150,7 +150,7 @@ def uninterrupted(place: Place) -> Path:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def state(folder: Path, step: int = STEPS) -> dict[str, Any]:

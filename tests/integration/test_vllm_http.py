@@ -85,6 +85,11 @@ class Served:
     def running(self) -> int:
         return int(self.ask("/health")[1]["running"])
 
+    def sampled(self) -> float:
+        """Tokens sampled since the engine's start, by vLLM's own count."""
+        rows = [row for row in self.ask("/metrics")[1].split("\n") if row.startswith("vllm:generation_tokens_total")]
+        return sum(float(row.rpartition(" ")[2]) for row in rows)
+
     def publish(self, change: Callable[[], None]) -> int:
         """A whole publish of what ``change`` writes, proof left out; its step."""
         self.step += 1
@@ -249,7 +254,8 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(served: Served)
         ({"prompt": ""}, 400, "empty"),
         ({"prompt": {"prompt_token_ids": []}}, 400, "empty"),
         ({"prompt": {"prompt_token_ids": [10**6]}}, 400, "vocab"),
-        ({"prompt": {"prompt_token_ids": [-1]}}, 400, ""),
+        ({"prompt": {"prompt_token_ids": [-1]}}, 400, ">= 0"),
+        ({"prompt": {"prompt_token_ids": [10**20]}}, 400, "prompt_token_ids"),
         ({"prompt": {"prompt_token_ids": [5] * 600}}, 400, "512"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"prompt": "a", "top_p": 2}, 400, "top_p"),
@@ -304,10 +310,11 @@ def test_work_ends_with_its_client(served: Served, path: str) -> None:
 
 def flying(served: Served, pool: ThreadPoolExecutor, number: int, tokens: int, **asked: Any) -> list[Any]:
     """Requests in flight, some tokens of each sampled."""
+    before = served.sampled()
     futures = [
         pool.submit(served.generate, [*PROMPT, i], max_tokens=tokens, temperature=1.0, **asked) for i in range(number)
     ]
-    until(lambda: served.running() == number, "the requests")
+    until(lambda: served.running() == number and served.sampled() > before, "the requests")
     return futures
 
 
@@ -415,22 +422,24 @@ def test_no_prefix_outlives_its_weights(served: Served) -> None:
     served.publish(lambda: None)
     assert served.generate(LONG, max_tokens=1)["cached"] == 0
     assert served.generate(LONG, max_tokens=1)["cached"] == kept
-    stock = {"model": str(served.model), "prompt": LONG, "max_tokens": 1}
+    for own in ({}, {"cache_salt": "mine"}):
+        reused(served, **own)
+        assert reused(served, **own) == kept
+        served.publish(lambda: None)
+        assert reused(served, **own) == 0
+
+
+def reused(served: Served, **asked: Any) -> float:
+    """Tokens of a prompt that a request to /v1 took from the prefix cache."""
 
     def hits() -> float:
         _, text = served.ask("/metrics")
         rows = [row for row in text.splitlines() if row.startswith("vllm:prefix_cache_hits_total")]
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
-    for own in ({}, {"cache_salt": "mine"}):
-        served.post("/v1/completions", {**stock, **own})
-        before = hits()
-        served.post("/v1/completions", {**stock, **own})
-        assert hits() - before == kept
-        served.publish(lambda: None)
-        before = hits()
-        served.post("/v1/completions", {**stock, **own})
-        assert hits() == before
+    before = hits()
+    served.post("/v1/completions", {"model": str(served.model), "prompt": LONG, "max_tokens": 1, **asked})
+    return hits() - before
 
 
 # Adapters
@@ -517,10 +526,61 @@ def trained(served: Served, name: str, **changes: Any) -> Path:
 LORA = {"kind": "lora", "rank": 8, "alpha": 16}
 
 
+def serves(served: Served, folder: Path) -> None:
+    """It goes on serving what was published last."""
+    versions, info = published(folder), served.info()
+    assert sorted(versions) == [1, 2, 3]
+    assert (info["state"], info["step"]) == ("serving", 3)
+    assert info["digest"] == versions[3]["digest"]
+    assert served.generate(max_tokens=2)["versions"] == [[[3, 2]]]
+
+
+def models(served: Served) -> set[str]:
+    """What /v1 samples from."""
+    return {model["id"] for model in served.ask("/v1/models")[1]["data"]}
+
+
+def test_the_stock_api_samples_the_adapter_that_is_trained(
+    served: Served, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_KEY", KEY)
+    base = str(served.model)
+    assert models(served) == {base}
+    fast = {"kind": "adamw", "lr": 3e-2}  # so that it is seen in every token
+    folder = trained(served, "lora-shared", trains=LORA, sync={"kind": "shared"}, optimizer=fast)
+    serves(served, folder)
+    assert models(served) == {base, "tandem"}
+
+    def asked(model: str) -> tuple[list[int], list[float]]:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        (found,) = served.post("/v1/completions", {**body, "return_token_ids": True})["choices"]
+        return found["token_ids"], found["logprobs"]["token_logprobs"]
+
+    tokens, logprobs = asked("tandem")
+    assert tokens == served.generate(max_tokens=20, temperature=0.0)["token_ids"][0]
+    policy = with_adapter(served, folder / "checkpoints/000003/adapter", PROMPT, tokens)
+    assert near(logprobs, policy)
+    assert not near(policy, scored(served.model, PROMPT, tokens)), "training changed nothing that is seen"
+    tokens, logprobs = asked(base)
+    assert near(logprobs, scored(served.model, PROMPT, tokens))
+    messages = [{"role": "user", "content": "hi"}]
+    chat = served.post("/v1/chat/completions", {"model": "tandem", "messages": messages, "max_tokens": 3})
+    assert chat["model"] == "tandem"
+
+    assert reused(served, model="tandem") == 0
+    assert reused(served, model="tandem") > 0
+    assert reused(served) == 0, "keys and values of the adapter are not the base's"
+    served.publish(lambda: None)
+    assert reused(served, model="tandem") == 0
+    before = asked("tandem")
+    other = {"lora_name": "tandem", "lora_path": str(adapters["one"]), "load_inplace": True}
+    assert served.ask("/v1/load_lora_adapter", other)[0] == 409
+    assert asked("tandem") == before
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("lora-shared", {"trains": LORA, "sync": {"kind": "shared"}}),
         ("lora-hotswap", {"trains": LORA, "sync": {"kind": "hotswap"}}),
         ("full-broadcast", {"trains": {"kind": "full"}, "sync": {"kind": "broadcast"}}),
         ("full-shared", {"trains": {"kind": "full"}, "sync": {"kind": "shared", "bridge": "logdir"}}),
@@ -533,15 +593,11 @@ def test_a_trainer_finds_it_by_its_url(
     monkeypatch.chdir(served.place)  # where the file of the weights is looked for
     monkeypatch.delenv("LOGDIR", raising=False)
     folder = trained(served, name, **changes)
-    versions = published(folder)
-    assert sorted(versions) == [1, 2, 3]
+    serves(served, folder)
+    assert "tandem" not in models(served), "the adapter of an earlier trainer"
     if name == "full-broadcast":
         bridge = NcclBridge.read(folder)
         assert (bridge.world_size, bridge.param_metadata[NORM]["shape"]) == (2, [64])
-    info = served.info()
-    assert (info["state"], info["step"]) == ("serving", 3)
-    assert info["digest"] == versions[3]["digest"]
-    assert served.generate(max_tokens=2)["versions"] == [[[3, 2]]], "it goes on serving what was published last"
 
 
 def test_the_wrong_key_is_told_before_the_run_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

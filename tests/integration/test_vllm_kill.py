@@ -32,7 +32,7 @@ from integration.vllm_runs import (
 from tandem.engines._processes import identity
 from tandem.engines.base import Needs
 from tandem.engines.vllm import Vllm
-from tandem.types import PolicyVersion, Sampling
+from tandem.types import PolicyVersion
 
 pytestmark = [needs_engine, pytest.mark.slow]
 
@@ -117,14 +117,13 @@ def test_updated_engine_says_what_a_fresh_one_on_the_checkpoint_says(
 
 async def _fresh(model: Path, weights: Path, step: int, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Greedy tokens of ``weights`` by the library, as a check of the check, and by a fresh engine that is then left."""
-    greedy = Sampling(temperature=0.0, max_tokens=24)
     options = {name: value for name, value in engine(linger_seconds=1.0).items() if name != "kind"}
     needs = Needs(model=str(model), weights=weights, dtype=DTYPE, folder=folder)
     before = _by_transformers(model)
     async with Vllm(**options).open(SimpleNamespace(end_tokens=()), context=256, needs=needs) as fresh:
         await fresh.stamp(PolicyVersion(step=step, digest=""))
-        found = [list((await fresh.generate(prompt, greedy, 0)).tokens) for prompt in PROMPTS]
         left = Left.of(folder)
+        found = [(await asyncio.to_thread(left.greedy, prompt))["token_ids"][0] for prompt in PROMPTS]
         left.ask("/bridge/adopt", {"trainer": _somebody_dead()})
         await asyncio.to_thread(until, lambda: not alive(left.pid), "the end of an engine without a trainer")
     return before, found

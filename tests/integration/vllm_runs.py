@@ -94,8 +94,8 @@ def recipe(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a file with one on each line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """Records of a file with one on each line; text in them may hold what ``splitlines`` takes for ends of lines."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:

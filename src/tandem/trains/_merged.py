@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from tandem.errors import ConfigError
 
-_CHUNK = 1 << 22
-"""Elements of the float32 sum that is held at once on a host."""
+_CHUNK = 1 << 24
+"""Elements of the float32 product that is held at once."""
 
 
 class MergedLinear(nn.Linear):
@@ -55,12 +55,18 @@ class MergedLinear(nn.Linear):
                 self._w0 = self._w0.to(weight.device)
             elif self._on == "host" and not self._w0.is_pinned():
                 self._w0 = self._w0.pin_memory()
-            # One kernel reads W0 and writes W; its sums are float32 within, whatever the types outside are.
-            torch.addmm(self._w0.to(weight.device, non_blocking=True), b, a, alpha=self.scale, out=weight)
-            return
+        w0 = self._w0.to(weight.device, non_blocking=True)
         rows = max(1, _CHUNK // self.in_features)
-        for w, w0, part in zip(weight.split(rows), self._w0.split(rows), b.split(rows), strict=True):
-            w.copy_(torch.addmm(w0.float(), part.float(), a.float(), alpha=self.scale))
+        for w, w0_rows, b_rows in zip(weight.split(rows), w0.split(rows), b.split(rows), strict=True):
+            # Not addmm in the weights' own type: on a GPU that rounds the product before it adds it.
+            torch.add(w0_rows, _float32_product(b_rows, a), alpha=self.scale, out=w)
+
+
+def _float32_product(b: Tensor, a: Tensor) -> Tensor:
+    """B A of narrow factors in float32: on a GPU by tensor cores, whose sums are float32 already."""
+    if b.is_cuda and b.dtype != torch.float32:
+        return torch.mm(b, a, out_dtype=torch.float32)
+    return b.float() @ a.float()
 
 
 class _Product(torch.autograd.Function):
