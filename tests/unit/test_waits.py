@@ -86,20 +86,20 @@ def test_threads_ask_how_long_they_may_still_wait() -> None:
 
 
 def test_listeners_hear_of_long_waits_while_they_last_and_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "LONG", 0.02)
+    monkeypatch.setattr(waits, "LONG", 0.2)
     heard: list[tuple[str, str]] = []
     stop = waits.listen(lambda wait, state: heard.append((wait.owner, state)))
     try:
 
         async def break_off() -> None:
-            await asyncio.sleep(0.04)
+            await asyncio.sleep(0.4)
             raise ConnectionError
 
         async def run() -> None:
             async with waits.waiting("short", "b", "c"):
                 pass
             async with waits.waiting("long", "b", "c"):
-                await asyncio.sleep(0.06)
+                await asyncio.sleep(0.5)
                 assert heard == [("long", "waiting")]
             with pytest.raises(Deadline):
                 async with waits.waiting("late", "b", "c", deadline=0.005):
