@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ V = "model.layers.1.self_attn.v_proj.weight"
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LORA_A = "base_model.model.model.layers.{}.mlp.up_proj.lora_A.default.weight"
+LORA_A = "base_model.model.model.layers.{}.mlp.up_proj.lora_A.weight"
 
 Inject = Callable[[Any], AbstractAsyncContextManager[None]]
 Act = Callable[[Any], Awaitable[None]]
@@ -174,12 +174,12 @@ async def _greeted(bench: Any) -> None:
 def _stalled(bench: Any, connected: Any) -> Any:
     """The sender goes silent after its first bucket."""
     member = bench.link.member
-    pack = member._pack
+    launch = member._launch
 
-    def wrong(index: int, *others: Any) -> Any:
+    def wrong(plan: Any, index: int, *others: Any, **how: Any) -> Any:
         if index:
             time.sleep(member.rendezvous.seconds + 1)
-        return pack(index, *others)
+        return launch(plan, index, *others, **how)
 
     return wrong
 
@@ -223,6 +223,57 @@ def _other_alpha(bench: Any, folder: Path, version: PolicyVersion) -> Path:
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
     return folder
+
+
+def _slot(make: Callable[[Any, Any], Any]) -> Inject:
+    """How an adapter is written into the slot that the engine lends."""
+    return instead(lambda bench: bench.engine._slot.memory, "write", make)
+
+
+def _unwritten(bench: Any, write: Any) -> Any:
+    return lambda stored: sum(tensor.nbytes for _, tensor in stored)
+
+
+def _elsewhere(bench: Any, write: Any) -> Any:
+    def wrong(stored: Any) -> int:
+        memory = bench.engine._slot.memory
+        right = list(memory._views)
+        # All slots of a tensor lie one after another.
+        memory._views[:] = [v.as_strided(v.shape, v.stride(), _next_slot(v)) for v in right]
+        try:
+            return int(write(stored))
+        finally:
+            memory._views[:] = right
+
+    return wrong
+
+
+def _next_slot(view: torch.Tensor) -> int:
+    size = view.untyped_storage().nbytes() // view.element_size()
+    assert size >= 2 * (view.storage_offset() + view.numel()), "the engine has one slot only"
+    return int(view.storage_offset() + size // 2)
+
+
+def _layers_swapped(bench: Any, write: Any) -> Any:
+    def wrong(stored: Any) -> int:
+        first, second = LORA_A.format(0), LORA_A.format(1)
+        held = dict(stored)
+        return int(write([(n, held[{first: second, second: first}.get(n, n)]) for n in held]))
+
+    return wrong
+
+
+def _adapter(**factors: float) -> Inject:
+    """Its configuration says otherwise than the policy's."""
+
+    def make(bench: Any, adapt: Any) -> Any:
+        async def wrong(adapter: Adapter) -> int:
+            config = {**adapter.config, **{name: int(adapter.config[name] * by) for name, by in factors.items()}}
+            return int(await adapt(replace(adapter, config=config)))
+
+        return wrong
+
+    return instead(_engine, "adapt", make)
 
 
 def _not_loaded(bench: Any, swap: Any) -> Any:
@@ -277,21 +328,17 @@ BROADCAST = (
     Fault(
         name="sender goes silent in the middle",
         by="deadline",
-        inject=instead(lambda bench: bench.link.member, "_pack", _stalled),
+        inject=instead(lambda bench: bench.link.member, "_launch", _stalled),
         rebind=True,
     ),
     Fault(name="engine killed in the middle", by="started again", inject=nothing, act=_killed),
 )
 ADAPTER = (
-    Fault(name="stale adapter: handed over, not written", by="checksum", inject=inside("slot", how="stale")),
-    Fault(name="adapter written to another slot", by="checksum", inject=inside("slot", how="elsewhere")),
-    Fault(
-        name="two layers of the adapter swapped",
-        by="checksum",
-        inject=inside("slot", how="swapped", names=[LORA_A.format(0), LORA_A.format(1)]),
-    ),
-    Fault(name="adapter scaled by another alpha", by="checksum", inject=inside("slot", how="alpha")),
-    Fault(name="adapter of another rank", by="refused", inject=inside("slot", how="rank")),
+    Fault(name="stale adapter: said to be written, and was not", by="checksum", inject=_slot(_unwritten)),
+    Fault(name="adapter written to another slot", by="checksum", inject=_slot(_elsewhere)),
+    Fault(name="two layers of the adapter swapped", by="checksum", inject=_slot(_layers_swapped)),
+    Fault(name="adapter scaled by another alpha", by="checksum", inject=_adapter(lora_alpha=2)),
+    Fault(name="adapter of another rank", by="refused", inject=_adapter(r=0.5)),
     Fault(name="base-only routing", by="probe", inject=inside("no adapter")),
 )
 HOTSWAP = (

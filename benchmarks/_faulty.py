@@ -111,8 +111,14 @@ class Worker(worker.Worker):
         assert joining is not None
         assert joining.member is not None
         member = joining.member
+
+        def through(*asked: Any, straight: Any = None, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+            """Nothing lands by itself, or no fault could come between."""
+            arriving = (pair for bucket in member.receive(*asked, keep=keep) for pair in bucket)
+            return ([pair] for pair in self._tandem_through(arriving))
+
         joining.member = types.SimpleNamespace(  # type: ignore[assignment]
-            receive=lambda *asked: self._tandem_through(member.receive(*asked)), close=member.close
+            receive=through, close=member.close
         )
         try:
             super().tandem_receive(manifest, bucket_bytes, slot, config)
@@ -169,39 +175,6 @@ class Worker(worker.Worker):
             first, second = options["names"]
             found[first], found[second] = found[second], found[first]
         return found
-
-    # Adapters
-
-    def _tandem_slots(self) -> Any:
-        slots = super()._tandem_slots()
-        if self._tandem_fault != "slot":
-            return slots
-        how = self._tandem_options["how"]
-
-        def put(slot: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-            self._tandem_struck += 1
-            if how == "stale":
-                return
-            if how == "elsewhere":
-                slots.put(slot + 1, config, tensors)
-                self._tandem_undo = lambda: _ignore(slots.remove(slot + 1))
-                return
-            if how == "swapped":
-                first, second = self._tandem_options["names"]
-                other = {first: second, second: first}
-                assert other.keys() <= tensors.keys()
-                tensors = {name: tensors[other.get(name, name)] for name in tensors}
-            if how == "alpha":
-                config = {**config, "lora_alpha": 2 * config["lora_alpha"]}
-            if how == "rank":
-                config = {**config, "r": config["r"] // 2}
-            slots.put(slot, config, tensors)
-
-        return types.SimpleNamespace(put=put, stored=slots.stored, loaded=slots.loaded, remove=slots.remove)
-
-
-def _ignore(answer: object) -> None:
-    """For calls whose answer nobody needs."""
 
 
 def _set(owners: list[Any], mode: str) -> None:

@@ -201,7 +201,7 @@ class TimedCompute(Compute):
     phases = {  # noqa: RUF012 - a table
         "fold": "fold",
         "checksums": "sum here",
-        "_checksums": "sum here",
+        "_as_stored": "sum here",
         "<lambda>": "sum here",
         "probe_gap": "probe here",
         "save": "save",

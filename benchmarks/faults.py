@@ -308,7 +308,7 @@ async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome]
         enforce_eager=True,
         max_num_seqs=16,
         kv_cache_gb=0.25,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.1,
         control_seconds=60.0,
         linger_seconds=5.0,
         seeded=True,

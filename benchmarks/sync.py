@@ -84,7 +84,7 @@ class Bench:
         """What is trained and how it travels."""
         lora: dict[str, Any] = {"rank": self.args.rank, "alpha": 2 * self.args.rank}
         broadcast: dict[str, Any] = {"backend": self.args.backend, "bucket_mb": self.args.bucket_mb}
-        proof: dict[str, Any] = {"prove_every": self.args.prove_every}
+        proof: dict[str, Any] = {"prove_every": self.args.prove_every, "tolerance": self.args.tolerance}
         trains: Trains = Lora(**lora)
         match name:
             case "plain" | "shared":

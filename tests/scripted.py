@@ -84,7 +84,7 @@ class Wire:
             assert leader.publish is not None
             expected, tensors = leader.publish
             assert expected == [[list(entry) for entry in entries], bucket_bytes]
-        yield from tensors.items()
+        yield list(tensors.items())
         with leader.changed:
             leader.taken += 1
             leader.changed.notify_all()
@@ -288,9 +288,9 @@ class Scripted(Engine):
         self.trains.load(self.inner.model, folder)
         self.adapted = True
 
-    async def workers(self) -> Sequence[int]:
+    async def workers(self) -> Sequence[Sequence[str]]:
         self._at("workers")
-        return [1, 1]
+        return [[""], [""]]
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Two workers of one rank each: the first writes the weights, the second looks on."""
@@ -317,7 +317,7 @@ class Scripted(Engine):
         live = dict(self.trains.source(self.inner.model))
 
         def take(member: Any, *, write: bool) -> None:
-            for name, tensor in member.receive(manifest, bucket_bytes):
+            for name, tensor in (pair for bucket in member.receive(manifest, bucket_bytes) for pair in bucket):
                 if write:
                     live[name].copy_(tensor)
 

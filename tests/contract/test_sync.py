@@ -279,8 +279,6 @@ def test_an_engine_that_dies_in_the_first_publish(
     sync, _ = way
     if asked == "move" and isinstance(sync, Restart):
         pytest.skip("it was started on these very weights")
-    if asked == "pause" and isinstance(sync, Shared):
-        pytest.skip("it dies while it is bound, before there is anything to publish")
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
@@ -288,6 +286,54 @@ def test_an_engine_that_dies_in_the_first_publish(
             async with pair.open() as link:
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
                 await pair.step(link, 1)
+
+        run(work)
+
+
+BINDS = [
+    pytest.param(WAYS[way], asked, id=f"{way}-{asked}")
+    for way, points in (
+        ("shared weights", ("pause", "lend")),
+        ("shared adapter", ("pause", "lend")),
+        ("broadcast weights", ("workers", "connect", "connected")),
+    )
+    for asked in points
+]
+"""Where an engine can die before anything is published to it."""
+
+
+@pytest.mark.parametrize("somebody_revives", [False, True], ids=["", "revived"])
+@pytest.mark.parametrize(("way", "asked"), BINDS)
+def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str, somebody_revives: bool
+) -> None:
+    with paired(tiny_model, tmp_path, way, somebody_revives=somebody_revives) as pair:
+
+        async def work() -> None:
+            pair.engine.dies[asked] = 1
+            async with pair.open() as link:
+                assert pair.engine.epoch == 1
+                pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
+                await pair.step(link, 1)
+            assert [step for step, _ in pair.engine.given] == [0, 1]
+
+        run(work)
+
+
+@pytest.mark.parametrize(("way", "asked"), BINDS)
+@pytest.mark.parametrize("revivable", [True, False], ids=["ours", "not ours"])
+def test_an_engine_that_cannot_be_bound_ends_the_run(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str, revivable: bool
+) -> None:
+    with paired(tiny_model, tmp_path, way, revivable=revivable) as pair:
+
+        async def work() -> None:
+            pair.engine.dies[asked] = 100
+            with pytest.raises(EngineError, match=f"died in {asked}"):
+                async with pair.open():
+                    raise AssertionError("it must not open")
+            assert 100 - pair.engine.dies[asked] == (ATTEMPTS if revivable else 1)
+            assert pair.engine.given == []
 
         run(work)
 

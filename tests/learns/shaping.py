@@ -14,6 +14,11 @@ def near(completions: list[list[dict[str, str]]], answer: list[str], **columns: 
     ]
 
 
+def digit(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """Whether the first character is a digit, right or wrong."""
+    return [float(completion[0]["content"][:1] in set("0123456789")) for completion in completions]
+
+
 def letters(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
     """Share of the text's characters that are letters: siblings of a random model nearly always differ in it."""
     said = [completion[0]["content"] for completion in completions]

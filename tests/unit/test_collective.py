@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.weights.collective import Entry, Member, Rendezvous, _plan, manifest
+from tandem.weights.buckets import Entry, Plan, manifest
+from tandem.weights.collective import Member
+from tandem.weights.rendezvous import Rendezvous
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,7 +32,8 @@ CHILD = """
 import hashlib, json, os, signal, sys
 import torch
 from tandem.errors import TransportError
-from tandem.weights.collective import Member, Rendezvous
+from tandem.weights.collective import Member
+from tandem.weights.rendezvous import Rendezvous
 
 print("ready", flush=True)
 for line in sys.stdin:
@@ -45,7 +48,7 @@ for line in sys.stdin:
             continue
         member = Member.join(Rendezvous(**job["rendezvous"]), job["rank"], who=f"engine {job['rank']}")
         for entries in job["publishes"]:
-            for name, tensor in member.receive(entries, job["bucket"]):
+            for name, tensor in (pair for some in member.receive(entries, job["bucket"]) for pair in some):
                 if name == job.get("dies_at"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -193,13 +196,83 @@ def test_memory_is_reused_only_after_the_consumer_came_back() -> None:
     with pair() as (trainer, worker):
         got: dict[str, Tensor] = {}
         sending = Background(lambda: trainer.send(named.items(), 4096))
-        for name, tensor in worker.receive(manifest(named.items()), 4096):
-            time.sleep(0.002)  # time for later buckets to arrive
-            got[name] = tensor.clone()
+        for bucket in worker.receive(manifest(named.items()), 4096):
+            time.sleep(0.02)  # time for later buckets to arrive
+            got |= {name: tensor.clone() for name, tensor in bucket}
         assert sending.error() is None
     assert list(got) == list(named)
     for name, tensor in named.items():
         assert torch.equal(got[name], tensor), name
+
+
+def landed(size: int) -> dict[str, Tensor]:
+    """Where the large ones of what ``large`` makes can go, and where not: another type, another shape, with gaps."""
+    room = torch.zeros(size + 2, 1 << 10)
+    return {
+        "rows": room[1:-1],
+        "gaps": torch.zeros(size, 1 << 11)[:, ::2],
+        "wide": torch.zeros(size, 1 << 10, dtype=torch.int32),
+        "bent": torch.zeros(1 << 10, size),
+        "small": torch.zeros(3),
+    }
+
+
+def large(seed: int, size: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    named = {name: torch.randn(size, 1 << 10) for name in ("rows", "gaps", "wide", "bent", "free")}
+    return {**named, "small": torch.randn(3), "turned": torch.randn(1 << 10, size).T}
+
+
+@pytest.mark.parametrize("bucket", [1 << 20, 9 << 20, 1 << 30])  # each alone and in memory of its own; two; all
+def test_large_tensors_land_where_they_belong(bucket: int) -> None:
+    size = 1025  # rows of 4 KiB: just above what travels alone
+    with pair() as (trainer, worker):
+        for seed in range(3):
+            named, place = large(seed, size), landed(size)
+            sending = Background(lambda named=named: trainer.send(named.items(), bucket))
+            direct = []
+            for some in worker.receive(manifest(named.items()), bucket, straight=place):
+                for name, tensor in some:
+                    assert torch.equal(tensor, named[name]), name
+                    direct += [name] if tensor is place.get(name) else []
+            assert sending.error() is None
+            assert direct == ["rows"]
+            assert torch.equal(place["rows"], named["rows"])
+            assert not any(place[name].any() for name in ("gaps", "wide", "bent", "small"))
+            neighbours = place["rows"]._base
+            assert neighbours is not None
+            assert not neighbours[0].any()
+            assert not neighbours[-1].any()
+
+
+def test_what_is_kept_is_not_overwritten() -> None:
+    named = {f"t{i}": torch.full((300,), float(i)) for i in range(20)}
+    with pair() as (trainer, worker):
+        kept = []
+        for seed, keep in enumerate((False, True, True)):
+            sending = Background(lambda seed=seed: trainer.send([(n, t + seed) for n, t in named.items()], 4096))
+            kept.append(list(worker.receive(manifest(named.items()), 4096, keep=keep)))
+            assert sending.error() is None
+    for seed, buckets in list(enumerate(kept))[1:]:
+        got = dict(pair for bucket in buckets for pair in bucket)
+        assert list(got) == list(named)
+        assert all(torch.equal(got[name], tensor + seed) for name, tensor in named.items())
+
+
+def test_a_publish_says_how_long_it_took() -> None:
+    named = {"a": torch.ones(10)}
+    with pair() as (trainer, worker):
+        sending = Background(lambda: trainer.send(named.items()))
+        time.sleep(0.2)
+        tensors = worker.receive(manifest(named.items()))
+        next(tensors)
+        time.sleep(0.3)
+        assert list(tensors) == []
+        assert sending.error() is None
+        assert trainer.last.ready >= 0.2
+        assert trainer.last.done >= 0.25
+        assert worker.last.wire >= 0.3
+        assert max(trainer.last.wire, worker.last.ready, worker.last.done) < 0.2
 
 
 def test_send_returns_when_the_last_tensor_was_copied_out() -> None:
@@ -217,13 +290,27 @@ def test_send_returns_when_the_last_tensor_was_copied_out() -> None:
 def test_buckets_are_a_function_of_the_manifest() -> None:
     entries = [Entry("a", (10,), "int8"), Entry("b", (50,), "int8"), Entry("c", (500,), "bfloat16")]
     entries += [Entry("d", (), "float32"), Entry("e", (30, 2), "bfloat16"), Entry("f", (1,), "float64")]
-    assert _plan(entries, 200)[2][-1].stop == 200  # to the last byte
-    buckets = _plan(entries, 199)
-    assert [[part.name for part in bucket] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert [(part.start, part.stop) for part in buckets[0]] == [(0, 10), (64, 114)]
-    assert buckets[1][0].stop == 1000  # larger than a bucket: alone
-    assert len(_plan(entries, 10_000)) == 1
-    assert len(_plan(entries, 1)) == len(entries)
+    assert Plan(entries, 200).buckets[2].size == 200  # to the last byte
+    buckets = Plan(entries, 199).buckets
+    assert [[part.name for part in bucket.parts] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert [(part.start, part.stop) for part in buckets[0].parts] == [(0, 10), (64, 114)]
+    assert buckets[1].size == 1000  # larger than a bucket: alone
+    assert len(Plan(entries, 10_000).buckets) == 1
+    assert len(Plan(entries, 1).buckets) == len(entries)
+
+
+def test_large_tensors_need_no_room_in_a_bucket() -> None:
+    large = {name: torch.empty(1 << 20) for name in ("b", "d")}
+    named = {"a": torch.empty(3), "b": large["b"], "c": torch.empty(5), "d": large["d"]}
+    (bucket,) = Plan(manifest(named.items()), 1 << 30).buckets
+    assert [part.alone for part in bucket.parts] == [False, True, False, True]
+    assert bucket.packed == bucket.staged(large) == 64 + 20
+    assert bucket.staged({}) == bucket.size == 128 + (2 << 22)
+    assert bucket.staged({"b": large["b"]}) == bucket.size
+    assert bucket.staged({"d": large["d"]}) == 128 + (1 << 22)
+    memory = torch.empty(bucket.size, dtype=torch.uint8)
+    assert [piece.numel() for piece in bucket.pieces(memory, large)] == [84, 1 << 22, 1 << 22]
+    assert bucket.pieces(memory[:84], large)[2].data_ptr() == large["d"].data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +318,7 @@ def test_buckets_are_a_function_of_the_manifest() -> None:
 )
 def test_what_cannot_travel_is_named(entry: Entry) -> None:
     with pytest.raises(TransportError, match=entry.name):
-        _plan([Entry("fine", (3,), "int8"), entry], 100)
+        Plan([Entry("fine", (3,), "int8"), entry], 100)
 
 
 def test_who_never_joins_is_named_on_every_side() -> None:

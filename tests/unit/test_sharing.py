@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.errors import TransportError
 from tandem.weights import _cuda_ipc, sharing
-from tandem.weights.sharing import attach, handed, lend_cuda, lend_host, remove_orphans
+from tandem.weights.sharing import attach, lend_cuda, lend_host, remove_orphans
 
 CHILD = """
 import json, sys
@@ -399,33 +399,6 @@ def test_what_is_expected_must_be_lent(folder: Path) -> None:
             attach(lent.description, expect={name: wrong})
 
 
-def test_a_hand_over_lasts_as_long_as_its_block() -> None:
-    given = {"a": torch.randn(3, 4, requires_grad=True), "b": torch.randn(2, dtype=torch.bfloat16)}
-    with second_process() as peer:
-        with handed(given) as description:
-            assert peer("attach", description=description) is None
-            path = Path(description["path"])
-            assert path.exists()
-        assert not path.exists()
-        assert peer("read", name="a") == given["a"].double().tolist()
-        assert "error" in peer("attach", description=description)
-
-
-def test_a_hand_over_is_of_one_device() -> None:
-    for tensors in ({}, {"a": torch.ones(1), "b": torch.ones(1, device="meta")}):
-        with pytest.raises(TransportError, match="one device"), handed(tensors):
-            pass
-
-
-def test_what_is_packed_shares_one_storage() -> None:
-    given = {"a": torch.randn(3, 5).t(), "b": torch.randn(2, dtype=torch.bfloat16), "c": torch.tensor(3)}
-    packed = sharing._packed(given)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in packed.values()}) == 1
-    for name, tensor in given.items():
-        assert packed[name].dtype == tensor.dtype
-        assert torch.equal(packed[name], tensor)
-
-
 # --- CUDA: what is told, without a GPU; what is true, with one ---
 
 
@@ -552,19 +525,6 @@ def test_gpu_memory_is_one_for_both() -> None:
     with second_process() as peer:  # a borrower that was killed keeps nobody out
         assert peer("attach", description=description) is None
         assert peer("read", name="scale") == given["scale"].item()
-
-
-@needs_gpu
-def test_a_hand_over_on_a_gpu_leaks_nothing() -> None:
-    given = {str(n): torch.randn(1000 + n, 33, device="cuda", requires_grad=True) for n in range(20)}
-    with second_process() as peer:
-        before = torch.cuda.memory_allocated()
-        for _ in range(5):
-            with handed(given) as description:
-                assert peer("attach", description=description) is None
-                assert peer("read", name="3") == given["3"].double().tolist()
-                peer("forget")
-            assert torch.cuda.memory_allocated() == before
 
 
 @needs_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -528,6 +529,19 @@ def test_what_it_samples_is_compared_at_its_own_temperature(policy: Policy, tiny
         assert probe.temperature == 0.7
 
 
+def test_a_sampled_token_that_the_model_does_not_have_is_no_lookup(policy: Policy, tiny_model: Path) -> None:
+    """A GPU would end the process over it, and the run would end without a reason."""
+
+    def garbage(probe: Probe) -> Probe:
+        assert probe.sampled is not None
+        tokens = (*probe.sampled.tokens[:-1], policy.head.weight.shape[0])
+        return replace(probe, sampled=replace(probe.sampled, tokens=tokens))
+
+    with pytest.raises(StaleWeights, match="on tokens sampled after a probe engine one and the trainer differ by inf"):
+        answered(policy, tiny_model, garbage)
+    assert all(math.isnan(value) for value in policy.score([1, -1, 2]))
+
+
 def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_model: Path) -> None:
     """Scored at temperature 1 all is well; those of sampled tokens are of another distribution than was drawn from."""
 
@@ -628,11 +642,11 @@ def published_beside(folder: Path, policy: Policy, trains: Trains, **script: Any
 def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model: Path) -> None:
     trains = Lora(rank=2)
     with live_policy(tiny_model, trains=trains) as policy:
-        assert published_beside(tiny_model, policy, trains).count("checksums") == 1 + 3
+        assert published_beside(tiny_model, policy, trains).count("checksums") == 1 + 1 + 3, "rehearsed once"
         again = published_beside(tiny_model, policy, trains, dies={"probe": 1})
-        assert again.count("checksums") == 2 + 4, "what was started anew may have started on other weights"
+        assert again.count("checksums") == 1 + 2 + 4, "what was started anew may have started on other weights"
     with live_policy(tiny_model) as policy:
-        assert published_beside(tiny_model, policy, Full()).count("checksums") == 3, "all of it is published"
+        assert published_beside(tiny_model, policy, Full()).count("checksums") == 1 + 3, "all of it is published"
 
 
 @pytest.mark.parametrize(("changed", "kind"), [(1, TornWeights), (None, StaleWeights)], ids=["one", "all"])
@@ -929,12 +943,27 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
                 async with Broadcast(seconds=5).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
 
-    async def workers() -> list[int]:
-        return [2, 1, 4]
+    async def workers() -> list[list[str]]:
+        return [[""] * 2, [""], [""] * 4]
 
     monkeypatch.setattr(broadcast, "Member", Wire)
     asyncio.run(work())
     assert told == [(8, [1, 3, 4])]
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "backend"),
+    [
+        (["", ""], "gloo"),
+        (["GPU-a", "GPU-b"], "nccl"),
+        (["GPU-a", "GPU-a"], "gloo"),  # NCCL refuses two members on one card
+        (["GPU-a", "GPU-b", "GPU-b"], "gloo"),
+        (["GPU-a", ""], "gloo"),
+        (["GPU-a", "GPU-b", "GPU-c"], "nccl"),
+    ],
+)
+def test_the_backend_follows_from_where_the_members_are(accelerators: list[str], backend: str) -> None:
+    assert broadcast._backend(accelerators) == backend
 
 
 def test_a_broadcast_that_breaks_off_says_why(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engines._vllm_adapter import AdapterSlots, Held, scaled, scaling
+from tandem.engines._vllm_adapter import AdapterSlots, Held
+from tandem.engines._vllm_engine import Vllm
+from tandem.engines._vllm_slot import SHARED_NAME, Borrowed
+from tandem.engines._vllm_stored import Stored, scale_, scaled, scaling
+from tandem.engines.base import Adapter, Needs
 from tandem.errors import EngineError
 
 HIDDEN, HEADS, KEYS, HEAD, MLP, SLOTS, MAX_RANK = 16, 8, 2, 4, 24, 2, 8
@@ -420,3 +428,151 @@ def test_scaling_is_pefts() -> None:
 def test_an_engine_without_adapters_says_so() -> None:
     with pytest.raises(EngineError, match="--enable-lora"):
         AdapterSlots(SimpleNamespace())
+
+
+def numbers(dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Many bit patterns, with the smallest and the largest there are."""
+    info = torch.finfo(dtype)
+    edges = torch.tensor([0.0, -0.0, info.tiny, info.smallest_normal, info.max, info.min, torch.inf, -torch.inf])
+    return torch.cat([torch.randn(61), 1e-4 * torch.randn(500), edges]).to(device, dtype)
+
+
+FACTORS = [1.0, 2.0, 0.5, 2.0**-7, 10 / 6, 0.3, 32 / 12**0.5]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_whatever_multiplies_b_gives_the_bits_of_one_float32_product(
+    dtype: torch.dtype, factor: float, device: str
+) -> None:
+    tensors = [numbers(dtype, device), numbers(dtype, device)[:7]]
+    want = [(t.float() * torch.tensor(factor, dtype=torch.float32, device=device)).to(dtype) for t in tensors]
+    one_by_one = [tensor * factor for tensor in tensors]  # what vLLM does when it loads a file
+    config = {"r": 1, "lora_alpha": factor}
+    stored = Stored().of([(f"{n}.lora_B.default.weight", t.view(1, -1)) for n, t in enumerate(tensors)], config)
+    scale_(tensors, factor)
+    for n, expected in enumerate(want):
+        for found in (one_by_one[n], tensors[n], stored[n][1].flatten()):
+            assert torch.equal(found, expected)
+
+
+def test_what_the_trainer_stores_follows_its_tensors_and_stays_in_its_place() -> None:
+    given, keeper = adapter(), Stored()
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    first = keeper.of(given.items(), CONFIG)
+    where = [tensor.data_ptr() for _, tensor in first]
+    assert all(torch.equal(tensor, expected(given)[name]) for name, tensor in first)
+    assert all(torch.equal(before[name], tensor) for name, tensor in given.items())
+    assert all(pointer % 16 == 0 for pointer in where), "wide loads need it"
+    for tensor in given.values():
+        tensor.add_(1)
+    second = keeper.of(given.items(), CONFIG)
+    assert all(torch.equal(tensor, expected(given)[name]) for name, tensor in second)
+    assert [tensor.data_ptr() for _, tensor in second] == where
+    larger = adapter(rank=8)
+    third = keeper.of(larger.items(), CONFIG | {"r": 8})
+    assert all(torch.equal(tensor, expected(larger, 10 / 8)[name]) for name, tensor in third)
+
+
+def meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}
+
+
+def test_a_lent_slot_is_written_by_its_borrower(tmp_path: Path) -> None:
+    slots, manager = engine()
+    slots.put(8, CONFIG, adapter(5))  # beside it
+    slots.put(7, CONFIG, adapter(4))  # as a broadcast does; its values move with the slot
+    keeper = Stored()
+    answer = json.loads(json.dumps(slots.lend(7, CONFIG, meta(adapter()), tmp_path)))
+    borrowed = Borrowed(answer, keeper.of(adapter().items(), CONFIG))
+    assert all(torch.equal(h.tensor, expected(adapter(4))[h.name]) for h in slots.stored(7))
+    for seed in (0, 1):
+        stored = keeper.of(adapter(seed).items(), CONFIG)
+        assert borrowed.write(stored) == sum(tensor.nbytes for tensor in adapter().values())
+        want = expected(adapter(seed))
+        assert all(torch.equal(h.tensor, want[h.name]) for h in slots.stored(7))
+    q = manager.modules["model.layers.0.self_attn.qkv_proj"]
+    slot = manager.lora_index_to_id.index(7)
+    assert torch.equal(q.lora_a_stacked[0][slot, 0, :6], want[f"{Q}.lora_A.weight"]), "what vLLM's kernels read"
+    assert torch.equal(q.lora_b_stacked[0][slot, 0, :, :6], want[f"{Q}.lora_B.weight"])
+    assert all(torch.equal(h.tensor, expected(adapter(5))[h.name]) for h in slots.stored(8))
+    slots.put(7, CONFIG, adapter(2))  # another way to write it goes on to work
+    assert all(torch.equal(h.tensor, expected(adapter(2))[h.name]) for h in slots.stored(7))
+
+
+def test_a_slot_has_one_borrower_and_leaves_no_file(tmp_path: Path) -> None:
+    slots, _ = engine()
+    first = slots.lend(7, CONFIG, meta(adapter()), tmp_path)["key"]
+    assert slots.lent(7, first)
+    second = slots.lend(7, CONFIG, meta(adapter()), tmp_path)["key"]
+    assert [slots.lent(7, key) for key in (first, second, "")] == [False, True, False]
+    assert [path.name.startswith(SHARED_NAME) for path in tmp_path.iterdir()] == [True], "one file for both"
+    slots.remove(7)
+    gc.collect()
+    assert not slots.lent(7, second)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_is_not_lent(tmp_path: Path) -> None:
+    slots, manager = engine()
+    with pytest.raises(EngineError, match=r"takes floating-point \(4, 16\)"):
+        slots.lend(7, CONFIG | {"r": 4}, meta(adapter()), tmp_path)
+    assert not manager.registered
+    wide = adapter(dtype=torch.float32)
+    answer = slots.lend(7, CONFIG, meta(wide), tmp_path)
+    with pytest.raises(EngineError, match=r"q_proj.lora_A.weight as torch.bfloat16.*the trainer has torch.float32"):
+        Borrowed(answer, Stored().of(wide.items(), CONFIG))
+    assert filled(manager) == 0
+
+
+class Server:
+    """An engine over HTTP that lends a stand-in's slot."""
+
+    name = "engine one"
+
+    def __init__(self, folder: Path) -> None:
+        self.slots, self.manager = engine()
+        self.folder = folder
+        self.asked: list[str] = []
+        self.stolen = False
+
+    async def post(self, path: str, body: Any) -> Any:
+        self.asked.append(path.rpartition("/")[2])
+        if path == "/bridge/adapt":
+            return {"held": self.slots.lent(7, body.key) and not self.stolen}
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, t), device="meta") for name, shape, t in body.tensors}
+        return {"ranks": [self.slots.lend(7, body.config, tensors, self.folder)]}
+
+    def held(self) -> dict[str, Tensor]:
+        return {h.name: h.tensor for h in self.slots.stored(7)}
+
+
+def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    fleet: Any = SimpleNamespace(servers=[server], epoch=0, context=64)
+    live = Vllm(fleet, seeded=False, context=64, ends=[], needs=Needs(model="", dtype="bfloat16"), patience=1.0)
+
+    def publish(seed: int) -> list[str]:
+        server.asked.clear()
+        given = Adapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
+        assert asyncio.run(live.adapt(given)) == sum(tensor.nbytes for tensor in adapter().values())
+        want = expected(adapter(seed))
+        assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
+        return list(server.asked)
+
+    assert publish(0) == ["lend_slot", "adapt"]
+    assert publish(1) == ["adapt"]
+    server.slots.remove(7)  # unloaded by somebody
+    assert publish(2) == ["adapt", "lend_slot", "adapt"]
+    fleet.epoch += 1  # started again
+    server.slots, server.manager = engine()
+    assert publish(3) == ["lend_slot", "adapt"]
+    server.slots.lend(7, CONFIG, meta(adapter()), tmp_path)  # another trainer's, by now
+    assert publish(4) == ["adapt", "lend_slot", "adapt"]
+    server.stolen = True
+    with pytest.raises(EngineError, match="another trainer publishes to it"):
+        publish(5)
+    want = expected(adapter(4))
+    assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items()), "nothing was written"

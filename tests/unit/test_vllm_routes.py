@@ -339,7 +339,8 @@ def test_weights_are_written_while_paused_alone() -> None:
     async def body(c: Client) -> None:
         for path, asked in (
             ("/bridge/lend", {"folder": "/x"}),
-            ("/bridge/adapt", {"config": {}, "source": {}}),
+            ("/bridge/lend_slot", {"config": {}, "tensors": [], "folder": "/dev/shm"}),
+            ("/bridge/adapt", {"key": "abc"}),
             ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
         ):
             found = await c.post(path, asked)
@@ -533,9 +534,17 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypat
 def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
-        c.vllm.answers["tandem_adapt"] = [128]
-        assert (await c.post("/bridge/adapt", {"config": {"r": 8}, "source": {}})).json == {"bytes": 128}
-        assert c.vllm.calls[-1] == ("tandem_adapt", (SLOT, '{"r": 8}', "{}"))
+        c.vllm.answers["tandem_lend_slot"] = ['{"key": "abc"}']
+        asked = {"config": {"r": 8}, "tensors": [["a", [8, 16], "bfloat16"]], "folder": "/dev/shm"}
+        assert (await c.post("/bridge/lend_slot", asked)).json == {"ranks": [{"key": "abc"}]}
+        told = (SLOT, '{"r": 8}', '[["a", [8, 16], "bfloat16"]]', "/dev/shm")
+        assert c.vllm.calls[-1] == ("tandem_lend_slot", told)
+        c.vllm.answers["tandem_lent_slot"] = [False]
+        assert (await c.post("/bridge/adapt", {"key": "another"})).json == {"held": False}
+        assert (await c.get("/lora/status")).json["in_place"] is False, "nobody was let write it"
+        c.vllm.answers["tandem_lent_slot"] = [True]
+        assert (await c.post("/bridge/adapt", {"key": "abc"})).json == {"held": True}
+        assert c.vllm.calls[-1] == ("tandem_lent_slot", (SLOT, "abc"))
         assert (await c.post("/bridge/resume")).status == 409, "nobody said what was written"
         await c.post("/bridge/probe", {"tokens": [1, 2]})
         assert {request.adapter.lora_name for request in c.vllm.seen} == {"tandem"}

@@ -2,30 +2,29 @@
 
 vLLM keeps, per adapted layer, one tensor for all A and one for all B, with a first dimension of slots; its kernels and
 CUDA graphs hold their addresses. An adapter is therefore registered once, by vLLM's own calls and with zeros, and from
-then on every version is copied into its slot. It never passes through a file, and no copy is kept beside the slot.
+then on every version is copied into its slot: here, or by the trainer, to which the slot is lent. It never passes
+through a file, and no copy is kept beside the slot.
 
 Nothing here imports vLLM: it is handed vLLM's objects and asks for attributes, not versions.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.engines._vllm_slot import Loan
+from tandem.engines._vllm_stored import rank_of, scale_, scaling
 from tandem.errors import EngineError
 
 _PEFT = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
-_UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
-_UNSERVED += ("layer_replication", "trainable_token_indices", "target_parameters", "fan_in_fan_out")
-_UNSERVED += ("alora_invocation_tokens", "use_qalora", "use_bdlora")
-"""Options of PEFT that change what an adapter computes and that vLLM, or one of its releases, ignores or refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class _Target:
         return tensor[rows.first : rows.first + rows.size, columns.first : columns.first + columns.size]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Adapter:
     """An adapter that lives in a slot."""
 
@@ -96,8 +95,16 @@ class _Adapter:
     slot: int
     rank: int
     targets: dict[str, _Target]
-    views: list[Tensor]
-    views_b: list[Tensor]
+    loan: Loan | None = None
+    _held: list[Held] = field(default_factory=list)
+    _where: tuple[int, ...] = ()
+
+    def held(self) -> list[Held]:
+        """What the slot holds; viewed anew only where storage was moved, as lending does."""
+        where = tuple(target.stacked.data_ptr() for target in self.targets.values())
+        if where != self._where:
+            self._held, self._where = [target.held(self.slot) for target in self.targets.values()], where
+        return self._held
 
 
 class _Spent(dict[str, Any]):
@@ -108,22 +115,6 @@ class _Spent(dict[str, Any]):
             f"vLLM fills an adapter's slot anew, at {key}, but its values were only in the slot that it lost; the "
             "adapter was pinned and must not be deactivated: publish it again"
         )
-
-
-def scaling(config: Mapping[str, Any]) -> float:
-    """What the adapter's output is multiplied by: alpha/rank, or alpha/sqrt(rank) with ``use_rslora``."""
-    rank = config["r"]
-    return float(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def scaled(tensor: Tensor, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Tensor:
-    """B as a slot stores it, to the bit: cast to the slots' type, then multiplied, as vLLM does when it loads a file.
-
-    ``dtype`` is the slots' type, the tensor's own by default. A is stored as it is, only cast.
-    """
-    stored = tensor.detach().to(dtype or tensor.dtype)
-    factor = scaling(config)
-    return stored if factor == 1 else stored * factor
 
 
 class AdapterSlots:
@@ -156,7 +147,45 @@ class AdapterSlots:
         Raises:
             EngineError: vLLM cannot serve this adapter, it does not fit the model, or no slot is free.
         """
-        rank = self._check_config(config)
+        given, adapter = self._claim(lora_id, config, tensors)
+        held = adapter.held()
+        parts = [target.part(given[name]) for name, target in adapter.targets.items()]
+        torch._foreach_copy_([part.tensor for part in held], parts)
+        scale_([part.tensor for part in held if part.scaled], scaling(config))
+
+    def lend(
+        self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
+    ) -> dict[str, Any]:
+        """Give adapter ``lora_id`` a slot, as ``put``, and lend it: the borrower writes what the slot holds.
+
+        Args:
+            lora_id: the adapter.
+            config: as for ``put``.
+            tensors: as for ``put``; their values are not looked at, and may be missing (the meta device).
+            folder: where a shared file is made; read on a host alone.
+
+        Returns:
+            what ``Borrowed`` needs, by the names that ``stored`` gives.
+
+        Raises:
+            EngineError: as ``put``.
+            TransportError: the memory cannot be lent.
+        """
+        _, adapter = self._claim(lora_id, config, tensors)
+        if adapter.loan is None:
+            adapter.loan = Loan({name: target.stacked for name, target in adapter.targets.items()}, folder)
+        return adapter.loan.to_borrower(adapter.slot)
+
+    def lent(self, lora_id: int, key: str) -> bool:
+        """Whether the slot is still that of the adapter, and ``key`` its last borrower's."""
+        adapter = self._alive(lora_id)
+        return adapter is not None and adapter.loan is not None and adapter.loan.key == key
+
+    def _claim(
+        self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], _Adapter]:
+        """The tensors under the names of ``Held``, and the adapter in a slot, if they fit it."""
+        rank = rank_of(config, self._manager.lora_config.max_lora_rank)
         given = _named(tensors)
         adapter = self._alive(lora_id)
         targets = self._targets(given, rank) if adapter is None else adapter.targets
@@ -167,13 +196,7 @@ class AdapterSlots:
                 f"{min(given.keys() ^ targets.keys(), default='none')}; remove it first, or use another id"
             )
         _check_shapes(given, targets)
-        if adapter is None:
-            adapter = self._register(lora_id, rank, targets)
-        torch._foreach_copy_(adapter.views, [target.part(given[name]) for name, target in targets.items()])
-        factor = scaling(config)
-        if factor != 1:
-            for view in adapter.views_b:  # one by one: the fused form rounds the factor to bfloat16 first
-                view.mul_(factor)
+        return given, adapter or self._register(lora_id, rank, targets)
 
     def stored(self, lora_id: int) -> Iterator[Held]:
         """What the slot really holds, tensor by tensor, in the order it was first put.
@@ -184,7 +207,7 @@ class AdapterSlots:
         adapter = self._alive(lora_id)
         if adapter is None:
             raise EngineError(f"adapter {lora_id} is in no slot; put it first")
-        yield from (target.held(adapter.slot) for target in adapter.targets.values())
+        yield from adapter.held()
 
     def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> Iterator[Held]:
         """What the slot of an adapter that vLLM loaded from a folder really holds, for the names it should have.
@@ -196,33 +219,13 @@ class AdapterSlots:
         if lora_id not in slots:
             raise EngineError(f"adapter {lora_id} is in no slot; load it first")
         slot = slots.index(lora_id)
-        targets = self._targets(_named(dict.fromkeys(names)), self._check_config(config))
+        targets = self._targets(_named(dict.fromkeys(names)), rank_of(config, self._manager.lora_config.max_lora_rank))
         yield from (target.held(slot) for target in targets.values())
 
     def remove(self, lora_id: int) -> bool:
         """Free its slot; False if there was none."""
         self._adapters.pop(lora_id, None)
         return bool(self._manager.remove_adapter(lora_id))
-
-    def _check_config(self, config: Mapping[str, Any]) -> int:
-        """The adapter's rank, if vLLM can serve such an adapter."""
-        missing = [key for key in ("r", "lora_alpha") if key not in config]
-        if missing:
-            raise EngineError(f"the adapter's configuration lacks {missing[0]!r}; give PEFT's adapter_config.json")
-        unserved = [key for key in _UNSERVED if config.get(key)]
-        if config.get("bias") not in (None, "none"):
-            unserved.append("bias")
-        if unserved:
-            raise EngineError(
-                f"vLLM cannot serve an adapter with {unserved[0]}: {config[unserved[0]]!r}; train a plain one"
-            )
-        rank, most = config["r"], self._manager.lora_config.max_lora_rank
-        if not isinstance(rank, int) or not 1 <= rank <= most:
-            raise EngineError(
-                f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}; start it with a --max-lora-rank "
-                "that fits"
-            )
-        return rank
 
     def _alive(self, lora_id: int) -> _Adapter | None:
         """The adapter if it is still where it was put; None if vLLM has dropped it since."""
@@ -257,14 +260,7 @@ class AdapterSlots:
             ) from error
         blank.loras = _Spent()
         slot = manager.lora_index_to_id.index(lora_id)
-        adapter = self._adapters[lora_id] = _Adapter(
-            model=blank,
-            slot=slot,
-            rank=rank,
-            targets=targets,
-            views=[target.view(slot) for target in targets.values()],
-            views_b=[target.view(slot) for target in targets.values() if target.scaled],
-        )
+        adapter = self._adapters[lora_id] = _Adapter(model=blank, slot=slot, rank=rank, targets=targets)
         return adapter
 
     def _targets(self, given: Mapping[str, Any], rank: int) -> dict[str, _Target]:

@@ -26,19 +26,27 @@ class Adapters:
         self._loaded: dict[str, Any] = {}
         self.in_place: Any = None
 
-    async def adapt(self, config: dict[str, Any], source: dict[str, Any]) -> int:
-        """Overwrite the adapter that is served in place; returns its bytes."""
+    async def lend(self, asked: wire.LendSlot) -> list[Any]:
+        """Give the adapter in place a slot and lend it; what each rank answers."""
         self.require_enabled()
-        self._frontend.written = True
-        done = await self._frontend.rpc("tandem_adapt", SLOT, json.dumps(config), json.dumps(source))
-        self.written()
-        return int(done[0])
+        arguments = json.dumps(asked.config), json.dumps(asked.tensors), asked.folder
+        return [json.loads(text) for text in await self._frontend.rpc("tandem_lend_slot", SLOT, *arguments)]
+
+    async def adapt(self, key: str) -> bool:
+        """Whether the slot's borrower may write it; it is then taken to hold what nobody has stamped yet."""
+        self.require_enabled()
+        held = all(await self._frontend.rpc("tandem_lent_slot", SLOT, key))
+        if held:
+            self._frontend.written = True
+            self.written()
+        return held
 
     def written(self) -> None:
-        """The adapter in place holds values: requests use it once its step is stamped."""
+        """The adapter in place holds values: requests use it once its step is stamped, those to /v1 as a model."""
         from vllm.lora.request import LoRARequest
 
         self.in_place = LoRARequest(lora_name=IN_PLACE, lora_int_id=SLOT, lora_path="in-memory")
+        self._state.openai_serving_models.lora_requests[IN_PLACE] = self.in_place
 
     def require_enabled(self) -> None:
         """Raise Refused unless the engine was started with LoRA."""
@@ -77,8 +85,7 @@ class Adapters:
         self.require_enabled()
         folder = allowed(asked.adapter_path)
         name = asked.adapter_name or folder.name
-        if name == IN_PLACE:
-            raise Refused(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
+        not_kept(name)
         if name in self._loaded:
             raise Refused(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
@@ -114,6 +121,12 @@ class Adapters:
             else:
                 await self._frontend.client.remove_lora(request.lora_int_id)
         return {"status": "ok", "unloaded": names}
+
+
+def not_kept(name: str) -> None:
+    """Raise Refused where loading an adapter of this name would replace the one that is trained."""
+    if name == IN_PLACE:
+        raise Refused(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
 
 
 def allowed(path: str) -> Path:

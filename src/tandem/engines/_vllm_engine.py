@@ -6,13 +6,15 @@ import asyncio
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_adapter import scaled
 from tandem.engines._vllm_client import Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
+from tandem.engines._vllm_slot import Borrowed
+from tandem.engines._vllm_stored import Stored
 from tandem.engines.base import Adapter, CanSwap, Engine, Health, Needs, Probe
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
@@ -23,6 +25,15 @@ PROBE_TEMPERATURE = 0.7
 """Not 1, so that logprobs that leave the temperature out are seen."""
 PROBE_TOKENS = 4
 """Tokens sampled after a probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """An adapter's slot that an engine has lent."""
+
+    epoch: int
+    asked: wire.LendSlot
+    memory: Borrowed
 
 
 class Vllm(Engine):
@@ -39,8 +50,10 @@ class Vllm(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: Adapter | None = None
-        self._scaled: dict[str, Any] = {}
+        self._stored = Stored()
+        self._slot: _Slot | None = None
         self._bridge: Path | None = None
+        self._told: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._republish: Callable[[], Awaitable[None]] | None = None
 
     # Life and death
@@ -71,6 +84,7 @@ class Vllm(Engine):
         self._republish = republish
 
     async def close(self) -> None:
+        self._slot = None
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -248,21 +262,28 @@ class Vllm(Engine):
         return found.attach()
 
     def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
-        for name, tensor in adapter.tensors:
-            plain = name.replace(".default.", ".")
-            if ".lora_B." not in plain:
-                yield plain, tensor
-                continue
-            values = scaled(tensor, adapter.config)
-            # At one address each, so that their checksums' tables last from publish to publish.
-            kept = self._scaled.setdefault(plain, values)
-            yield plain, kept if kept is values else kept.copy_(values)
+        return self._stored.of(adapter.tensors, adapter.config)
 
     async def adapt(self, adapter: Adapter) -> int:
         (server,) = self.servers
-        with sharing.handed(dict(adapter.tensors)) as source:
-            answer = await server.post("/bridge/adapt", wire.Adapt(config=dict(adapter.config), source=source))
-        return int(answer["bytes"])
+        stored = self._stored.of(adapter.tensors, adapter.config)
+        asked = wire.LendSlot(
+            config=dict(adapter.config),
+            tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
+            folder=str(sharing.SHARED_MEMORY),
+        )
+        for _ in range(2):
+            slot = self._slot
+            if slot is None or (slot.epoch, slot.asked) != (self.epoch, asked):
+                (rank,) = (await server.post("/bridge/lend_slot", asked))["ranks"]
+                slot = self._slot = _Slot(epoch=self.epoch, asked=asked, memory=Borrowed(rank, stored))
+            if (await server.post("/bridge/adapt", wire.Adapt(key=slot.memory.key)))["held"]:
+                return slot.memory.write(stored)
+            self._slot = None  # the engine was restarted behind our back, or its adapter unloaded
+        raise EngineError(
+            f"{server.name} lent its adapter's slot to somebody else as soon as it had lent it here: another trainer "
+            "publishes to it; end one of the two"
+        )
 
     async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
         self._adapter = adapter
@@ -304,6 +325,7 @@ class Vllm(Engine):
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
+        self._told = ()
         for server, rank in zip(self.servers, first, strict=True):
             body = wire.StartReceiver(
                 init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
@@ -315,9 +337,9 @@ class Vllm(Engine):
             )
             await server.post("/nccl/start_receiver", body)
 
-    async def workers(self) -> Sequence[int]:
-        """Ranks of each server."""
-        return [len((await server.info()).workers) for server in self.servers]
+    async def workers(self) -> Sequence[Sequence[str]]:
+        """Accelerators of each server's ranks."""
+        return [[worker.accelerator for worker in (await server.info()).workers] for server in self.servers]
 
     async def connected(self) -> bool:
         found = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
@@ -329,12 +351,11 @@ class Vllm(Engine):
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
     ) -> None:
-        body = wire.Receive(
-            manifest=[(name, list(shape), dtype) for name, shape, dtype in manifest],
-            bucket_bytes=bucket_bytes,
-            config=None if adapter is None else dict(adapter.config),
-        )
+        body = wire.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
+        if manifest != self._told:  # they remember it as long as they are connected
+            body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
         await self.fleet.all("/nccl/receive", body)
+        self._told = manifest
 
     async def disconnect(self) -> None:
         await self.fleet.all("/nccl/stop_receiver")

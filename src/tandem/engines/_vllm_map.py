@@ -44,6 +44,30 @@ class _Part:
     counted: bool
 
 
+def share(tensor: Tensor, place: Place) -> Tensor:
+    """The part of a whole tensor that lies at a place.
+
+    Raises:
+        EngineError: it is of another shape or type, which copying would hide.
+    """
+    if tuple(tensor.shape) != tuple(place.shape) or tensor.dtype != place.tensor.dtype:
+        raise EngineError(
+            f"the trainer sends {tuple(tensor.shape)} of {tensor.dtype} for {place.parameter!r}, the engine holds "
+            f"{tuple(place.shape)} of {place.tensor.dtype}; give both the same model and dtype"
+        )
+    rows = tensor[place.first[0] : place.first[0] + place.tensor.shape[0]]
+    return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
+
+
+def whole(found: Mapping[str, list[Place]]) -> dict[str, Tensor]:
+    """The tensors that lie here whole and in one piece, and so can be written as they come."""
+    return {
+        name: only.tensor
+        for name, (only, *more) in found.items()
+        if not more and only.tensor.shape == only.shape and only.tensor.is_contiguous()
+    }
+
+
 def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Place]]:
     """Every Hugging Face tensor's places on this rank; tied ones once, under the name that comes first.
 

@@ -19,6 +19,7 @@ class Receiver:
         self._frontend = frontend
         self._adapters = adapters
         self._announced: list[wire.Entry] = []
+        self._json: tuple[list[wire.Entry], str] | None = None
 
     async def start(self, body: bytes) -> Any:
         """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
@@ -71,13 +72,18 @@ class Receiver:
         await self._frontend.rpc("tandem_disconnect")
         return await self.status(b"")
 
+    def _listed(self) -> str:
+        if self._json is None or self._json[0] is not self._announced:
+            self._json = self._announced, json.dumps(self._announced)
+        return self._json[1]
+
     async def receive(self, body: bytes) -> Any:
         """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
         asked = parsed(body, wire.Receive)
         if self._frontend.state not in ("paused", "stopped"):
             raise Refused(409, "receiving overwrites what is sampled from: pause first (POST /bridge/pause)")
-        manifest = asked.manifest or self._announced
-        if not manifest:
+        self._announced = asked.manifest or self._announced
+        if not self._announced:
             raise Refused(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
         slot = 0
         if asked.config is not None:
@@ -85,11 +91,11 @@ class Receiver:
             slot = SLOT
         try:
             self._frontend.written = True
-            arguments = json.dumps(manifest), asked.bucket_bytes, slot, json.dumps(asked.config)
+            arguments = self._listed(), asked.bucket_bytes, slot, json.dumps(asked.config)
             await self._frontend.rpc("tandem_receive", *arguments)
         except Exception as error:
             await self._frontend.stop(f"a publish broke off while it was being received: {error}")
             raise
         if slot:
             self._adapters.written()
-        return {"status": "ok", "tensors": len(manifest)}
+        return {"status": "ok", "tensors": len(self._announced)}

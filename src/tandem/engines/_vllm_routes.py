@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_adapters import Adapters, allowed
+from tandem.engines._vllm_adapters import Adapters, allowed, not_kept
 from tandem.engines._vllm_asgi import (
     Gone,
     Message,
@@ -126,7 +126,9 @@ class Routes:
         try:
             body = await read(receive, most=None)
             if not sampled:
-                allowed(_path_of(body))
+                name, path = _adapter_of(body)
+                not_kept(name)
+                allowed(path)
             await front.admitted()
             era = front.era
             if sampled:
@@ -141,13 +143,14 @@ class Routes:
             await refuse(send, error)
 
 
-def _path_of(body: bytes) -> str:
-    """Where /v1/load_lora_adapter is to load from; empty where that is not said, which vLLM refuses itself."""
+def _adapter_of(body: bytes) -> tuple[str, str]:
+    """Name and folder of what /v1/load_lora_adapter is to load; empty where not said, which vLLM refuses itself."""
     try:
         asked = json.loads(body)
     except ValueError:
-        return ""
-    return str(asked.get("lora_path", "")) if isinstance(asked, dict) else ""
+        asked = None
+    asked = asked if isinstance(asked, dict) else {}
+    return str(asked.get("lora_name", "")), str(asked.get("lora_path", ""))
 
 
 class _Live:
@@ -172,6 +175,7 @@ class _Live:
             "/bridge/probe": {"POST": self.probe},
             "/bridge/stamp": {"POST": self.stamp},
             "/bridge/stop": {"POST": self.stop},
+            "/bridge/lend_slot": {"POST": self.lend_slot},
             "/bridge/adapt": {"POST": self.adapt},
             "/bridge/adopt": {"POST": self.adopt},
             "/lora/status": {"GET": self.adapters.status},
@@ -300,10 +304,13 @@ class _Live:
         await self.frontend.stop(parsed(body, wire.Stop).reason)
         return {"state": self.frontend.state}
 
+    async def lend_slot(self, body: bytes) -> Any:
+        self._require_paused("lend_slot")
+        return {"ranks": await self.adapters.lend(parsed(body, wire.LendSlot))}
+
     async def adapt(self, body: bytes) -> Any:
         self._require_paused("adapt")
-        asked = parsed(body, wire.Adapt)
-        return {"bytes": await self.adapters.adapt(asked.config, asked.source)}
+        return {"held": await self.adapters.adapt(parsed(body, wire.Adapt).key)}
 
     async def adopt(self, body: bytes) -> Any:
         asked = parsed(body, wire.Adopt)

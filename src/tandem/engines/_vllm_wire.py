@@ -40,9 +40,9 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaul
 
 
 class Ids(Body):
-    """A prompt as token ids."""
+    """A prompt as token ids; that they are the model's is checked with its vocabulary."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
 
 
 class Generate(Body):
@@ -174,12 +174,22 @@ class Probed(msgspec.Struct, kw_only=True):
     temperature: float
 
 
-class Adapt(Body):
-    """POST /bridge/adapt."""
+class LendSlot(Body):
+    """POST /bridge/lend_slot."""
 
     config: dict[str, Any]
-    source: dict[str, Any]
-    """A description of ``weights/sharing``."""
+    """PEFT's configuration."""
+    tensors: list[tuple[str, list[int], str]]
+    """Name, shape and type of each tensor that will be written."""
+    folder: str
+    """Where shared memory files are made; read on a CPU alone."""
+
+
+class Adapt(Body):
+    """POST /bridge/adapt: the borrower of the slot will write it now."""
+
+    key: str
+    """That came with the slot."""
 
 
 class LoadAdapter(Body):
@@ -240,7 +250,7 @@ class Receive(Body):
     """POST /nccl/receive."""
 
     manifest: list[Entry] = []
-    """Each tensor, in the order in which they come; by default what start_receiver announced."""
+    """Each tensor, in the order in which they come; by default what came last, or what start_receiver announced."""
     bucket_bytes: int = 64 << 20
     """Most bytes of one transfer, as rank 0 sends them."""
     config: dict[str, Any] | None = None
@@ -254,6 +264,8 @@ class Workers(msgspec.Struct, kw_only=True):
     world: int
     pid: int
     device: str
+    accelerator: str = ""
+    """UUID of the GPU; nothing on a host."""
     torch: str
     backend: str
 

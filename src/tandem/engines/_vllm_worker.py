@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from tandem.engines._vllm_adapter import AdapterSlots
-from tandem.engines._vllm_map import Place, places, uncovered
+from tandem.engines._vllm_map import Place, places, share, uncovered, whole
 from tandem.errors import EngineError
 from tandem.weights import sharing
 from tandem.weights.checksums import Shard, Standing
 from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous
+from tandem.weights.rendezvous import Rendezvous, accelerator
 
 IN_PLACE = "TANDEM_IN_PLACE"
 """Environment variable that says weights will be written in place."""
@@ -56,6 +56,7 @@ class Worker:
             "world": self.tandem_world,
             "pid": os.getpid(),
             "device": str(device),
+            "accelerator": accelerator(device),
             "torch": str(torch.__version__),
             "backend": "nccl" if device.type == "cuda" else "gloo",
         }
@@ -149,15 +150,22 @@ class Worker:
             self._tandem_found, self._tandem_where = self.tandem_places(), where
         return self._tandem_found
 
-    def tandem_adapt(self, slot: int, config: str, source: str) -> int:
-        """Put an adapter, attached from the trainer's memory, into a slot; returns its bytes."""
-        tensors = sharing.attach(json.loads(source))
-        self._tandem_slots().put(slot, json.loads(config), tensors)
-        copied = sum(t.numel() * t.element_size() for t in tensors.values())
+    def tandem_lend_slot(self, slot: int, config: str, manifest: str, folder: str) -> str:
+        """Make an adapter's slot attachable by the trainer; JSON of what ``Borrowed`` needs.
+
+        ``manifest`` lists the tensors that will be written: name, shape and type.
+        """
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, shape, dtype in json.loads(manifest)
+        }
+        return json.dumps(self._tandem_slots().lend(slot, json.loads(config), tensors, Path(folder)))
+
+    def tandem_lent_slot(self, slot: int, key: str) -> bool:
+        """Whether the borrower of this key may write the slot now: it is its own, and nobody reads it any more."""
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
-        del tensors  # the trainer's memory is let go before it is told that we are done
-        return copied
+        return self._tandem_slots().lent(slot, key)
 
     def tandem_adapter_checksums(self, slot: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
@@ -197,19 +205,31 @@ class Worker:
         joining = self._tandem_joining
         if joining is None or joining.member is None:
             raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
-        entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
+        receive, entries = joining.member.receive, self._tandem_listed(manifest)
         if slot:
-            tensors = {name: tensor.clone() for name, tensor in joining.member.receive(entries, bucket_bytes)}
-            self._tandem_slots().put(slot, json.loads(config), tensors)
+            buckets = list(receive(entries, bucket_bytes, keep=True))
+            self._tandem_slots().put(slot, json.loads(config), dict(pair for bucket in buckets for pair in bucket))
         else:
             places = self._tandem_current()
             if unknown := [name for name, _, _ in entries if name not in places]:
                 raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
-            for name, tensor in joining.member.receive(entries, bucket_bytes):
-                for place in places[name]:
-                    place.tensor.copy_(_share(tensor, place))
+            straight = whole(places)
+            for bucket in receive(entries, bucket_bytes, straight=straight):
+                came = [(name, tensor) for name, tensor in bucket if tensor is not straight.get(name)]
+                pairs = [(p.tensor, share(tensor, p)) for name, tensor in came for p in places[name]]
+                if pairs:
+                    torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
+
+    _tandem_list: tuple[str, list[tuple[str, tuple[int, ...], str]]] = ("", [])
+
+    def _tandem_listed(self, manifest: str) -> list[tuple[str, tuple[int, ...], str]]:
+        """A manifest, read when it is not the last one again."""
+        if manifest != self._tandem_list[0]:
+            entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
+            self._tandem_list = manifest, entries
+        return self._tandem_list[1]
 
     _tandem_joining: _Joining | None = None
 
@@ -249,21 +269,6 @@ class _Joining(threading.Thread):
         self._left = True
         if self.member is not None:
             self.member.close()
-
-
-def _share(tensor: Tensor, place: Place) -> Tensor:
-    """The part of a whole tensor that lies at a place.
-
-    Raises:
-        EngineError: it is of another shape or type, which copying would hide.
-    """
-    if tuple(tensor.shape) != tuple(place.shape) or tensor.dtype != place.tensor.dtype:
-        raise EngineError(
-            f"the trainer sends {tuple(tensor.shape)} of {tensor.dtype} for {place.parameter!r}, the engine holds "
-            f"{tuple(place.shape)} of {place.tensor.dtype}; give both the same model and dtype"
-        )
-    rows = tensor[place.first[0] : place.first[0] + place.tensor.shape[0]]
-    return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
 
 
 def _described(place: Place, parameter: Tensor) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class CanRelaunch(Protocol):
 class CanReceive(Protocol):
     """An engine that takes tensors from a process group (``broadcast``)."""
 
-    async def workers(self) -> Sequence[int]:
-        """How many ranks each engine fills."""
+    async def workers(self) -> Sequence[Sequence[str]]:
+        """For each engine the accelerator of each of its ranks: its UUID, or nothing on a host."""
         ...
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,7 +101,12 @@ class Policy:
         return hidden
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each token but the first given those before it, as the trainer computes it."""
+        """Logprob of each token but the first given those before it, as the trainer computes it.
+
+        All are NaN where a token is none of the model's: on a GPU, to look one up would end the process.
+        """
+        if not all(0 <= token < self.head.weight.shape[0] for token in tokens):
+            return [math.nan] * (len(tokens) - 1)
         plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(sequential_positions(plan), device=self.device)

@@ -7,21 +7,24 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from tandem.engines.base import Adapter, CanAttest, Engine, EngineSpec
+from tandem.engines.base import Adapter, Engine, EngineSpec
 from tandem.errors import EngineError, StaleWeights, TornWeights, UnsupportedPair
 from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
-from tandem.sync._proof import PROBE, Checksums, differing, probe_gap
+from tandem.sync._proof import PROBE, Checksums, compare_frozen, differing, probe_gap
+from tandem.sync._trained import Trained
 from tandem.types import PolicyVersion
-from tandem.weights.checksums import Shard, Standing, checksums, digest
+from tandem.weights.checksums import digest
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often one publish is tried where an engine dies under it."""
@@ -118,13 +121,9 @@ class WeightSync(ABC):
             StaleWeights: none of the trained tensors agree.
             TornWeights: some do.
         """
-        engine = link.engine
-        assert isinstance(engine, CanAttest)
-        if link.trains.travels == "adapter":
-            mine = await link.policy.compute(link.stored)
-        for name, theirs in (await engine.checksums(link.trains.travels)).items():
-            wrong = differing(mine, theirs)
-            if wrong:
+        mine, found = await link.trained.sums(link.engine, mine)
+        for name, theirs in found.items():
+            if wrong := differing(mine, theirs):
                 kind = StaleWeights if len(wrong) == len(mine) else TornWeights
                 raise kind(
                     f"{len(wrong)} of {len(mine)} published tensors differ between the trainer and {name}, first "
@@ -180,6 +179,8 @@ class Link:
     """What is trained: names the weights that travel."""
     folder: Path
     """For what travels through files."""
+    trained: Trained = field(init=False)
+    """What of the policy travels."""
     versions: int = 2
     """Policy versions that requests in flight may need at once."""
     member: Any = None
@@ -190,27 +191,21 @@ class Link:
     _publishes: int = 0
     _bound: int = -1
     _served: int = -1
-    _sums: Standing = field(default_factory=Standing)
-    _stored: Standing = field(default_factory=Standing)
     _probe: list[int] = field(default_factory=list)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def __post_init__(self) -> None:
+        self.trained = Trained(self.trains, self.policy)
+
     def adapter(self) -> Adapter:
         """The adapter that is trained, live."""
-        model = self.policy.model
-        return Adapter(config=self.trains.adapter_config(model), tensors=tuple(self.trains.source(model)))
-
-    def _checksums(self) -> Checksums:
-        """Of the trainer's own bytes."""
-        return self._sums.take(Shard(name, tensor) for name, tensor in self.trains.source(self.policy.model))
-
-    def stored(self) -> Checksums:
-        """Of the adapter as the engine stores it."""
-        assert isinstance(self.engine, CanAttest)
-        return self._stored.take(Shard(name, tensor) for name, tensor in self.engine.as_stored(self.adapter()))
+        return self.trained.adapter()
 
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
+        await self._insist(lambda: self._bind(fresh=fresh), "the engine is bound again")
+
+    async def _bind(self, *, fresh: bool) -> None:
         self.fresh = fresh
         await self.sync.bind(self)
         self._bound = self.engine.epoch
@@ -254,7 +249,7 @@ class Link:
                 handoff.published = await self._persist(version, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self.policy.compute(self.trains.fold, self.policy.model)
-                found = digest(await self.policy.compute(self._checksums))
+                found = digest(await self.policy.compute(self.trained.checksums))
                 self._current = PolicyVersion(step=step, digest=found)
                 handoff.published = Published(version=self._current, moved=False)
 
@@ -276,16 +271,23 @@ class Link:
     async def _persist(
         self, version: PolicyVersion, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
-        """Publish, and begin again where an engine died under it and was started anew."""
-        for attempt in range(ATTEMPTS):
+        """Publish, and begin again where an engine died under it."""
+        return await self._insist(
+            lambda: self._publish(version, paused_at=paused_at, optimizer=optimizer),
+            f"version {version.step} is published again",
+        )
+
+    async def _insist(self, work: Callable[[], Awaitable[T]], again: str) -> T:
+        """Do something with the engine, anew where it died under it and was started again."""
+        for _ in range(ATTEMPTS - 1):
             epoch = self.engine.epoch
             try:
-                return await self._publish(version, paused_at=paused_at, optimizer=optimizer)
+                return await work()
             except EngineError as error:
-                if attempt == ATTEMPTS - 1 or not await self._recovered(epoch):
+                if not await self._recovered(epoch):
                     raise
-                log.warning("version %d is published again: %s", version.step, str(error).splitlines()[0])
-        raise AssertionError("the last attempt returns or raises")
+                log.warning("%s: %s", again, str(error).splitlines()[0])
+        return await work()
 
     async def _recovered(self, epoch: int) -> bool:
         """Whether the engine that died since ``epoch`` lives again; a request in flight may have seen to that."""
@@ -300,18 +302,18 @@ class Link:
                 raise
             await self.engine.pause()
         if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
-            await self.bind(fresh=False)
+            await self._bind(fresh=False)
 
     async def _publish(self, version: PolicyVersion, *, paused_at: float | None, optimizer: float) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
             await self._stand_still()
         elif self._bound != self.engine.epoch:
-            await self.bind(fresh=False)
+            await self._bind(fresh=False)
         try:
             await self.policy.compute(self.trains.fold, self.policy.model)
             copied = await self.sync.move(self, version)
-            mine: Checksums = await self.policy.compute(self._checksums)
+            mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))
             prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
             found = await self._prove(version, mine) if prove else None
@@ -343,36 +345,10 @@ class Link:
             )
         return PolicyVersion(step=version.step, digest=found)
 
-    async def _compare_frozen(self) -> None:
-        """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
-
-        Raises:
-            StaleWeights, TornWeights: the engine holds others.
-        """
-        engine, trained = self.engine, dict(self.trains.source(self.policy.model))
-        frozen = {n: p for n, p in self.trains.base_names(self.policy.model).items() if n not in trained}
-        if not frozen or not isinstance(engine, CanAttest):
-            return
-        epoch = self.engine.epoch
-        try:
-            found = await engine.checksums("weights")
-        except EngineError as error:
-            if self.engine.epoch != epoch or not (await self.engine.health()).ok:
-                raise
-            log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
-            return
-        mine: Checksums = await self.policy.compute(lambda: checksums((n, p.detach()) for n, p in frozen.items()))
-        for name, theirs in found.items():
-            if wrong := differing(mine, theirs):
-                kind = StaleWeights if len(wrong) == len(mine) else TornWeights
-                raise kind(
-                    f"{len(wrong)} of {len(mine)} weights that are not trained differ between the trainer and {name}, "
-                    f"first {wrong[0]!r}; both must start from the same model in the same type"
-                )
-
     async def _prove(self, version: PolicyVersion, mine: Checksums) -> float:
         if self._served != self.engine.epoch:
-            await self._compare_frozen()
+            names = self.trains.base_names(self.policy.model)
+            await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
         await self.sync.compare(self, mine)
         if not self._probe:
             self._probe = self.policy.tokenizer.encode(PROBE)[:64]
@@ -388,7 +364,8 @@ class Link:
                 if not found <= allowed:
                     raise StaleWeights(
                         f"version {version.step} was moved, but {what} {probe.name} and the trainer differ by "
-                        f"{found:.3g} nats (allowed {allowed:g}): it does not sample from these weights as they are"
+                        f"{found:.3g} nats (allowed {allowed:g}): it does not sample from these weights as they are, "
+                        "or is noisier than this model should be (deep ones with random weights are: sync.tolerance)"
                     )
                 worst = max(worst, found)
         return worst

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -19,8 +19,9 @@ from tandem.sync._periodic import Periodic
 from tandem.sync.base import Link
 from tandem.types import PolicyVersion
 from tandem.weights.bridge import NcclBridge
-from tandem.weights.collective import Member, manifest
-from tandem.weights.rendezvous import Rendezvous
+from tandem.weights.buckets import manifest
+from tandem.weights.collective import Member
+from tandem.weights.rendezvous import Rendezvous, accelerator
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class Broadcast(Periodic):
     port_number: int = 0
     """Port of the trainer's store; 0 takes a free one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: NCCL where the weights are on a GPU."""
+    """auto: NCCL where every member has a GPU of its own, else gloo."""
     seconds: float = 120.0
     """Deadline for all to join, and for a transfer to make progress."""
     bucket_mb: int = 256
@@ -67,9 +68,12 @@ class Broadcast(Periodic):
         await self.unbind(link)
         engine = link.engine
         assert isinstance(engine, CanReceive)
-        ranks = list(await engine.workers())
+        accelerators = await engine.workers()
+        ranks = [len(those) for those in accelerators]
         device = link.policy.device
-        backend = self.backend if self.backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
+        backend = self.backend
+        if backend == "auto":
+            backend = _backend([accelerator(device), *chain.from_iterable(accelerators)])
         meeting = Rendezvous(
             host=self.host,
             port=self.port_number,
@@ -124,11 +128,11 @@ class Broadcast(Periodic):
         for error in found:
             if isinstance(error, BaseException):
                 raise TransportError(f"the publish of version {version.step} broke off: {error}") from error
-        return int(sum(tensor.bytes for tensor in source.manifest()))
+        return sum(tensor.nbytes for _, tensor in named)
 
     def _send(self, member: Any, named: list[tuple[str, Any]]) -> None:
         if named and named[0][1].is_cuda:
-            torch.cuda.synchronize()  # the optimizer's writes were made on another thread's stream
+            torch.cuda.synchronize(named[0][1].device)  # the optimizer's writes were made on another thread's stream
         member.send(named, self.bucket_mb << 20)
 
     async def unbind(self, link: Link) -> None:
@@ -136,6 +140,11 @@ class Broadcast(Periodic):
         member, link.member = link.member, None
         if member is not None:
             await _on_daemon(member.close)
+
+
+def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
+    """NCCL, which wants an accelerator for each member; gloo on a host, or where two members have one between them."""
+    return "nccl" if all(accelerators) and len(set(accelerators)) == len(accelerators) else "gloo"
 
 
 def _group(link: Link) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engines.base import CanAdapt, CanAttest, CanLend, EngineSpec
-from tandem.errors import UnsupportedPair
+from tandem.errors import EngineError, UnsupportedPair
 from tandem.sync._proof import Checksums, differing
 from tandem.sync.base import Link, WeightSync
 from tandem.types import PolicyVersion
@@ -20,7 +21,7 @@ from tandem.weights.bridge import VllmBridge, find
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(WeightSync):
-    """Trainer and engine hold the same storage; an adapter beside it is handed over in memory.
+    """Trainer and engine hold the same storage; an adapter beside it is written into the engine's slot.
 
     With engine: embedded that is so by itself. With engine: vllm the trainer's parameters become views into the
     engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
@@ -67,6 +68,18 @@ class Shared(WeightSync):
             lent = VllmBridge.read(find(Path(self.bridge))).attach()
         model = link.policy.model
         await link.policy.compute(_attach, model, link.trains.base_names(model), lent, link.fresh)
+        if link.fresh:  # else it may be one that was started again, and whose publish has begun
+            with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
+                await self._rehearse(link)
+
+    async def _rehearse(self, link: Link) -> None:
+        """Do for nothing what publishes do, so that the first is as quick: kernels compile, slots and tables are made.
+
+        The engine stands still, and its weights are published and proven before it goes on.
+        """
+        if link.trains.travels == "adapter" and isinstance(link.engine, CanAdapt):
+            await link.engine.adapt(link.adapter())
+        await link.trained.sums(link.engine, await link.policy.compute(link.trained.checksums))
 
     async def move(self, link: Link, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.

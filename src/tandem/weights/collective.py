@@ -3,81 +3,45 @@
 The group stands beside ``torch.distributed``'s default group, which the engine uses for itself.
 
 A publish: each receiver says in the store which tensors it expects; when all expect what rank 0 is about to send, the
-bytes travel in buckets, two at a time, so that packing and unpacking overlap with the wire; each receiver says when
-it has everything. So nothing is put on the wire unless everybody is there, and who is missing has a name. A group in
-which anything failed is of no further use to any member: they all learn why, and a new one has to be opened.
+bytes travel in buckets. Large tensors go from where they lie to where they belong; small ones are packed, in one of two
+buffers, so that packing and unpacking overlap with the wire. With NCCL all of it is ordered by streams, some buckets
+ahead of what has arrived, and this thread only watches. Each receiver says when it has everything. So nothing is put on
+the wire unless everybody is there, and who is missing has a name. A group in which anything failed is of no further use
+to any member: they all learn why, and a new one has to be opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tandem.errors import TransportError
+from tandem.weights._lane import AHEAD, SLOTS, Flight, Lane
+from tandem.weights.buckets import BUCKET_BYTES, Entry, Plan, manifest
 from tandem.weights.rendezvous import Board, Rendezvous, first_line, open_group, own_address, serve
 
-__all__ = ["BUCKET_BYTES", "Entry", "Member", "Rendezvous", "manifest"]
+__all__ = ["Member", "Timing"]
 
-BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 64  # bytes; more than any dtype or vector load needs
 _SILENT = 15.0  # seconds without a beat after which a member is taken for dead
 
 
-class Entry(NamedTuple):
-    """One tensor of a publish."""
+class Timing(NamedTuple):
+    """Seconds that a member spent in one publish, phase by phase."""
 
-    name: str
-    """Its name for both sides."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    dtype: str
-    """torch's name of its dtype, such as ``bfloat16``."""
-
-
-def manifest(named: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-    """What ``receive`` must be told about the tensors that ``send`` is given, in the same order."""
-    return [Entry(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named]
-
-
-class _Part(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """This tensor's place in its bucket's bytes."""
-        return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
-
-
-def _plan(entries: Iterable[Entry], bucket_bytes: int) -> list[list[_Part]]:
-    """Tensors in order, bucket by bucket; one that is larger than a bucket gets its own, as large as itself."""
-    buckets: list[list[_Part]] = []
-    start = 0
-    for name, shape, kind in entries:
-        dtype = getattr(torch, kind, None)
-        if not isinstance(dtype, torch.dtype) or min(shape, default=1) < 1:
-            raise TransportError(f"{name!r} cannot travel: expected a torch dtype and elements, got {kind}{[*shape]}")
-        size = math.prod(shape) * dtype.itemsize
-        if not buckets or start + size > bucket_bytes:
-            buckets.append([])
-            start = 0
-        buckets[-1].append(_Part(name, shape, dtype, start, start + size))
-        start += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return buckets
+    ready: float
+    """Until everybody stood ready."""
+    wire: float
+    """From then until the last byte had arrived and was taken."""
+    done: float
+    """From then until everybody had said so."""
 
 
 class Member:
@@ -118,20 +82,16 @@ class Member:
     ) -> None:
         if not 0 <= rank < rendezvous.world:
             raise ValueError(f"rank must be from 0 to {rendezvous.world - 1}, not {rank}")
-        self.rendezvous, self.rank, self.device = rendezvous, rank, torch.device(device)
-        nccl = rendezvous.backend == "nccl"
-        if nccl and (self.device.type != "cuda" or not dist.is_nccl_available()):
-            raise TransportError(f"backend nccl needs CUDA and a torch built with it; on {device} use backend gloo")
-        if self.device == torch.device("cuda"):  # as tensors name theirs
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self._wire = self.device if nccl else torch.device("cpu")
-        self._stream = torch.cuda.Stream(self.device) if nccl else None
+        self.rendezvous, self.rank = rendezvous, rank
+        self._lane = Lane(torch.device(device), nccl=rendezvous.backend == "nccl")
         self._names = {rank: who}
         self._others = [other for other in range(rendezvous.world) if other != rank]
-        self._slots: list[Tensor | None] = [None, None]
+        self._plan: Plan | None = None
         self._publishes = 0
+        self.last = Timing(0.0, 0.0, 0.0)
+        """What the last publish that succeeded took here."""
         self._broken = ""
-        self._group: Any = None
+        self._connected = False
         self._server = server
         self._address = own_address(rendezvous)
         self._board = Board(rendezvous, rank)
@@ -148,77 +108,87 @@ class Member:
                 raise TransportError(f"group {self.rendezvous.name!r}: {self._broken}")  # it goes on without this one
             self._until(self._board.absent, "joining")
             self._names |= self._board.said("who")
-            opened: Future[tuple[Any, Any]] = Future()
+            opened: Future[Flight] = Future()
             self._aside(lambda: _resolve(opened, self._open))
             self._until(lambda: [] if opened.done() else self._others, "connecting")
             try:
-                self._group, first = opened.result()
+                first = opened.result()
             except RuntimeError as error:
                 raise self._broke("connecting", first_line(error), look=True) from error
-            self._finish(first, "connecting")
+            self._finish(first._replace(doing="connecting"))
+            self._connected = True
 
     def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> int:
         """Rank 0: hand every tensor to all others, who must be in ``receive``; returns the bytes.
 
-        On CUDA the tensors are read after what the current stream was given so far. When this returns, every receiver
-        has asked for more after the last tensor, so it has copied all of them.
+        On CUDA the tensors are read after what the current stream was given so far. Large ones are sent from where
+        they lie, if they are contiguous. When this returns, every receiver has all of them where it wants them.
 
         Raises:
             TransportError: somebody is not there, expects other tensors, or was lost.
         """
         tensors = {name: tensor.detach() for name, tensor in named}
-        entries = manifest(tensors.items())
-        buckets = _plan(entries, bucket_bytes)
+        plan = self._planned(manifest(tensors.items()), bucket_bytes)
+        own = self._lane.straight(plan, tensors)
         with self._told("sending"):
-            number = self._begin(entries, bucket_bytes)
-            flying: deque[tuple[Any, str, Tensor]] = deque()
-            for index, parts in enumerate(buckets):
-                if len(flying) == len(self._slots):
-                    self._finish(*flying.popleft()[:2])  # its memory is needed again
-                doing = f"publish {number}, bucket {index + 1} of {len(buckets)}"
-                with self._side():
-                    buffer = self._pack(index, parts, tensors, bucket_bytes)
-                flying.append((self._broadcast(buffer, doing), doing, buffer))
+            marks = [time.perf_counter()]
+            number = self._begin(plan)
+            marks.append(time.perf_counter())
+            flying: deque[Flight] = deque()
+            for index in range(len(plan.buckets)):
+                self._launch(plan, index, own, flying, tensors=tensors)
             while flying:
-                self._finish(*flying.popleft()[:2])
+                self._finish(flying.popleft())
+            marks.append(time.perf_counter())
             self._until(lambda: self._behind("done"), f"publish {number}, waiting for receivers to finish")
-        return sum(part.stop - part.start for parts in buckets for part in parts)
+            self.last = _timing(marks)
+        return plan.bytes
 
     def receive(
-        self, entries: Iterable[tuple[str, Sequence[int], str]], bucket_bytes: int = BUCKET_BYTES
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Every other rank: the tensors in turn, each in memory that is used again once the next one is asked for.
+        self,
+        entries: Iterable[tuple[str, Sequence[int], str]],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        straight: Mapping[str, Tensor] | None = None,
+        keep: bool = False,
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every other rank: the tensors, some at a time, in memory that is used again once more are asked for.
 
         Copy each out on the current stream. ``entries`` and ``bucket_bytes`` must be the sender's. Leaving the loop
         early breaks the group.
 
+        Args:
+            entries: name, shape and type of each tensor that comes.
+            bucket_bytes: most bytes of a bucket.
+            straight: where large tensors may land at once, by name: of their shape and type, and contiguous. What is
+                used of it is yielded as it is; the rest is ignored.
+            keep: use no memory again, so that all tensors can be held at the end.
+
         Raises:
             TransportError: the sender is not there, sends other tensors, or was lost.
         """
-        rows = [Entry(name, tuple(shape), kind) for name, shape, kind in entries]
-        buckets = _plan(rows, bucket_bytes)
-        flying: deque[tuple[Any, str, Tensor]] = deque()
-
-        def post(index: int) -> None:
-            if index < len(buckets):
-                doing = f"publish {number}, bucket {index + 1} of {len(buckets)}"
-                buffer = self._buffer(index, buckets[index][-1].stop, bucket_bytes)
-                flying.append((self._broadcast(buffer, doing), doing, buffer))
-
+        plan = self._planned([Entry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
+        own = self._lane.straight(plan, straight or {})
         with self._told("receiving"):
-            number = self._begin(rows, bucket_bytes)
-            for index in range(len(self._slots)):
-                post(index)
-            for index, parts in enumerate(buckets):
-                work, doing, buffer = flying.popleft()
-                self._finish(work, doing)
-                for part in parts:
-                    yield part.name, part.of(buffer)
-                if self._wire != self.device:  # copies to the GPU from this host memory may still be queued
-                    torch.cuda.current_stream(self.device).synchronize()
-                del work, buffer  # a tensor's own memory goes before the next one's is taken
-                post(index + len(self._slots))
+            marks = [time.perf_counter()]
+            number = self._begin(plan)
+            marks.append(time.perf_counter())
+            flying: deque[Flight] = deque()
+            posted: deque[Flight] = deque()
+            for index in range(len(plan.buckets) + SLOTS):
+                if index >= SLOTS:
+                    yield self._arrived(posted.popleft(), flying)
+                    if self._lane.wire != self._lane.device:  # copies out of this host memory may still be queued
+                        torch.cuda.current_stream(self._lane.device).synchronize()
+                if index < len(plan.buckets):
+                    posted.append(self._launch(plan, index, own, flying, keep=keep))
+            while flying:
+                self._finish(flying.popleft())
+            if end := self._lane.mark():
+                self._until(lambda: [] if end.query() else [self.rank], f"publish {number}, copying out")
+            marks.append(time.perf_counter())
             self._board.say("done", str(number))
+            self.last = _timing(marks)
 
     def abort(self) -> None:
         """Give the group up, from any thread: calls in progress, here and at other members, raise. Idempotent."""
@@ -228,91 +198,79 @@ class Member:
         """Leave for good; on rank 0 the port is free afterwards. Idempotent."""
         self.abort()
         self._board.stop()
-        group, self._group, self._server = [self._group], None, None
+        group, self._lane.group, self._server = [self._lane.group], None, None
         # Gloo's destructor waits for operations in progress, which end at their own deadline. An idle one is quick.
         self._aside(group.clear).join(timeout=1)
-        self._slots = [None, None]
+        self._lane.free()
 
-    def _open(self) -> tuple[Any, Any]:
-        group = open_group(self.rendezvous, self.rank, self._address)
-        first = torch.zeros(1, dtype=torch.uint8, device=self._wire)
-        return group, _from_rank_0(group, first)  # with which nccl makes its connections
+    def _open(self) -> Flight:
+        self._lane.group = open_group(self.rendezvous, self.rank, self._address)
+        return self._lane.first()
 
-    def _begin(self, entries: list[Entry], bucket_bytes: int) -> int:
+    def _planned(self, entries: list[Entry], bucket_bytes: int) -> Plan:
+        plan = self._plan
+        if plan is None or (plan.entries, plan.bucket_bytes) != (entries, bucket_bytes):
+            plan = self._plan = Plan(entries, bucket_bytes)
+        return plan
+
+    def _begin(self, plan: Plan) -> int:
         """Return the publish's number when every member stands ready for it."""
-        if self._group is None:
+        if not self._connected:
             raise self._broke("beginning", "the group is not connected: call connect first")
         self._publishes += 1
         number = self._publishes
-        doing = f"publish {number}, waiting for everybody to begin"
-        expected = hashlib.blake2b(json.dumps([entries, bucket_bytes]).encode(), digest_size=8).hexdigest()
+        doing, ready = f"publish {number}, waiting for everybody to begin", f"{number} {plan.digest}"
         if self.rank:
-            self._board.say("ready", f"{number} {expected}")
-            self._until(lambda: [] if self._board.begun() >= number else [0], doing)
+            self._board.say("ready", ready)
+            self._until(lambda: self._behind("ready", [0]), doing)
             return number
         self._until(lambda: self._behind("ready"), doing)
-        other = [rank for rank, text in self._board.said("ready").items() if text.split()[1] != expected]
+        other = [rank for rank, text in self._board.said("ready").items() if text != ready]
         if other:
             raise self._broke(doing, f"{self._called(other)} expects other tensors or buckets than rank 0 sends")
-        self._board.begin(number)
+        self._board.say("ready", ready)  # by which the others begin
         return number
 
-    def _behind(self, key: str) -> list[int]:
-        return [rank for rank, text in self._board.said(key).items() if int(text.split()[0]) < self._publishes]
+    def _behind(self, key: str, ranks: Sequence[int] | None = None) -> list[int]:
+        said = self._board.said(key, ranks)
+        return [rank for rank, text in said.items() if int(text.split()[0]) < self._publishes]
 
-    def _pack(self, index: int, parts: list[_Part], tensors: dict[str, Tensor], bucket_bytes: int) -> Tensor:
-        first = tensors[parts[0].name]
-        if len(parts) == 1 and first.device == self._wire and first.is_contiguous():
-            return first.reshape(-1).view(torch.uint8)  # alone in its bucket: it needs no copy
-        buffer = self._buffer(index, parts[-1].stop, bucket_bytes)
-        for part in parts:
-            part.of(buffer).copy_(tensors[part.name])
-        return buffer
+    def _launch(self, plan: Plan, index: int, own: Mapping[str, Tensor], flying: deque[Flight], **how: Any) -> Flight:
+        """Add a bucket to those in flight, of which as many are waited for as is due."""
+        large = plan.buckets[index].staged(own) > plan.bucket_bytes  # in memory of its own, of which little is held
+        while len(flying) >= (AHEAD if self._lane.nccl and not large else SLOTS):
+            self._finish(flying.popleft())
+        doing = f"publish {self._publishes}, bucket {index + 1} of {len(plan.buckets)}"
+        with self._explained(doing):
+            before = list(flying)[-SLOTS : 1 - SLOTS]  # used the same memory; of a host's, it is over
+            flying.append(self._lane.launch(plan, index, own, before=before, **how)._replace(doing=doing))
+        return flying[-1]
 
-    def _buffer(self, index: int, size: int, bucket_bytes: int) -> Tensor:
-        """Bytes for one bucket: one of two that are kept, or memory of its own for a tensor larger than those."""
-        slot = index % len(self._slots)
-        buffer = self._slots[slot]
-        if buffer is None or buffer.numel() < size:
-            pinned = self._wire != self.device
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._wire, pin_memory=pinned)
-            if size <= bucket_bytes:
-                self._slots[slot] = buffer
-        return buffer[:size]
+    def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
+        """A bucket's tensors, for work on the current stream."""
+        if self._lane.nccl:
+            with self._explained(flight.doing):
+                self._lane.behind(flight)
+        else:
+            self._finish(flying.popleft())
+        return flight.views
 
-    def _broadcast(self, buffer: Tensor, doing: str) -> Any:
-        try:
-            with self._side():
-                return _from_rank_0(self._group, buffer)
-        except (RuntimeError, AttributeError) as error:  # the latter if another thread closed the group
-            raise self._broke(doing, first_line(error), look=True) from error
-
-    def _finish(self, work: Any, doing: str) -> None:
-        self._until(lambda: [] if work.is_completed() else self._others, doing)
-        try:
-            with self._side():
-                work.wait()  # it is over: gloo raises what went wrong, nccl puts the side stream behind it
-            state = "SUCCESS" if self._stream is None else self._group.get_error().name
-        except (RuntimeError, AttributeError) as error:
-            why = f"{first_line(error)}; awaited: {self._called(self._others)}"
-            raise self._broke(doing, why, look=True) from error
-        if state != "SUCCESS":
-            raise self._broke(doing, f"nccl reports {state}", look=True)
+    def _finish(self, flight: Flight) -> None:
+        self._until(lambda: [] if self._lane.over(flight) else self._others, flight.doing)
+        with self._explained(flight.doing):
+            self._lane.check(flight)
 
     @contextlib.contextmanager
-    def _side(self) -> Iterator[None]:
-        """On CUDA, a stream beside the caller's, behind all that the caller's was given."""
-        if self._stream is None:
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
             yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        except (RuntimeError, AttributeError) as error:  # the latter if another thread closed the group
+            why = f"{first_line(error)}; awaited: {self._called(self._others)}"
+            raise self._broke(doing, why, look=True) from error
 
     def _until(self, awaited: Callable[[], list[int]], doing: str) -> None:
         """Return when ``awaited`` names no rank any more; raise when that takes too long or cannot happen."""
-        deadline = time.monotonic() + self.rendezvous.seconds
-        late, pause = self._others, 2e-5
+        late, begin = self._others, time.monotonic()
         while True:
             try:
                 late = awaited()
@@ -324,10 +282,10 @@ class Member:
             if self._broken or self._board.note or self._board.lost or silent:
                 why = self._board.lost or f"gave up waiting for {self._called(late)}"
                 raise self._broke(doing, why)
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begin
+            if waited > self.rendezvous.seconds:
                 raise self._broke(doing, f"waited {self.rendezvous.seconds:g} s for {self._called(late)}")
-            time.sleep(pause)
-            pause = min(1.25 * pause, 1e-3)
+            time.sleep(min(max(waited / 50, 2e-5), 1e-3))  # late by little, in relation to what was waited for
 
     def _broke(self, doing: str, why: str, *, look: bool = False) -> TransportError:
         """The error to raise, after the others were told; with ``look``, take a moment to see who is gone."""
@@ -362,8 +320,8 @@ class Member:
             return
         self._broken = why
         self._board.tell(why)
-        if self._stream is not None and self._group is not None:
-            self._aside(self._group.abort).join(timeout=5)  # ends kernels that wait for a peer; may itself wait
+        if self._lane.nccl and self._lane.group is not None:
+            self._aside(self._lane.group.abort).join(timeout=5)  # ends kernels that wait for a peer; may itself wait
 
     def _aside(self, call: Callable[[], None]) -> threading.Thread:
         """Run what torch returns from late or never in a thread that can be left behind.
@@ -371,7 +329,7 @@ class Member:
         The interpreter waits for gloo's at its end: it keeps its deadline, and a thread that comes out of torch while
         the interpreter shuts down aborts the process. It cannot wait for nccl's.
         """
-        thread = threading.Thread(target=call, name="tandem-group", daemon=self._stream is not None)
+        thread = threading.Thread(target=call, name="tandem-group", daemon=self._lane.nccl)
         thread.start()
         return thread
 
@@ -379,10 +337,9 @@ class Member:
         return ", ".join(f"rank {r} ({self._names[r]})" if self._names.get(r) else f"rank {r}" for r in ranks)
 
 
-def _from_rank_0(group: Any, buffer: Tensor) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([buffer], options)
+def _timing(marks: list[float]) -> Timing:
+    now = time.perf_counter()
+    return Timing(*(b - a for a, b in zip(marks, [*marks[1:], now], strict=True)))
 
 
 def _resolve(answer: Future[Any], work: Callable[[], Any]) -> None:

@@ -12,13 +12,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
@@ -79,6 +80,11 @@ def serve(rendezvous: Rendezvous) -> tuple[Store, Rendezvous]:
 def visit(rendezvous: Rendezvous) -> Store:
     """A connection of its own to the store: one that waits inside torch then delays no other."""
     return PrefixStore(rendezvous.name, _store(rendezvous, is_master=False))
+
+
+def accelerator(device: torch.device) -> str:
+    """UUID of a GPU, which is the same in every process that sees it; nothing on a host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def own_address(rendezvous: Rendezvous) -> str:
@@ -169,17 +175,11 @@ class Board:
         """Replace what this rank says under a key, one of ``ready`` and ``done``."""
         self._ask(lambda store: store.set(f"{key}/{self._rank}", text))
 
-    def said(self, key: str) -> dict[int, str]:
-        """What every other rank, all of which have announced themselves, says under a key."""
-        return dict(self._ask(lambda store: {r: store.get(f"{key}/{r}").decode() for r in self._others}))
-
-    def begin(self, number: int) -> None:
-        """Rank 0: let the receivers go."""
-        self._ask(lambda store: store.set("begun", str(number)))
-
-    def begun(self) -> int:
-        """The last publish that rank 0 began; 0 before the first."""
-        return int(self._ask(lambda store: store.get("begun") if store.check(["begun"]) else 0))
+    def said(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """What others, by default all, say under a key; those have announced themselves."""
+        whose = self._others if ranks is None else list(ranks)
+        said = self._ask(lambda store: store.multi_get([f"{key}/{r}" for r in whose]))
+        return {rank: text.decode() for rank, text in zip(whose, said, strict=True)}
 
     def tell(self, why: str) -> None:
         """Leave the note of a failure, unless there is one; does not wait."""

@@ -6,13 +6,12 @@ bytes. Nothing here orders reads and writes: lender and borrower agree by other 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ __all__ = [
     "Description",
     "Lent",
     "attach",
-    "handed",
     "lend_cuda",
     "lend_host",
     "remove_orphans",
@@ -127,28 +125,6 @@ def lend_cuda(named: Mapping[str, Tensor]) -> Description:
             handles[storage] = cuda_ipc.export(name, tensor.untyped_storage())
         entries[name] = {**handles[storage], **_layout(tensor, 0)}
     return {"kind": "cuda", "tensors": entries}
-
-
-@contextlib.contextmanager
-def handed(tensors: Mapping[str, Tensor]) -> Iterator[Description]:
-    """Lend a packed copy of a few tensors for as long as the block lasts; whoever attached lets go before its end."""
-    devices = {tensor.device for tensor in tensors.values()}
-    if len(devices) != 1:
-        raise TransportError(f"tensors of one device can be handed over, not of {sorted(map(str, devices)) or 'none'}")
-    if devices.pop().type == "cpu":
-        lent = lend_host(tensors, SHARED_MEMORY / f"tandem-{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            yield lent.description
-        finally:
-            lent.close()
-    else:
-        # One storage, so one handle, whatever the number of tensors; and none of the caller's storages is touched.
-        packed = _packed(tensors)
-        try:
-            yield lend_cuda(packed)
-        finally:
-            packed.clear()
-            torch.cuda.ipc_collect()
 
 
 def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -260,19 +236,3 @@ def _view(name: str, storage: torch.UntypedStorage, entry: Mapping[str, Any]) ->
             f"{ASK_AGAIN}"
         )
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, shape, stride)
-
-
-def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in one storage, in order."""
-    sources = [tensor.detach() for tensor in tensors.values()]
-    starts, size = [], 0
-    for tensor in sources:
-        starts.append(size)
-        size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    memory = torch.empty(size, dtype=torch.uint8, device=sources[0].device)
-    views = [
-        memory[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-        for start, t in zip(starts, sources, strict=True)
-    ]
-    torch._foreach_copy_(views, sources)
-    return dict(zip(tensors, views, strict=True))

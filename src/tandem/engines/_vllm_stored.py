@@ -1,0 +1,123 @@
+"""An adapter as vLLM's slots store it: what it may be, and B multiplied by alpha/rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import EngineError
+
+_UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
+_UNSERVED += ("layer_replication", "trainable_token_indices", "target_parameters", "fan_in_fan_out")
+_UNSERVED += ("alora_invocation_tokens", "use_qalora", "use_bdlora")
+"""Options of PEFT that change what an adapter computes and that vLLM, or one of its releases, ignores or refuses."""
+_ALIGNMENT = 64
+"""Bytes; checksums are read by wide loads where tensors begin at such a multiple."""
+
+
+def scaling(config: Mapping[str, Any]) -> float:
+    """What the adapter's output is multiplied by: alpha/rank, or alpha/sqrt(rank) with ``use_rslora``."""
+    rank = config["r"]
+    return float(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def scaled(tensor: Tensor, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Tensor:
+    """B as a slot stores it, to the bit: cast to the slots' type, then multiplied, as vLLM does when it loads a file.
+
+    ``dtype`` is the slots' type, the tensor's own by default. A is stored as it is, only cast.
+    """
+    stored = tensor.detach().to(dtype or tensor.dtype)
+    factor = scaling(config)
+    return stored if factor == 1 else stored * factor
+
+
+def scale_(tensors: list[Tensor], factor: float) -> None:
+    """Multiply tensors in place, to the same bits as ``scaled``: by one number in float32, rounded once.
+
+    The fused form rounds the factor to the tensors' type first, which changes nothing of a power of two only.
+    """
+    if factor == 1:
+        return
+    if math.frexp(factor)[0] == 0.5:
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def rank_of(config: Mapping[str, Any], most: int) -> int:
+    """The adapter's rank, if vLLM can serve such an adapter in slots of rank ``most``.
+
+    Raises:
+        EngineError: it cannot.
+    """
+    missing = [key for key in ("r", "lora_alpha") if key not in config]
+    if missing:
+        raise EngineError(f"the adapter's configuration lacks {missing[0]!r}; give PEFT's adapter_config.json")
+    unserved = [key for key in _UNSERVED if config.get(key)]
+    if config.get("bias") not in (None, "none"):
+        unserved.append("bias")
+    if unserved:
+        raise EngineError(
+            f"vLLM cannot serve an adapter with {unserved[0]}: {config[unserved[0]]!r}; train a plain one"
+        )
+    rank = config["r"]
+    if not isinstance(rank, int) or not 1 <= rank <= most:
+        raise EngineError(
+            f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}; start it with a --max-lora-rank "
+            "that fits"
+        )
+    return rank
+
+
+class Stored:
+    """The trainer's adapter as slots store it. B is multiplied into memory of its own, the same every time.
+
+    One block holds every B, so that a copy of many tensors and one multiplication make all of it, and so that the
+    tables of checksums, which hold addresses, last.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0)
+        self._views: dict[str, Tensor] = {}
+
+    def of(self, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+        """Name and tensor in the given order, computed from the values that the tensors have now.
+
+        Args:
+            tensors: PEFT's names, with or without the adapter's own, and live tensors.
+            config: PEFT's configuration.
+        """
+        plain = [(name.replace(".default.", "."), tensor.detach()) for name, tensor in tensors]
+        factor = scaling(config)
+        if factor == 1:
+            return plain
+        given = {name: tensor for name, tensor in plain if ".lora_B." in name}
+        if not given:
+            return plain
+        if any(
+            (view := self._views.get(name)) is None
+            or (view.shape, view.dtype, view.device) != (tensor.shape, tensor.dtype, tensor.device)
+            for name, tensor in given.items()
+        ):
+            self._make_room(given)
+        torch._foreach_copy_([self._views[name] for name in given], list(given.values()))
+        self._block.mul_(factor)  # one kernel over all: in float32 and rounded once, as ``scaled``
+        return [(name, self._views[name] if name in given else tensor) for name, tensor in plain]
+
+    def _make_room(self, given: Mapping[str, Tensor]) -> None:
+        first = next(iter(given.values()))
+        starts, size = [], 0
+        for tensor in given.values():
+            starts.append(size)
+            unit = _ALIGNMENT // first.element_size()
+            size += -(-tensor.numel() // unit) * unit
+        self._block = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self._views = {
+            name: self._block[start : start + tensor.numel()].view(tensor.shape)
+            for start, (name, tensor) in zip(starts, given.items(), strict=True)
+        }
