@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from tandem import __version__, resolve
 from tandem.compat import atropos
+from tandem.compat._atropos_env import EnvFlags
 from tandem.errors import TandemError
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
@@ -182,6 +183,39 @@ def serve_engine(
     serve(recipe, overrides or [], typer.echo)
 
 
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 lets other machines in.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Keep everything accepted here through a restart; default: in memory alone."),
+]
+
+
+@serve.command("broker")
+def serve_broker(
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    data: Data = None,
+    max_body: Annotated[int, typer.Option(metavar="MIB", min=1, help="Largest body, sent and inflated.")] = 64,
+    max_held: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="Most data queued before environments are held back.")
+    ] = 2048,
+) -> None:
+    """Run the broker between environments and a trainer, until Ctrl-C.
+
+    It speaks Atropos' protocol. TANDEM_BROKER_KEY and TANDEM_BROKER_ENV_KEY hold API keys, if any.
+    """
+    from tandem.verbs.serve_broker import serve_broker
+
+    serve_broker(host, port, data, max_body << 20, max_held << 20, typer.echo)
+
+
+@app.command("run-api")
+def run_api(host: Host = "127.0.0.1", port: Port = 8000, data: Data = None) -> None:
+    """Run the broker, by the name it has in Atropos."""
+    serve_broker(host, port, data)
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
@@ -196,7 +230,8 @@ def _flags(cls: type) -> Iterator[inspect.Parameter]:
     """A dataclass's fields as options of a verb: their names, types, defaults and docstrings are said there alone."""
     hints, docs = get_type_hints(cls), resolve.field_docs(cls)
     for field in dataclasses.fields(cls):
-        names = [f"--{field.name.replace('_', '-')}", *field.metadata.get("also", ())]
+        flag = field.metadata.get("flag", f"--{field.name.replace('_', '-')}")
+        names = [flag, *field.metadata.get("also", ())]
         if off := field.metadata.get("off"):
             names = [f"{names[0]}/{off}"]
         hint, text, default = hints[field.name], docs[field.name], field.default
@@ -224,6 +259,15 @@ def _with_flags(cls: type) -> Callable[[Verb], Verb]:
     return decorate
 
 
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags that were not left out."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in flags.items()
+        if value is not None and value != []
+    }
+
+
 class _AtroposCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, atropos.joined(args))
@@ -242,12 +286,39 @@ def atropos_grpo(
     """
     from tandem.verbs.atropos import atropos
 
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in flags.items()
-        if value is not None and value != []
-    }
-    typer.echo(atropos(given, overrides or [], show=show))
+    typer.echo(atropos(_given(flags), overrides or [], show=show))
+
+
+@app.command()
+def work(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[RECIPE] [OPTION=VALUE]...", help="A recipe and options, or options alone.")
+    ],
+) -> None:
+    """Play an environment for a broker, sampling elsewhere.
+
+    As in: tandem work env=gsm8k model=MODEL broker=http://127.0.0.1:8000 engine=http://127.0.0.1:9001
+    """
+    from tandem.verbs.work import work
+
+    typer.echo(work(words))
+
+
+@app.command("env")
+@_with_flags(EnvFlags)
+def env(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The environment, such as gsm8k.")],
+    mode: Annotated[str, typer.Argument(metavar="serve", help="What to do.")],
+    overrides: Overrides = None,
+    **flags: Any,
+) -> None:
+    """Play an environment by the flags of Atropos' environments.
+
+    They are translated to options of tandem work, of which more may be laid over them.
+    """
+    from tandem.verbs.env import env
+
+    typer.echo(env(name, mode, _given(flags), overrides or []))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

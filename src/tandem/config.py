@@ -18,6 +18,7 @@ from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec, part, parts
 from tandem.recipe.encode import encode
+from tandem.recipe.sections import Broker, Checkpoint, Evaluate, Grading, require
 from tandem.recipe.tree import SHELL, Branch, Leaf, Problems, from_plain, parse, render
 from tandem.sinks.base import Sink
 from tandem.types import Json, Sampling
@@ -33,75 +34,6 @@ else:  # their bases import torch; a field made by ``part`` is built by its slot
     Advantage = EngineSpec = Loss = Optimizer = WeightSync = Trains = Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
-    """Measuring on held-out tasks."""
-
-    every: int = 0
-    """Steps between evaluations; 0 evaluates only before and after."""
-    tasks: int = 40
-    """Held-out tasks, the first of the test split; 0 never evaluates."""
-    samples: int = 4
-    """Answers per task: mean@k and pass@k are over these."""
-    temperature: float = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
-    """Nucleus of the evaluation's answers; 1 keeps every token."""
-    before: bool = True
-    """Evaluate the model as loaded."""
-    after: bool = True
-    """Evaluate after the last step."""
-
-    def __post_init__(self) -> None:
-        _require(
-            every=(self.every >= 0, "at least 0"),
-            tasks=(self.tasks >= 0, "at least 0"),
-            samples=(self.samples >= 1, "at least 1"),
-            temperature=(0 <= self.temperature < math.inf, "at least 0"),
-            top_p=(0 < self.top_p <= 1, "above 0 and at most 1"),
-        )
-
-    def inert(self) -> Mapping[str, str]:
-        """Without tasks or occasions nothing else is read; greedy answers are all alike."""
-        if self.tasks == 0:
-            return {
-                f.name: "tasks is 0, so nothing is evaluated" for f in resolve.options(Evaluate) if f.name != "tasks"
-            }
-        if not (self.before or self.after or self.every):
-            never = "before and after are false and every is 0, so nothing is evaluated"
-            return dict.fromkeys(("tasks", "samples", "temperature", "top_p"), never)
-        if self.temperature == 0:
-            greedy = "temperature is 0, so an answer is always the likeliest one"
-            return {"top_p": greedy, **({"samples": greedy} if self.samples > 1 else {})}
-        return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What survives a crash. One is always written at the end."""
-
-    every: int = 50
-    """Steps between checkpoints."""
-    keep: int = 2
-    """Newest checkpoints that are kept."""
-
-    def __post_init__(self) -> None:
-        _require(every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grading:
-    """How rewards are computed: in processes that can be killed."""
-
-    workers: int = 1
-    """Grader processes."""
-    timeout: float = 10.0
-    """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
-
-    def __post_init__(self) -> None:
-        _require(workers=(self.workers >= 1, "at least 1"), timeout=(0 < self.timeout < math.inf, "above 0 (seconds)"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything about a run. Part fields hold live parts, not names."""
@@ -110,8 +42,10 @@ class RunConfig:
     """Hugging Face id or a local folder."""
     steps: int
     """Optimizer steps of the whole run."""
-    env: Environment = field(metadata={"slot": "envs"})
-    """Where tasks come from."""
+    env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": "broker"})
+    """Where tasks come from; with broker those to evaluate on, if any."""
+    broker: Broker | None = field(default=None, metadata={"shorthand": "url"})
+    """Train on what environments elsewhere send to this broker: its address, or a mapping."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
     groups_per_step: int = 8
@@ -169,12 +103,21 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         sampling = self.sampling
-        _require(
+        require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             steps=(self.steps >= 1, "at least 1"),
             groups_per_step=(self.groups_per_step >= 1, "at least 1"),
             group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
-            max_lag=(self.max_lag >= 0, "at least 0"),
+            env=(
+                self.env is not None or self.broker is not None,
+                "given, such as gsm8k (tandem list envs), or broker, where environments are elsewhere",
+            ),
+            max_lag=(
+                self.max_lag >= (self.broker is not None),
+                "at least 1 with broker, since its environments sample while a step is trained"
+                if self.broker
+                else "at least 0",
+            ),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
             micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
             context=(self.context is None or self.context >= 2, "at least 2, or null"),
@@ -191,14 +134,34 @@ class RunConfig:
                 "sampling.stop": (all(sampling.stop), "texts that are not empty"),
             },
         )
-        if not self.rewards:
+        if not self.rewards and self.env is not None:
             object.__setattr__(self, "rewards", _default_rewards(self.env))
+
+    @property
+    def plays(self) -> bool:
+        """True if tasks are played in the trainer's process, to train on or to evaluate."""
+        return self.broker is None or self.evaluates
+
+    @property
+    def evaluates(self) -> bool:
+        """True if held-out tasks are looked at in this run."""
+        asked = self.evaluate
+        return self.env is not None and asked.tasks > 0 and bool(asked.before or asked.after or asked.every)
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, given the others."""
+        unread: dict[str, str] = {}
         if self.truncated != "penalise":
-            return {"truncated_penalty": "it is read by truncated: penalise alone"}
-        return {}
+            unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        if self.broker is not None:
+            unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
+        if self.broker is not None and self.env is None:
+            elsewhere = "environments are elsewhere (broker) and there is no env to evaluate on"
+            unread |= dict.fromkeys(("rewards", "evaluate", "grading", "sampling.stop"), elsewhere)
+        elif self.broker is not None and not self.evaluates:
+            nothing = "tasks come from elsewhere (broker) and nothing is evaluated"
+            unread |= dict.fromkeys(("env", "rewards", "grading", "sampling.stop"), nothing)
+        return unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +259,7 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encoded
 
 
-RESUMABLE = frozenset({"steps", "evaluate", "checkpoint", "sinks", "threads", "grading"})
+RESUMABLE = frozenset({"steps", "evaluate", "checkpoint", "sinks", "threads", "grading", "broker"})
 """Options that a resumed run may change: they do not decide what a training step computes."""
 
 
@@ -304,13 +267,6 @@ def digest(config: RunConfig) -> str:
     """Hex digest of everything that decides what a training step computes."""
     trained = {key: value for key, value in as_json(config).items() if key not in RESUMABLE | {"runs", "name"}}
     return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
-
-
-def _require(**checks: tuple[bool, str]) -> None:
-    """Raise ValueError with one line for each option that is out of range."""
-    wrong = [f"{name} must be {expected}" for name, (fine, expected) in checks.items() if not fine]
-    if wrong:
-        raise ValueError("\n".join(wrong))
 
 
 def _is_folder_name(name: str) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tandem.policy.policy import Compute, Policy, load_config, load_model, load_
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
 from tandem.rollout.chat import Template
-from tandem.rollout.feed import Cursor, Feed, FeedOptions, as_is, penalise_truncated
+from tandem.rollout.feed import Cursor, Supply
 from tandem.rollout.gold import check_environment
 from tandem.rollout.measure import Solved
 from tandem.rollout.worker import Worker
@@ -31,14 +30,14 @@ from tandem.sinks.base import RunInfo
 from tandem.sync.base import Link
 from tandem.telemetry import log as logs
 from tandem.telemetry.emit import Telemetry
-from tandem.trainer import lifetime, loop
+from tandem.trainer import lifetime, loop, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
-from tandem.types import Group, Json, PolicyVersion, Sampling, Task
+from tandem.types import Json, PolicyVersion, Sampling, Task
 
 
 def check_pairs(config: RunConfig) -> None:
@@ -66,7 +65,7 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     check_pairs(config)
     tasks = {split: _tasks(config, split) for split in _splits(config)}
     model = load_config(config.model)
-    longest = _longest_prompt(config, model, tasks["train"])
+    longest = _longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
     memory.plan(config, model, prompt_tokens=longest, resumed=resume).require()
     folder = resume or lifetime.new_folder(config)
     with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder):
@@ -99,7 +98,7 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
             await policy.compute(config.trains.load, policy.model, weights)
         async with _published(config, policy, fresh=weights is None) as engine:
             worker = _worker(config, policy, engine, graders)
-            evaluator = _evaluator(config, worker, tasks, _solved(config, graders), None, lambda record: None)
+            evaluator = _evaluator(config, worker, tasks, None, lambda record: None)
             return await evaluator(0)
 
 
@@ -128,8 +127,9 @@ async def _assembled(
     """Every part of a run, live, and the state it starts from."""
     async with AsyncExitStack() as stack:
         policy = await stack.enter_async_context(_policy(config))
-        graders = await stack.enter_async_context(_graders(config, folder))
-        await _check_gold(config, graders)
+        graders = await stack.enter_async_context(_graders(config, folder)) if config.plays else None
+        if graders is not None:
+            await _check_gold(config, graders)
         state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
         needs = engine_needs(config, folder, restored=state.step)
         context = memory.context(config, policy.config)
@@ -156,14 +156,13 @@ async def _assembled(
             on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
         )
         await checkpoints.restore(state)
-        worker = _worker(config, policy, engine, graders)
-        solved = _solved(config, graders)
-        reached = _Reached(state.step)
+        worker = None if graders is None else _worker(config, policy, engine, graders)
+        reached = supply.Reached(state.step)
         run = loop.Run(
             steps=config.steps,
             policy=policy,
             link=link,
-            feed=_feed(config, worker, tasks["train"], solved, reached, telemetry),
+            feed=_supply(config, folder, policy, worker, tasks, reached, telemetry),
             pack=_packer(config, policy),
             step=Step(
                 policy=policy,
@@ -174,12 +173,12 @@ async def _assembled(
                 steps=config.steps,
             ),
             checkpoints=checkpoints,
-            evaluator=_evaluator(config, worker, tasks.get("test", ()), solved, telemetry, telemetry.evaluation),
+            evaluate=_looks(config, worker, tasks.get("test", ()), telemetry),
             telemetry=telemetry,
-            records=lambda step, batch, stats: records(step, batch, stats, worker.template),
+            records=lambda step, batch, stats: records(step, batch, stats, _template(config, policy)),
             stop=asyncio.Event(),
             reached=reached.set,
-            grading=graders.metrics,
+            grading=graders.metrics if graders else dict,
         )
         yield run, state
 
@@ -226,6 +225,7 @@ async def _check_gold(config: RunConfig, graders: Graders) -> None:
     Raises:
         RewardError: one did not get full marks.
     """
+    assert config.env is not None
     failures = await check_environment(config.env, graders, 2)
     if failures:
         raise RewardError(
@@ -233,19 +233,6 @@ async def _check_gold(config: RunConfig, graders: Graders) -> None:
             "replies (tandem check looks at more of them)"
         )
     graders.metrics()  # these are nobody's rollouts
-
-
-@dataclass(slots=True)
-class _Reached:
-    """The policy step that training has reached, for whoever measures lag."""
-
-    step: int
-
-    def set(self, step: int) -> None:
-        self.step = step
-
-    def get(self) -> int:
-        return self.step
 
 
 def _fresh(config: RunConfig) -> TrainerState:
@@ -291,41 +278,43 @@ def _graders(config: RunConfig, folder: Path | None) -> Graders:
 
 
 def _worker(config: RunConfig, policy: Policy, engine: Engine, graders: Graders) -> Worker:
-    template = Template(policy.tokenizer, config.chat_template_kwargs)
+    assert config.env is not None
+    template = _template(config, policy)
     return Worker(env=config.env, engine=engine, graders=graders, template=template, seed=config.seed)
 
 
-def _solved(config: RunConfig, graders: Graders) -> Solved:
+def _template(config: RunConfig, policy: Policy) -> Template:
+    return Template(policy.tokenizer, config.chat_template_kwargs)
+
+
+def _solved(config: RunConfig, worker: Worker) -> Solved:
     """Right answers by the first reward of the recipe; 1.0 where it does not say what full marks are."""
     first = next(iter(config.rewards))
-    full = graders.full_marks[first]
+    full = worker.graders.full_marks[first]
     return Solved(reward=first, full_marks=1.0 if full is None else full)
 
 
-def _feed(
-    config: RunConfig, worker: Worker, tasks: Sequence[Task], solved: Solved, reached: _Reached, telemetry: Telemetry
-) -> Feed:
-    def dropped(reason: str, group: Group) -> None:
-        rewards = [r.reward for r in group.rollouts]
-        telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
-
-    return Feed(
-        worker=worker,
-        tasks=tasks,
-        options=FeedOptions(
-            groups_per_step=config.groups_per_step,
-            group_size=config.group_size,
-            max_lag=config.max_lag,
-            behind=config.sync.behind,
-            drop_flat=config.flat_groups == "drop",
-            sampling=config.sampling,
-            seed=config.seed,
-        ),
-        version=reached.get,
-        judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
-        solved=solved,
-        on_drop=dropped,
-    )
+def _supply(
+    config: RunConfig,
+    folder: Path,
+    policy: Policy,
+    worker: Worker | None,
+    tasks: Mapping[Split, Sequence[Task]],
+    reached: supply.Reached,
+    telemetry: Telemetry,
+) -> Supply:
+    """Where groups come from: a broker if the recipe names one, else what is played here."""
+    if config.broker is not None or worker is None:
+        return supply.foreign(
+            config,
+            folder=folder,
+            context=memory.context(config, policy.config),
+            vocabulary=policy.head.weight.shape[0],
+            template=_template(config, policy),
+            reached=reached,
+            telemetry=telemetry,
+        )
+    return supply.played(config, worker, tasks["train"], _solved(config, worker), reached, telemetry)
 
 
 def _packer(config: RunConfig, policy: Policy) -> Packer:
@@ -343,7 +332,6 @@ def _evaluator(
     config: RunConfig,
     worker: Worker,
     tasks: Sequence[Task],
-    solved: Solved,
     telemetry: Telemetry | None,
     record: Callable[[dict[str, Json]], None],
 ) -> Evaluator:
@@ -367,18 +355,34 @@ def _evaluator(
         tasks=tasks[: asked.tasks],
         samples=asked.samples,
         sampling=sampling,
-        solved=solved,
+        solved=_solved(config, worker),
         due=due,
         record=record,
         started=lambda step: telemetry.event("eval_started", step=step) if telemetry else None,
     )
 
 
+def _looks(
+    config: RunConfig, worker: Worker | None, tasks: Sequence[Task], telemetry: Telemetry
+) -> Callable[[int], Awaitable[None]]:
+    """What looks at held-out tasks between steps."""
+
+    async def nowhere(step: int) -> None:
+        return
+
+    if worker is None:
+        return nowhere
+    return _evaluator(config, worker, tasks, telemetry, telemetry.evaluation).maybe
+
+
 def _splits(config: RunConfig) -> tuple[Split, ...]:
-    return ("train", "test") if config.evaluate.tasks else ("train",)
+    """Splits that this process reads."""
+    train: tuple[Split, ...] = () if config.broker else ("train",)
+    return (*train, "test") if config.env is not None and config.evaluate.tasks else train
 
 
 def _tasks(config: RunConfig, split: Split) -> Sequence[Task]:
+    assert config.env is not None
     tasks = config.env.tasks(split)
     if not len(tasks):
         raise EnvError(f"{config.env.name} has no {split} tasks; look at its options: tandem list envs")

@@ -49,7 +49,9 @@ def _dataclass(cls: type) -> dict[str, Json]:
             properties[field.name]["default"] = plain_value(field.default)
     missing = dataclasses.MISSING
     required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
+    either = [name for f in fields if "unless" in f.metadata for name in (f.name, f.metadata["unless"])]
     return {
+        **({"anyOf": [{"required": [name]} for name in either]} if either else {}),
         "type": "object",
         "description": resolve.summary(cls),
         "properties": properties,
@@ -61,14 +63,16 @@ def _dataclass(cls: type) -> dict[str, Json]:
 def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
     slot = field.metadata.get("slot")
     if slot is None:
-        return _type(hints(cls)[field.name])
+        described = _type(hints(cls)[field.name])
+        return {"anyOf": [_PLAIN[str], *described["anyOf"]]} if field.metadata.get("shorthand") else described
     if field.metadata.get("weighted"):
         return _weighted(slot)
     if field.metadata.get("many"):
         return {"type": "array", "items": {"$ref": f"#/$defs/{slot}"}}
     default = field.metadata.get("default")
     if default is None:
-        return {"$ref": f"#/$defs/{slot}"}
+        one = {"$ref": f"#/$defs/{slot}"}
+        return {"anyOf": [one, _PLAIN[type(None)]]} if field.default is None else one
     without_kind = _dataclass(resolve.find(slot, default))
     return {"anyOf": [{"$ref": f"#/$defs/{slot}"}, without_kind], "default": default}
 

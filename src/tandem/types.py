@@ -6,11 +6,15 @@ Frozen, slotted, keyword-only. A token is an ``int``; a logprob is a natural-log
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Json = Any
 """A JSON value: None, bool, int, float, str, list or dict of such."""
+
+UNKNOWN = math.inf
+"""Stands for a logprob that the sampler did not tell; no probability has this one. The policy's own stands in."""
 
 Finish = Literal["stop", "length", "abort"]
 Status = Literal["ok", "error"]
@@ -77,7 +81,7 @@ class Completion:
     tokens: tuple[int, ...]
     """Sampled token ids, the end-of-sequence token included if it was sampled."""
     logprobs: tuple[float, ...]
-    """Logprob of each token under the distribution it was drawn from."""
+    """Logprob of each token under the distribution it was drawn from; ``UNKNOWN`` where nobody noted it."""
     versions: tuple[int, ...]
     """Policy step that sampled each token."""
     finish: Finish
@@ -130,6 +134,10 @@ class Rollout:
     """Weighted sum of rewards; None leaves this rollout out of its group."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers the environment wants to see averaged."""
+    trained: bool = True
+    """False leaves its tokens out of the loss; its reward still counts in its group's baseline."""
+    advantages: tuple[float, ...] | None = None
+    """Of each sampled token over all turns, where the environment gave them; None: the recipe's advantage."""
 
     @property
     def truncated(self) -> bool:

@@ -10,6 +10,8 @@ import pickle
 import pkgutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ GSM8K_ROWS = [
 DATASET_ROWS = [{"prompt": f"Say {n}.", "answer": f"{n}", "level": n % 3} for n in range(30)]
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "agent": {"path": "{dataset}", "agent": "true"},
     "arithmetic": {"max_number": 5},
     "calculator": {"size": 60},
     "countdown": {"size": 60},
@@ -46,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options of a small instance, by file name."""
 
-REWARDS = {"dataset": {"exact": 1.0}}
+REWARDS = {"agent": {"exact": 1.0}, "dataset": {"exact": 1.0}}
 """Rewards of environments that have none of their own."""
 
 KINDS = sorted(m.name for m in pkgutil.iter_modules(tandem.envs.__path__) if m.name != "base" and m.name[0] != "_")
@@ -158,6 +161,12 @@ class Scripted:
     def add(self, *messages: Message) -> None:
         assert self.open
         self.messages = (*self.messages, *messages)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """As if a program had asked once."""
+        await self.reply()
+        yield "http://nowhere"
 
 
 def test_play_ends_on_the_gold_reply(env: Environment) -> None:

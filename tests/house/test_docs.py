@@ -58,7 +58,10 @@ def problem(words: list[str]) -> str | None:
         return None
     if verb not in verbs:
         return f"there is no verb {verb!r}"
-    known = {name for parameter in verbs[verb].params for name in parameter.opts} | {"--help", "--debug"}
+    command = verbs[verb]
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    known = {name for parameter in command.params for name in parameter.opts} | {"--help", "--debug"}
     if unknown := [w for w in rest if w.startswith("-") and w.partition("=")[0] not in known]:
         return f"{verb} has no option {unknown[0]}"
     recipes = [w for w in rest if w.startswith("recipes/")]

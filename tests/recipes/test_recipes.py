@@ -15,7 +15,7 @@ from tandem.rollout.gold import check_environment
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-NEEDS_DOWNLOAD = {"gsm8k"}
+NEEDS_DOWNLOAD = {"gsm8k", "broker"}
 
 
 @pytest.fixture(autouse=True)

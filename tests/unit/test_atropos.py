@@ -94,6 +94,7 @@ def test_each_way_has_its_pair(mode: str, trains: dict[str, Any], sync: dict[str
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model_name": ({"model_name": "other"}, {"model": "other"}),
     "env": ({"env": "gsm8k"}, {"env": "gsm8k"}),
+    "atropos_url": ({"env": None, "atropos_url": "http://x"}, {"broker": "http://x", "max_lag": 6}),
     "group_size": ({"group_size": 16}, {"group_size": 16, "groups_per_step": 4}),
     "vllm_url": (
         {"vllm_url": ("http://a:1",), "weight_bridge_mode": "lora_only"},
@@ -246,7 +247,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group_size": ({"group_size": 7}, "64 sequences, which are no whole number of groups of 7"),
     "batch_size": ({"batch_size": 0}, "at least 1"),
     "clip_eps": ({"clip_eps": 1.5}, "between 0 and 1"),
-    "env": ({"env": None}, "--env gsm8k (tandem list envs): scored groups cannot be read from an Atropos server"),
 }
 """By flag: a command line in which it cannot take effect, and the reason."""
 
@@ -257,6 +257,16 @@ def test_what_cannot_take_effect_is_refused(flag: str) -> None:
     told = refusal(**given)
     assert f"--{flag.replace('_', '-')}: " in told
     assert message in told
+
+
+def test_without_an_environment_groups_come_from_a_server() -> None:
+    recipe = options(env=None, weight_bridge_mode="shared_vllm")
+    assert (recipe["broker"], recipe["max_lag"]) == ("http://localhost:8000", 4)
+    assert "env" not in recipe
+    assert "evaluate" not in recipe
+    assert "must begin with http://" in refusal(env=None, atropos_url="x:8000")
+    flags = Flags(model_name="m", env=None)
+    assert "more than 6 steps old (max_lag)" in translate(flags, frozenset(), {}).notes[0]
 
 
 def test_no_flag_is_accepted_and_ignored() -> None:
@@ -371,9 +381,9 @@ def test_zeros_are_given_values(run: Run) -> None:
 
 
 def test_mistakes_are_told_before_anything_loads(run: Run) -> None:
-    code, out, err = run("--model-name", "m", "--weight-bridge-mode", "lora_only")
+    code, out, err = run("--model-name", "m", "--dtype", "auto")
     assert (code, out) == (2, "")
-    assert err.startswith("tandem: --env: name an environment, such as --env gsm8k")
+    assert err.startswith("tandem: --dtype: Tandem trains bfloat16 or float32, not auto")
     code, _, err = run("--env", "gsm8k")
     assert code == 2
     assert "--model-name" in err

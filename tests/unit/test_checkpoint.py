@@ -63,7 +63,8 @@ class Saver:
         self.stepper.step(1e-2, 1.0)
 
     def save(self, step: int) -> Path:
-        return asyncio.run(self.checkpoints.save(state(step)))
+        asyncio.run(self.checkpoints.save(state(step)))
+        return self.checkpoints.folder / f"{step:06d}"
 
     def restore(self, digest: str = "recipe") -> TrainerState:
         """As a run does: the weights first, since binding them to an engine comes before the optimizer."""

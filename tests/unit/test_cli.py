@@ -228,7 +228,7 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        assert "these may change: checkpoint, evaluate, grading, sinks, steps, threads" in err
+        assert "these may change: broker, checkpoint, evaluate, grading, sinks, steps, threads" in err
 
 
 def test_a_folder_that_is_no_run(run: Run) -> None:

@@ -233,7 +233,7 @@ def test_an_empty_recipe_lacks_everything(here: Path) -> None:
 
 
 def test_an_environment_without_a_kind(here: Path) -> None:
-    assert "recipe.yaml:3: env needs a kind; known: arithmetic, " in wrong(MINIMAL.replace("arithmetic", "{size: 3}"))
+    assert "recipe.yaml:3: env needs a kind; known: agent, arithmetic, " in wrong(MINIMAL.replace("arithmetic", "{size: 3}"))
 
 
 def test_an_unknown_kind(here: Path) -> None:
@@ -642,3 +642,78 @@ def test_whatever_is_rendered_is_read_back(data: dict[str, Json]) -> None:
     assert not problems
     assert tree is not None
     assert plain(tree) == data
+
+
+# A broker
+
+BROKER = "model: m\nsteps: 4\nbroker: http://h:1\nmax_lag: 2\n"
+
+
+def test_a_broker_is_an_address_or_a_mapping_and_stands_for_an_environment(here: Path) -> None:
+    short = read(BROKER)
+    assert short.env is None
+    assert not short.rewards
+    assert not short.evaluates
+    assert short.broker is not None
+    assert short.broker.url == "http://h:1"
+    assert read(BROKER.replace("http://h:1", "{url: 'http://h:1'}")) == short
+    assert dump(short).count("broker") == 1
+    (here / "again.yaml").write_text(dump(short))
+    assert load(here / "again.yaml").config == short
+
+
+def test_options_of_a_broker_go_over_its_address(here: Path) -> None:
+    found = read(BROKER, "broker.lease_seconds=5").broker
+    assert found is not None
+    assert (found.url, found.lease_seconds) == ("http://h:1", 5.0)
+    moved = read(BROKER, "broker=http://other:2").broker
+    assert moved is not None
+    assert moved.url == "http://other:2"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("rewards: {number: 1.0}", "rewards changes nothing: environments are elsewhere (broker) and there is no env"),
+        ("evaluate: {tasks: 3}", "evaluate changes nothing: environments are elsewhere"),
+        ("env: arithmetic\nevaluate: {tasks: 0}", "env changes nothing: tasks come from elsewhere (broker)"),
+        ("truncated: mask", "truncated changes nothing: answers are cut and judged elsewhere"),
+        ("broker.url: x", "unknown option"),
+    ],
+)
+def test_what_a_broker_leaves_unread_is_refused(here: Path, more: str, message: str) -> None:
+    assert message in wrong(BROKER + more + "\n")
+
+
+@pytest.mark.parametrize(
+    ("broker", "message"),
+    [
+        ("h:1", "broker.url must be an address that begins with http://"),
+        ("{url: 'http://h:1', lease_seconds: 0}", "broker.lease_seconds must be above 0"),
+        ("{key_variable: X}", "broker needs 'url'"),
+        ("{url: 'http://h:1', missing_logprobs: guess}", "one of refuse, policy"),
+    ],
+)
+def test_a_brokers_options_are_checked(here: Path, broker: str, message: str) -> None:
+    assert message in wrong(BROKER.replace("http://h:1", broker))
+
+
+def test_with_a_broker_some_lag_is_allowed(here: Path) -> None:
+    assert "max_lag must be at least 1 with broker" in wrong(BROKER.replace("max_lag: 2\n", ""))
+
+
+def test_with_a_broker_an_environment_is_evaluated_on(here: Path) -> None:
+    config = read(BROKER + "env: arithmetic\n")
+    assert config.evaluates
+    assert config.rewards
+
+
+def test_neither_an_environment_nor_a_broker(here: Path) -> None:
+    assert "env must be given, such as gsm8k" in wrong("model: m\nsteps: 1\nbroker: null\n")
+
+
+def test_another_address_is_the_same_run() -> None:
+    made = [
+        from_options({"model": "m", "steps": 1, "max_lag": 1, "broker": f"http://h:{n}"}, (), Path("x")) for n in (1, 2)
+    ]
+    assert digest(made[0].config) == digest(made[1].config)

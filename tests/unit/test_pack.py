@@ -265,3 +265,29 @@ def test_split_keeps_those_with_one_prompt_together() -> None:
 
     a, b, c = sample((1, 2), 3), sample((3,), 2), sample((1, 2), 5)
     assert list(split([[a, b, c]], 100)) == [[[a, c], [b]]]
+
+
+def test_a_rollout_that_is_not_to_be_trained_counts_in_the_baseline_alone() -> None:
+    group = rows(2, 3, 4)
+    left = replace(group, rollouts=(group.rollouts[0], replace(group.rollouts[1], trained=False), group.rollouts[2]))
+    batch, whole = packer()([left], version=0), packer()([group], version=0)
+    assert batch.advantages == whole.advantages
+    assert {rollout for m in batch.micro for rollout, _ in m.places} == {"t@0/0", "t@0/2"}
+    assert batch.num_loss_tokens == whole.num_loss_tokens - group.rollouts[1].num_tokens
+
+
+def test_given_advantages_go_to_their_tokens_over_all_turns() -> None:
+    two = make_rollout("t@0/0", [([1], [2, 3], [-0.5, -0.6]), ([1, 2, 3, 4], [5], [-0.7])], 1.0)
+    one = make_rollout("t@0/1", [([1], [6], [-0.8])], 0.0)
+    group = make_group("t@0", [replace(two, advantages=(0.25, -1.0, 3.0)), one])
+    batch = packer()([group], version=0)
+    assert {(token, advantage) for _, _, token, _, advantage, _ in trained(batch)} == {
+        (2, 0.25), (3, -1.0), (5, 3.0), (6, -0.5),
+    }  # fmt: skip
+    assert batch.advantages == {"t@0/0": pytest.approx(0.75), "t@0/1": -0.5}
+
+
+def test_given_advantages_of_turns_that_part() -> None:
+    parted = make_rollout("t@0/0", [([1], [2, 3], [-0.5, -0.6]), ([9, 9], [5], [-0.7])], 1.0)
+    group = make_group("t@0", [replace(parted, advantages=(1.0, 2.0, 3.0))])
+    assert [s.advantages for s in samples_of(group.rollouts[0], group, 0.5)] == [(0.0, 1.0, 2.0), (0.0, 0.0, 3.0)]

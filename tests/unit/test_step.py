@@ -25,7 +25,7 @@ from tandem.policy.policy import Policy
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step, StepStats
 from tandem.trains.lora import Lora
-from tandem.types import Group, Rollout, Sampling
+from tandem.types import UNKNOWN, Group, Rollout, Sampling
 
 RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)
 """Of policy to behaviour, token by token: within the clips and beyond each, the dual clip included."""
@@ -263,3 +263,22 @@ def test_apply_moves_the_weights_by_the_clipped_gradient(tiny_model: Path, exact
             sure = expected[name].abs() > 1e-4 * norm
             moved = (parameter.detach() - before[name])[sure]
             torch.testing.assert_close(moved, -1e-3 * expected[name][sure].sign().float(), rtol=1e-3, atol=1e-6)
+
+
+def test_where_the_sampler_told_no_logprobs_the_policys_own_stand_in(policy: Policy) -> None:
+    def group(*logprobs: Sequence[float]) -> Group:
+        said = ((5, 6), (7,))
+        rollouts = [
+            make_rollout(f"t@0/{n}", [((1, 2), tokens, told)], float(n))
+            for n, (tokens, told) in enumerate(zip(said, logprobs, strict=True))
+        ]
+        return make_group("t@0", rollouts)
+
+    options: dict[str, Any] = {"sampling": Sampling(), "loss": Grpo()}
+    unknown, found = gradient(policy, [group((UNKNOWN, UNKNOWN), (-2.0,))], **options)
+    own = found.logprobs["t@0/0"]
+    told, same = gradient(policy, [group(own, (-2.0,))], **options)
+    for name, grad in told.items():
+        torch.testing.assert_close(unknown[name], grad, rtol=1e-5, atol=1e-8)
+    assert flatten(found.metrics)["ratio"] == pytest.approx(flatten(same.metrics)["ratio"])
+    assert math.isfinite(flatten(found.metrics)["loss"])

@@ -28,6 +28,9 @@ OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw8bit", "adamw_cpu": "adamw_c
 LAYOUT = "tandem.compat.atropos:Layout"
 """The sink that gives checkpoints Atropos' names."""
 
+QUEUED = 4
+"""Steps that a group of Atropos' environments may wait: they queue three batches by default and sample a fourth."""
+
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices")
 _NCCL = ("nccl_init_method", "nccl_world_size", "nccl_sync_every_step")
 _LAUNCH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
@@ -57,11 +60,10 @@ class Reading:
         return {
             "model": flags.model_name,
             "steps": flags.training_steps,
-            "env": self._env(),
+            **self._source(),
             "groups_per_step": self._groups(),
             "group_size": flags.group_size,
-            # Between two publishes tokens come from weights that are up to every - 1 steps old.
-            **({"max_lag": every - 1} if every > 1 else {}),
+            **({"max_lag": lag} if (lag := self._lag(every)) else {}),
             "sampling": {"max_tokens": flags.seq_len},
             "advantage": {"kind": "grpo", "std": "population", "eps": 1e-8},
             "loss": self._loss(),
@@ -72,7 +74,7 @@ class Reading:
             "dtype": self._dtype(),
             "micro_batch_tokens": flags.batch_size * flags.seq_len,
             "context": flags.seq_len,
-            "evaluate": {"tasks": 0},
+            **({"evaluate": {"tasks": 0}} if flags.env else {}),
             "checkpoint": {"every": flags.checkpoint_interval or flags.training_steps},
             "sinks": self._sinks(),
             "runs": flags.log_dir or self.environ.get("LOGDIR") or "logs",
@@ -80,6 +82,9 @@ class Reading:
 
     def notes(self) -> Iterator[str]:
         """What the recipe does otherwise than the flags would have it."""
+        if self.flags.env is None:
+            lag = self._lag(self._every())
+            yield f"--atropos-url: groups that are more than {lag} steps old (max_lag) are left out"
         if self._lora and "lora_dropout" not in self.given:
             yield "--lora-dropout: Atropos' default of 0.05 is left out, for Tandem has no dropout"
         if self.flags.single_copy:
@@ -122,16 +127,19 @@ class Reading:
             if name in self.given:
                 self._wrong(name, f"it changes nothing {why}; leave it out")
 
-    def _env(self) -> Json:
+    def _source(self) -> dict[str, Json]:
+        """Where groups come from: an Atropos server, as in Atropos, or an environment of Tandem's."""
         if self.flags.env is None:
-            self.problems.add(
-                "--env",
-                f"name an environment, such as --env gsm8k (tandem list envs): scored groups cannot be read from an "
-                f"Atropos server ({self.flags.atropos_url}) yet",
-            )
-            return None
+            url = self.flags.atropos_url
+            if not url.startswith(("http://", "https://")):
+                self._wrong("atropos_url", f"{url} must begin with http:// or https://")
+            return {"broker": url}
         self._unread(("atropos_url",), "with --env, which is where groups come from")
-        return self.flags.env
+        return {"env": self.flags.env}
+
+    def _lag(self, every: int) -> int:
+        """Between two publishes tokens come from weights that are up to every - 1 steps old; a server's wait, too."""
+        return every - 1 + (0 if self.flags.env else QUEUED)
 
     def _groups(self) -> int:
         """Groups of one optimizer step."""

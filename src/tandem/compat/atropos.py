@@ -25,9 +25,9 @@ class Flags:
     model_name: str = field(metadata={"also": ("--model",)})
     """Hugging Face id or a local folder."""
     env: str | None = None
-    """Tandem's own: the environment that tasks come from, such as gsm8k."""
+    """Tandem's own: play this environment, such as gsm8k, in the trainer's process instead of using atropos-url."""
     group_size: int = 8
-    """Tandem's own: answers sampled per task; it divides batch-size times gradient-accumulation-steps."""
+    """Tandem's own: answers per task; it divides batch-size times gradient-accumulation-steps."""
     vllm_url: tuple[str, ...] = ()
     """Tandem's own: an engine that runs already, instead of one that is started; once for each."""
     lr: float = 1e-5
@@ -95,7 +95,7 @@ class Flags:
     world_size: int = 1
     """The trainer and the engines of other nodes, counted."""
     atropos_url: str = "http://localhost:8000"
-    """Where an Atropos server hands out scored groups."""
+    """Where a broker hands out scored groups: Atropos' run-api or tandem serve broker."""
     use_wandb: bool = False
     """Log to Weights & Biases."""
     wandb_project: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from tandem.types import Json, Message, Task
@@ -31,6 +32,13 @@ class Chat(Protocol):
 
     def add(self, *messages: Message) -> None:
         """Append the environment's messages (tool results, a user's next line)."""
+        ...
+
+    def serve(self) -> AbstractAsyncContextManager[str]:
+        """Let a program talk to the policy: base URL of an OpenAI-compatible API while the block lasts.
+
+        What is said there takes the place of this conversation.
+        """
         ...
 
 

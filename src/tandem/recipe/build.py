@@ -5,7 +5,8 @@ A dataclass's fields are the only truth about its options. Beyond their types it
 - ``__post_init__`` raises ``ValueError`` for values out of range (one message per line; a message that starts
   with an option's name is shown where that option was written);
 - ``inert()`` maps options that change nothing, given the others, to the reason; giving one is a mistake;
-- a field with a ``slot`` in its metadata holds another part, chosen by its ``kind``.
+- a field with a ``slot`` in its metadata holds another part, chosen by its ``kind``;
+- one with a ``shorthand`` holds a mapping of which a single text is that option.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Builder:
             bad = bad or values[key] is BAD
         for name, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            required = required or field.metadata.get("unless", name) not in {name, *tree.entries}
             if required and name not in tree.entries:
                 doc = resolve.field_docs(cls).get(name, "")
                 self.problems.add(
@@ -114,7 +116,9 @@ class Builder:
         """The value of one option, or BAD."""
         slot = field.metadata.get("slot")
         if slot is None:
-            return self.value(hints(cls)[field.name], tree, path)
+            return self.value(hints(cls)[field.name], opened(field, tree), path)
+        if field.default is None and isinstance(tree, Leaf) and tree.value is None:
+            return None
         if field.metadata.get("weighted"):
             return self.rewards(slot, tree, path)
         if field.metadata.get("many"):
@@ -308,6 +312,16 @@ class Builder:
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
         self.problems.add(tree.where, f"{path}: expected {expected}, got {_got(tree)}{hint}")
         return BAD
+
+
+def opened(field: dataclasses.Field[Any], tree: Tree) -> Tree:
+    """The mapping that a single text stands for, where the field has a shorthand."""
+    key = field.metadata.get("shorthand")
+    if key is None or not isinstance(tree, Leaf) or tree.value is None:
+        return tree
+    branch = Branch(where=tree.where)
+    branch.put(key, tree, tree.where)
+    return branch
 
 
 def inert(built: object) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ def _dataclass(built: Any, complete: bool, skipped: frozenset[str]) -> dict[str,
             encoded[field.name] = {name: _reward(name, spec, complete) for name, spec in value.items()}
         elif slot is not None and field.metadata.get("many"):
             encoded[field.name] = [_part(slot, item, complete, below) for item in value]
-        elif slot is not None:
+        elif slot is not None and value is not None:
             encoded[field.name] = _part(slot, value, complete, below)
         else:
             encoded[field.name] = plain_value(value, complete, below)

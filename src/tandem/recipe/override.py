@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.recipe.build import opened
 from tandem.recipe.tree import SHELL, Branch, Leaf, Problems, Tree, parse_override
 
 _IMPORT_PATH = re.compile(r"([\w.]+:\w+)(?:\.(.+))?$")
@@ -51,6 +52,8 @@ def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, prob
     elif "slot" in metadata and not metadata.get("many"):
         _lay_part(tree, path, value, where, metadata.get("default"), problems)
     else:
+        if len(path) > 1 and path[0] in fields and path[0] in tree.entries:
+            tree.put(path[0], opened(fields[path[0]], tree.entries[path[0]]), tree.key_where[path[0]])
         _set(tree, path, value, where, problems)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.engines.base import Engine
@@ -98,6 +99,20 @@ class EngineChat:
         """Append the environment's messages."""
         self._messages.extend(messages)
         self._pending.extend(messages)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """An OpenAI-compatible API while the block lasts; what is said there takes this conversation's place."""
+        from tandem.rollout.proxy import Proxy  # which is made of this module's parts
+
+        proxy = Proxy(self._engine, self._template, self._sampling, model="policy")
+        name, session = proxy.create(self._stream)
+        try:
+            async with proxy.serving() as url:
+                yield f"{url}/{name}/v1"
+        finally:
+            self._turns = list(session.turns)
+            self._messages = list(session.messages or self._messages)
 
     async def reply(self) -> Message:
         """Let the policy speak.

@@ -15,9 +15,9 @@ import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tandem import waits
 from tandem.errors import Starved
@@ -44,6 +44,36 @@ class Cursor:
     """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
     ready: tuple[tuple[int, Group], ...] = ()
     """Groups judged and not yet trained, each with its draw."""
+    batches: tuple[str, ...] = ()
+    """A broker's batches whose groups were trained or dropped, or are in ``ready``, and that it was not told of."""
+
+
+class Supply(Protocol):
+    """Where the training loop's groups come from: played here (``Feed``) or elsewhere (``foreign.BrokerFeed``)."""
+
+    def open(self, cursor: Cursor) -> AbstractAsyncContextManager[Supply]:
+        """Go on where ``cursor`` stands."""
+        ...
+
+    async def take(self) -> list[Group]:
+        """The groups of one optimizer step; they count as trained in every later ``cursor``."""
+        ...
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """The step that took these groups is over."""
+        ...
+
+    def cursor(self) -> Cursor:
+        """Where it stands now."""
+        ...
+
+    async def saved(self, cursor: Cursor) -> None:
+        """A checkpoint that holds ``cursor`` is on disk: what it remembers need not be given again."""
+        ...
+
+    def metrics(self) -> Mapping[str, Value]:
+        """What arrived since the last call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +193,9 @@ class Feed:
             again=(*(entry.draw for entry in waiting if not entry.judged), *self._again),
             ready=tuple((entry.draw, entry.group) for entry in waiting if entry.judged and entry.group is not None),
         )
+
+    async def saved(self, cursor: Cursor) -> None:
+        """Nobody else need know: the cursor is all there is."""
 
     def metrics(self) -> Mapping[str, Value]:
         """What was played since the last call, trained or dropped: rewards, lengths, and drops by reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.metrics import Histogram, Mean, Sum, Value
@@ -25,7 +25,7 @@ class Solved:
         return rollout.rewards.get(self.reward, -math.inf) >= self.full_marks - 1e-9
 
 
-def measure(groups: Sequence[Group], solved: Solved) -> dict[str, Value]:
+def measure(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[str, Value]:
     """Metrics of groups that were just scored."""
     every = [r for group in groups for r in group.rollouts]
     scored = [r for group in groups for r in group.scored]

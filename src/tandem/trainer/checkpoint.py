@@ -51,23 +51,25 @@ class Checkpoints:
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
 
-    async def maybe_save(self, state: TrainerState) -> None:
-        """Save if it is time.
+    async def maybe_save(self, state: TrainerState) -> bool:
+        """Save if it is time; True if a checkpoint of this state was written.
 
         Raises:
             CheckpointError: it cannot be written; older checkpoints are untouched.
         """
         if state.step % self.every == 0 or state.step >= self.steps:
-            await self.save(state)
+            return await self.save(state)
+        return False
 
-    async def save(self, state: TrainerState) -> Path:
-        """Write a checkpoint of this state, unless there is one, and prune old ones."""
+    async def save(self, state: TrainerState) -> bool:
+        """Write a checkpoint of this state, unless its step has one, and prune old ones; True if it was written."""
         final = self.folder / f"{state.step:06d}"
-        if not final.exists():
+        is_new = not final.exists()
+        if is_new:
             await self.policy.compute(self._write, state, final)
             self.on_saved(state.step, final)
         self._prune()
-        return final
+        return is_new
 
     def _prune(self) -> None:
         """Remove the oldest; renamed first, since half of a checkpoint must not bear its name."""

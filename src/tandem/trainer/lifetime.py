@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 def new_folder(config: RunConfig) -> Path:
     """Make the run's folder, its recipe in it."""
     tail = Path(config.model).name
-    name = config.name or f"{config.env.name}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    name = (
+        config.name
+        or f"{config.env.name if config.env else 'broker'}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    )
     folder = Path(config.runs) / name
     if folder.exists():
         raise ConfigError(f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name=")

@@ -4,7 +4,8 @@
 from the feed's tasks, which go on while this coroutine awaits the compute thread.
 
     consumes:      groups from the feed, in order of admission
-    waits for:     the feed (rollouts), the compute thread (forward, backward, optimizer), the sync (engine at rest)
+    waits for:     the feed (rollouts, or a broker), the compute thread (forward, backward, optimizer), the sync (engine
+                   at rest)
     is unblocked:  by the feed's workers as they finish groups; slots are released at the end of each step
 """
 
@@ -21,12 +22,11 @@ from typing import TypeVar
 from tandem import machine
 from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.policy.policy import Policy
-from tandem.rollout.feed import Feed
+from tandem.rollout.feed import Supply
 from tandem.sync.base import Link, Published
 from tandem.telemetry import trace
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer.checkpoint import Checkpoints
-from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
@@ -45,7 +45,7 @@ class Run:
     """What is trained."""
     link: Link
     """The way that weights travel, bound to policy and engine."""
-    feed: Feed
+    feed: Supply
     """Groups, in order."""
     pack: Packer
     """Groups to micro-batches."""
@@ -53,8 +53,8 @@ class Run:
     """Gradient and update."""
     checkpoints: Checkpoints
     """What survives."""
-    evaluator: Evaluator
-    """Held-out tasks."""
+    evaluate: Callable[[int], Awaitable[None]]
+    """Looks at held-out tasks if this step is due."""
     telemetry: Telemetry
     """Where numbers go."""
     records: Callable[[int, StepBatch, StepStats], Sequence[Mapping[str, Json]]]
@@ -73,7 +73,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
         link = await stack.enter_async_context(run.link.open(state.version))
         # Before anything is played: a resumed run may have this evaluation behind it, and its first groups must not
         # be sampled in other company than theirs for that.
-        await _unless_stopped(run, run.evaluator.maybe(state.step))
+        await _unless_stopped(run, run.evaluate(state.step))
         feed = await stack.enter_async_context(run.feed.open(state.cursor))
         while state.step < run.steps and not run.stop.is_set():
             begun = time.perf_counter()
@@ -98,13 +98,15 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
                 begun,
                 handoff.published,
             )
-            await run.checkpoints.maybe_save(state)
-            await _unless_stopped(run, run.evaluator.maybe(state.step))
+            if await run.checkpoints.maybe_save(state):
+                await feed.saved(state.cursor)
+            await _unless_stopped(run, run.evaluate(state.step))
             feed.release(groups)
         if run.stop.is_set():
             # What was played since the last step is kept too.
             state = dataclasses.replace(state, cursor=feed.cursor())
-            await run.checkpoints.save(state)
+            if await run.checkpoints.save(state):
+                await feed.saved(state.cursor)
     return state
 
 

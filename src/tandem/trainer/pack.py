@@ -8,8 +8,10 @@ T counts the tokens computed in a micro-batch, N the trained tokens predicted by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -54,7 +56,7 @@ class StepBatch:
     groups: tuple[Group, ...]
     """What it was made from."""
     advantages: Mapping[str, float]
-    """By rollout id."""
+    """By rollout id; the mean over its tokens where the environment gave one for each."""
     num_loss_tokens: int
     """Trained tokens in all micro-batches."""
     num_samples: int
@@ -88,8 +90,9 @@ class Packer:
             values = self.advantage(group)
             mine: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
-                advantages[rollout.id] = value
-                if not (self.mask_truncated and rollout.truncated):
+                given = rollout.advantages
+                advantages[rollout.id] = value if given is None else math.fsum(given) / len(given)
+                if rollout.trained and not (self.mask_truncated and rollout.truncated):
                     mine.extend(samples_of(rollout, group, value))
             samples.append(mine)
         counts = [sum(sample.mask) for mine in samples for sample in mine]
@@ -191,19 +194,24 @@ class _Row:
 
 
 def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sample]:
-    """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it."""
+    """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
+
+    ``advantage`` is that of every sampled token, unless the environment gave each its own.
+    """
     tokens: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
+    advantages: list[float] = []
     versions: list[int] = []
     temperature, prompt_len = 1.0, 0
+    each = iter(rollout.advantages if rollout.advantages is not None else repeat(advantage))
 
     def sample() -> Sample:
         return Sample(
             tokens=tuple(tokens),
             mask=tuple(mask),
             logprobs=tuple(logprobs),
-            advantages=tuple(advantage if trained else 0.0 for trained in mask),
+            advantages=tuple(advantages),
             temperature=temperature,
             prompt_len=prompt_len,
             group=group.id,
@@ -219,12 +227,13 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
         if not tokens or turn.temperature != temperature or tuple(tokens) != turn.prompt[: len(tokens)]:
             if tokens:
                 yield sample()
-            tokens, mask, logprobs, versions = [], [], [], []
+            tokens, mask, logprobs, advantages, versions = [], [], [], [], []
             temperature, prompt_len = turn.temperature, len(turn.prompt)
         new = turn.prompt[len(tokens) :]
         tokens.extend((*new, *completion.tokens))
         mask.extend([False] * len(new) + [True] * len(completion.tokens))
         logprobs.extend((*(0.0 for _ in new), *completion.logprobs))
+        advantages.extend((*(0.0 for _ in new), *islice(each, len(completion.tokens))))
         versions.extend(completion.versions)
     if tokens:
         yield sample()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tandem.rollout.chat import Template
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import StepStats
-from tandem.types import Json, Message, Rollout
+from tandem.types import UNKNOWN, Json, Message, Rollout
 
 
 def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -> list[dict[str, Json]]:
@@ -55,6 +55,7 @@ def _tokens(
 ) -> Iterator[dict[str, Json]]:
     """Sampled tokens of all turns; ``tp`` is the trainer's logprob of those it trained."""
     trainer = iter(trained or ())
+    given = iter(rollout.advantages or ())
     for turn in rollout.turns:
         completion = turn.completion
         for text, token, logprob in zip(
@@ -63,8 +64,8 @@ def _tokens(
             yield {
                 "t": text,
                 "id": token,
-                "lp": round(logprob, 5),
+                "lp": None if logprob == UNKNOWN else round(logprob, 5),
                 "tp": None if trained is None else round(next(trainer), 5),
-                "adv": advantage,
+                "adv": next(given, advantage),
                 "m": int(trained is not None),
             }

@@ -46,6 +46,7 @@ class TrainerState:
                 "admitted": self.cursor.admitted,
                 "again": list(self.cursor.again),
                 "ready": [[draw, group_to_json(group)] for draw, group in self.cursor.ready],
+                "batches": list(self.cursor.batches),
             },
         }
 
@@ -64,5 +65,6 @@ class TrainerState:
                 admitted=cursor["admitted"],
                 again=tuple(cursor["again"]),
                 ready=tuple((draw, group_from_json(group)) for draw, group in cursor["ready"]),
+                batches=tuple(cursor.get("batches", ())),
             ),
         )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from tandem.losses.base import Loss
+from tandem.losses.base import Loss, MicroBatch
 from tandem.metrics import Sum, Value, merge
 from tandem.optimizers.base import Optimizer, Stepper
 from tandem.policy.logprobs import token_logprobs
 from tandem.policy.policy import Policy
 from tandem.telemetry import trace
 from tandem.trainer.pack import Micro, StepBatch
-from tandem.types import Sampling
+from tandem.types import UNKNOWN, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Step:
     @trace.span("seconds/forward_backward")
     def _micro(self, micro: Micro) -> tuple[Mapping[str, Value], list[float]]:
         logprobs_N = self.logprobs(micro)
-        token_loss = self.loss(logprobs_N, micro.batch)
+        token_loss = self.loss(logprobs_N, _with_known_logprobs(micro.batch, logprobs_N.detach()))
         loss = (token_loss.loss_N * micro.weights_N).sum()
         loss.backward()
         return {**token_loss.metrics, "loss": Sum(loss.item())}, logprobs_N.tolist()
@@ -106,3 +108,9 @@ class Step:
             min_p=self.sampling.min_p,
         )
         return logprobs_N
+
+
+def _with_known_logprobs(batch: MicroBatch, policy_N: Tensor) -> MicroBatch:
+    """Where the sampler did not tell its logprobs, the policy's own stand in: the ratio of such a token is 1."""
+    told_N = batch.behavior_logprobs_N
+    return dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN, policy_N, told_N))

@@ -66,15 +66,20 @@ class _Look:
 
     def all(self) -> dict[str, Callable[[], str | None]]:
         """Questions by name."""
-        held_out = {"test tasks": self._test_tasks} if self._config.evaluate.tasks else {}
-        return {
-            "parts": self._parts,
-            "sinks": self._sinks,
+        config = self._config
+        plays = config.plays
+        held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
+        tasks: dict[str, Callable[[], str | None]] = {
             "train tasks": self._train_tasks,
             **held_out,
             "gold answers": lambda: asyncio.run(self._gold()) if self._tasks else None,
+        }
+        return {
+            "parts": self._parts,
+            "sinks": self._sinks,
+            **(tasks if plays else {}),
             "model": self._model_config,
-            "prompts": self._prompts,
+            **({"prompts": self._prompts} if plays else {}),
             "memory": self._memory,
             "disk": self._disk,
         }
@@ -86,7 +91,9 @@ class _Look:
         run.check_pairs(self._config)
         slots = {"env": "envs", "advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
         slots |= {"trains": "trains", "engine": "engines", "sync": "sync"}
-        return ", ".join(f"{name} {resolve.kind_of(slot, getattr(self._config, name))}" for name, slot in slots.items())
+        parts = {name: getattr(self._config, name) for name in slots}
+        named = [f"{name} {resolve.kind_of(slots[name], part)}" for name, part in parts.items() if part is not None]
+        return ", ".join([*named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
 
     def _sinks(self) -> str:
         """Libraries that sinks need."""
@@ -108,9 +115,11 @@ class _Look:
         )
 
     def _read(self, split: Split) -> Sequence[Task]:
-        tasks = self._config.env.tasks(split)
+        env = self._config.env
+        assert env is not None
+        tasks = env.tasks(split)
         if not len(tasks):
-            raise EnvError(f"{self._config.env.name} has no {split} tasks; look at its options: tandem list envs")
+            raise EnvError(f"{env.name} has no {split} tasks; look at its options: tandem list envs")
         return tasks
 
     async def _gold(self) -> str:
@@ -123,6 +132,7 @@ class _Look:
         from tandem.rollout.gold import check_environment, gold_rollout
 
         env, grading = self._config.env, self._config.grading
+        assert env is not None
         specs = {name: (spec.reward, spec.weight) for name, spec in self._config.rewards.items()}
         async with Graders(specs, workers=grading.workers, timeout=grading.timeout) as graders:
             failures = await check_environment(env, graders, len(self._tasks))

@@ -21,6 +21,8 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
         ConfigError: the target is none of the three, or there is nothing to evaluate on.
     """
     config, weights = _resolve(target, overrides, step)
+    if config.env is None:
+        raise ConfigError(f"{target} trains on a broker's groups and has no tasks of its own; name some: env=gsm8k")
     if not config.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
     from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded

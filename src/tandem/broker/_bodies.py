@@ -1,0 +1,196 @@
+"""Reading what a client sends, within bounds: of one body, of what gzip makes of it, and of all bodies together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aiohttp import web
+
+from tandem.broker._lax import refuse
+from tandem.broker.wire import Encoding
+
+T = TypeVar("T")
+
+INLINE_BYTES = 1 << 20
+"""Bodies up to this are decoded on the event loop, which takes milliseconds; larger ones in a thread."""
+INLINE_GZIP_BYTES = 1 << 18
+"""The same for bodies as compressed, which are inflated to INLINE_BYTES at most on the event loop."""
+JSON_TYPES = ("application/json", "text/json")
+MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on what is read."""
+
+    body_bytes: int = 64 << 20
+    """Most bytes of one body, as sent and as inflated."""
+    inflation: int = 200
+    """Most bytes that gzip may make of one byte, once they are more than a MiB. Real groups stay below 50."""
+    pending_bytes: int = 512 << 20
+    """Most bytes of all bodies that are being read; beyond it clients are asked to come back."""
+    list_groups: int = 10_000
+    """Most groups of one submitted list."""
+    idle_seconds: float = 30.0
+    """How long a client may pause within a body."""
+
+
+class Answer(Exception):
+    """An answer that ends a request early."""
+
+    def __init__(self, status: int, text: str, *, plain: bool = False, retry_after: float | None = None) -> None:
+        """``text`` is the reason, as JSON ``{"detail": text}`` unless it is ``plain``."""
+        super().__init__(text)
+        self.status = status
+        self.text = text
+        self.plain = plain
+        self.retry_after = retry_after
+
+    def response(self) -> web.Response:
+        """What is sent."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.plain:
+            return web.Response(status=self.status, text=self.text, headers=headers)
+        body = json.dumps({"detail": self.text}).encode()
+        return web.Response(status=self.status, body=body, content_type="application/json", headers=headers)
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Reads bodies of requests."""
+
+    limits: Limits
+    """What they may be."""
+    pending: int = 0
+    """Bytes of bodies that are being read or decoded."""
+    received: int = 0
+    """Bytes of bodies read since the start, as sent."""
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tandem-bodies"))
+
+    async def read(self, request: web.Request, parse: Callable[[bytes, Encoding], T]) -> T:
+        """A request's message.
+
+        Args:
+            request: with a body.
+            parse: makes the message from plain bytes and their encoding.
+
+        Raises:
+            Malformed: it is no such message.
+            Answer: it is too large, or not in a known encoding.
+        """
+        coding = request.headers.get("Content-Encoding", "").strip().lower()
+        if coding not in ("", "identity", "gzip", "x-gzip"):
+            raise Answer(400, f"Content-Encoding {coding[:40]} is not understood; send gzip, or plain bytes")
+        size = request.content_length
+        if size is not None and size > self.limits.body_bytes:
+            raise self._too_large(size)
+        with self._reserved(size or INLINE_BYTES):
+            data = await self._collected(request)
+            if not data:
+                raise refuse("missing", (), "Field required", None)
+            encoding = _encoding(request, data)
+            if not coding.endswith("gzip"):
+                if len(data) <= INLINE_BYTES:
+                    return parse(data, encoding)
+                return await self._threaded(lambda: parse(data, encoding))
+            if len(data) <= INLINE_GZIP_BYTES and (plain := _inflated_inline(data)) is not None:
+                return parse(plain, encoding)
+            return await self._threaded(lambda: parse(self._inflated(data), encoding))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def _threaded(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _collected(self, request: web.Request) -> bytes:
+        chunks, size = [], 0
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    chunk = await request.content.readany()
+            except TimeoutError:
+                raise Answer(408, f"nothing of the body came for {self.limits.idle_seconds:g} s") from None
+            if not chunk:
+                break
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > self.limits.body_bytes:
+                raise self._too_large(size)
+        self.received += size
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @contextmanager
+    def _reserved(self, size: int) -> Iterator[None]:
+        if self.pending + size > self.limits.pending_bytes:
+            raise Answer(503, "too many bodies are being read; try again", retry_after=1)
+        self.pending += size
+        try:
+            yield
+        finally:
+            self.pending -= size
+
+    def _inflated(self, data: bytes) -> bytes:
+        """A gzip body's bytes, member after member, never more than allowed."""
+        most = min(self.limits.body_bytes, max(INLINE_BYTES, len(data) * self.limits.inflation))
+        parts, size = [], 0
+        while data:
+            stream = zlib.decompressobj(31)
+            try:
+                part = stream.decompress(data, most - size + 1)
+            except zlib.error:
+                raise _bad_gzip() from None
+            size += len(part)
+            if size > most:
+                raise Answer(413, f"the body inflates to more than {most} bytes")
+            if not stream.eof:
+                raise _bad_gzip()
+            parts.append(part)
+            data = stream.unused_data.lstrip(b"\0")
+        return b"".join(parts)
+
+    def _too_large(self, size: int) -> Answer:
+        return Answer(413, f"a body of {size} bytes; at most {self.limits.body_bytes} are taken")
+
+
+def _bad_gzip() -> Answer:
+    """The answer to what is no gzip, in the words that clients know."""
+    return Answer(400, "Invalid gzip payload", plain=True)
+
+
+def _inflated_inline(data: bytes) -> bytes | None:
+    """A small gzip body's bytes; None if it has more to give, or anything about it is unusual."""
+    stream = zlib.decompressobj(31)
+    try:
+        plain = stream.decompress(data, INLINE_BYTES)
+    except zlib.error:
+        raise _bad_gzip() from None
+    return plain if stream.eof and not stream.unused_data else None
+
+
+def _encoding(request: web.Request, data: bytes) -> Encoding:
+    """Which encoding the content type names."""
+    kind = request.content_type if "Content-Type" in request.headers else "(none)"
+    if kind in MSGPACK_TYPES:
+        return "msgpack"
+    if kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
+        return "json"
+    msg = "Input should be a valid dictionary or object to extract fields from"
+    why = f"Content-Type {kind[:80]}; send application/json or application/msgpack"
+    raise refuse("model_attributes_type", (), msg, data[:200].decode(errors="replace"), why)
+
+
+def wants(request: web.Request) -> Encoding:
+    """Which encoding the client wants its answer in."""
+    accept = request.headers.get("Accept", "")
+    return "msgpack" if any(kind in accept for kind in MSGPACK_TYPES) else "json"

@@ -1,0 +1,398 @@
+"""The broker over HTTP: Atropos' paths, and beside them leases, metrics and a page for people.
+
+One process, one event loop, one store. Handlers change the store without awaiting in between; an answer leaves only
+after the ledger has what it promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tandem import __version__
+from tandem.broker import _openapi, wire
+from tandem.broker._answers import compressed, done, encoded, idempotency_key, lease, number, page, told
+from tandem.broker._bodies import Answer, Bodies, Limits, wants
+from tandem.broker._keys import Keys, Role
+from tandem.broker._lax import Malformed
+from tandem.broker._meter import Meter
+from tandem.broker.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
+from tandem.broker.store import Store
+from tandem.errors import BrokerError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+READ_BYTES = 1 << 20
+"""How much of a body may lie unread before its client is held back."""
+BACKLOG = 1024
+"""Connections that may wait to be accepted: environments open a new one for every request."""
+RETRY_SECONDS = 5.0
+"""When to come back after a failure of our own, such as a full disk."""
+EMPTY_EXAMPLE = dict.fromkeys(
+    (
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "generation_params",
+        "inference_logprobs",
+        "messages",
+        "images",
+    ),
+    (),
+)
+"""``GET /latest_example`` before there is one."""
+
+
+async def _nothing() -> None:
+    """Without a ledger nothing is waited for."""
+
+
+class Broker:
+    """Routes over a store."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        committed: Callable[[], Awaitable[None]] = _nothing,
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Serve a store.
+
+        Args:
+            store: changed by this broker alone.
+            committed: waits until everything that the store told its journal so far is on disk.
+            limits: bounds on bodies.
+            keys: API keys.
+            clock: seconds since 1970.
+        """
+        self.store = store
+        """What is served."""
+        self.bodies = Bodies(limits or Limits())
+        """Reads requests."""
+        self.meter = Meter()
+        """What was counted."""
+        self.keys = keys or Keys()
+        """Who may call."""
+        self._committed = committed
+        self._clock = clock
+        self._polled = 0.0
+        self._started = clock()
+
+    def application(self) -> web.Application:
+        """The routes, ready to be run. Give its runner ``auto_decompress=False``: bodies are inflated here."""
+        app = web.Application(middlewares=[self._answered])
+        both: Role = "environment"
+        routes: tuple[tuple[str, str, Handler, Role | None], ...] = (
+            ("GET", "/", self._root, None),
+            ("GET", "/docs", self._docs, None),
+            ("GET", "/openapi.json", self._openapi, None),
+            ("POST", "/register", self._register, "trainer"),
+            ("GET", "/info", self._info, both),
+            ("GET", "/wandb_info", self._wandb_info, both),
+            ("POST", "/register-env", self._register_env, both),
+            ("POST", "/disconnect-env", self._disconnect_env, both),
+            ("GET", "/status-env", self._status_env, both),
+            ("POST", "/scored_data", self._scored_data, both),
+            ("POST", "/scored_data_list", self._scored_data_list, both),
+            ("GET", "/batch", self._batch, "trainer"),
+            ("POST", "/ack", self._acknowledge, "trainer"),
+            ("POST", "/release", self._release, "trainer"),
+            ("GET", "/status", self._status, both),
+            ("GET", "/metrics", self._metrics, both),
+            ("GET", "/latest_example", self._latest_example, "trainer"),
+            ("GET", "/reset_data", self._reset, "trainer"),
+        )
+        for method, path, handler, role in routes:
+            app.router.add_route(method, path, self._guarded(handler, role))
+        return app
+
+    def _guarded(self, handler: Handler, role: Role | None) -> Handler:
+        """A handler behind its key."""
+        if role is None:
+            return handler
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            self.keys.check(request.headers.get("Authorization", ""), role)
+            return await handler(request)
+
+        return guarded
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every way in which a request can end, counted."""
+        start = time.perf_counter()
+        try:
+            response = await handler(request)
+        except Malformed as error:
+            self.meter.refused[error.problems[0].type] += 1
+            response = encoded(wire.write({"detail": error.problems}), "json", 422)
+        except Refused as error:
+            self.meter.refused["impossible"] += 1
+            response = Answer(422, str(error)).response()
+        except Busy as error:
+            # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
+            self.meter.refused["busy"] += 1
+            status = 429 if "Idempotency-Key" in request.headers else 503
+            response = Answer(status, str(error), retry_after=error.retry_after).response()
+        except Answer as error:
+            self.meter.refused[f"http_{error.status}"] += 1
+            response = error.response()
+        except web.HTTPException as error:
+            response = encoded(wire.write({"detail": error.reason}), "json", error.status)
+            if allow := error.headers.get("Allow"):
+                response.headers["Allow"] = allow
+        except BrokerError as error:
+            log.error("%s", error)
+            response = Answer(503, str(error), retry_after=RETRY_SECONDS).response()
+        resource = request.match_info.route.resource
+        self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
+        if not response.prepared:
+            response.headers["Tandem"] = __version__
+        return response
+
+    async def _root(self, request: web.Request) -> web.StreamResponse:
+        if "text/html" in request.headers.get("Accept", ""):
+            return page("broker.html")
+        return told(request, {"message": "AtroposLib API"})
+
+    async def _docs(self, request: web.Request) -> web.StreamResponse:
+        return page("docs.html")
+
+    async def _openapi(self, request: web.Request) -> web.StreamResponse:
+        return encoded(wire.write(_openapi.document()), "json")
+
+    async def _register(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.RunParameters))
+        uuid = self.store.register(Run(**msgspec.structs.asdict(body)), self._clock())
+        await self._committed()
+        if wants(request) == "msgpack":
+            return told(request, {"uuid": str(uuid)})  # MessagePack has no ints of 128 bits
+        return encoded(wire.write(wire.Registered(uuid=uuid)), "json")
+
+    async def _info(self, request: web.Request) -> web.StreamResponse:
+        run = self.store.run
+        if run is None:
+            return told(request, wire.Info(batch_size=-1, max_token_len=-1))
+        return told(request, wire.Info(batch_size=run.batch_size, max_token_len=run.max_token_len))
+
+    async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
+        run = self.store.run
+        group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
+        return told(request, wire.WandbInfo(group=group, project=project))
+
+    async def _register_env(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.EnvRegistration))
+        spec = EnvSpec(
+            name=body.desired_name,
+            max_token_length=body.max_token_length,
+            weight=body.weight,
+            group_size=body.group_size,
+            min_batch_allocation=body.min_batch_allocation,
+        )
+        ticket = self.store.register_env(spec, self._clock(), key=idempotency_key(request))
+        if ticket is None:
+            return told(request, {"status": "wait for trainer to start"})
+        await self._committed()
+        found = wire.EnvAccepted(
+            env_id=ticket.env_id,
+            wandb_name=ticket.name,
+            checkpoint_dir=ticket.run.checkpoint_dir,
+            starting_step=ticket.starting_step,
+            checkpoint_interval=ticket.run.save_checkpoint_interval,
+            num_steps=ticket.run.num_steps,
+        )
+        return told(request, found)
+
+    async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.EnvName))
+        if not self.store.disconnect(body.env_id, self._clock()):
+            return told(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
+        await self._committed()
+        return told(request, {"status": "success"})
+
+    async def _status_env(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.EnvName))
+        return told(request, self.store.status_env(body.env_id, self._clock()))
+
+    async def _scored_data(self, request: web.Request) -> web.StreamResponse:
+        submission = await self.bodies.read(request, wire.read_group)
+        (receipt,) = self._put([submission], idempotency_key(request))
+        await self._committed()
+        if receipt.kind == "buffered":
+            return told(request, {"status": "buffered", "buffer_size": receipt.buffered})
+        return told(request, {"status": "received"})
+
+    async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
+        most = self.bodies.limits.list_groups
+        submissions = await self.bodies.read(request, partial(wire.read_groups, most=most))
+        receipts = self._put(submissions, idempotency_key(request))
+        await self._committed()
+        found: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+        buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
+        if buffered:
+            found |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
+        return told(request, found)
+
+    def _put(self, submissions: Sequence[wire.Submission], key: str | None) -> list[Receipt]:
+        """Hand groups to the store, all or none."""
+        now = self._clock()
+        entries = [
+            Entry(
+                id=secrets.token_hex(12),
+                env=submission.group.env_id,
+                size=submission.size,
+                version=submission.version,
+                received=now,
+                payload=submission.payload,
+            )
+            for submission in submissions
+        ]
+        keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
+        receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
+        self.meter.accepted_bytes += sum(entry.num_bytes for entry in entries)
+        return receipts
+
+    async def _batch(self, request: web.Request) -> web.StreamResponse:
+        self._polled = now = self._clock()
+        if self.store.run is None:
+            message = "Trainer not registered. Call /register first."
+            return told(request, {"status": "error", "message": message, "batch": []})
+        leased = number(request, "lease", float)
+        batch = self.store.take(
+            now,
+            trainer=request.remote,
+            lease=leased is not None,
+            seconds=leased,
+            policy=number(request, "policy", int),
+            max_lag=number(request, "max_lag", int),
+        )
+        await self._committed()
+        encoding = wants(request)
+        if batch is None:
+            return encoded(wire.write_batch(None, encoding), encoding)
+        payloads = [wire.recode(entry.payload, encoding) for entry in batch.entries]
+        body = wire.write_batch(payloads, encoding, None if leased is None else lease(batch))
+        response = await compressed(request, encoded(body, encoding))
+        response.headers["Tandem"] = __version__
+        if leased is not None:
+            response.headers["Tandem-Batch"] = batch.id
+        await self._deliver(request, response, batch)
+        if leased is None:
+            self.store.acknowledge(batch.id, self._clock())  # nobody else will: it is out
+        self.meter.served_batches += 1
+        self.meter.served_groups += len(payloads)
+        self.meter.served_bytes += len(body)
+        for entry in batch.entries:
+            self.meter.lag.add(max(0, self.store.policy_step - (entry.version or 0)))
+        return response
+
+    async def _deliver(self, request: web.Request, response: web.Response, batch: Batch) -> None:
+        """Send a batch; one whose client is gone returns to the queue."""
+        try:
+            await response.prepare(request)
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            self.store.release(batch.id, self._clock())
+            raise
+        self.store.delivered(batch.id)
+
+    async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
+        found = self.store.acknowledge(body.batch, self._clock())
+        await self._committed()
+        return told(request, done(bool(found), found.reason))
+
+    async def _release(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
+        found = self.store.release(body.batch, self._clock())
+        await self._committed()
+        return told(request, done(found, f"no batch {body.batch} is leased"))
+
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        report = self.store.status(self._clock())
+        found: dict[str, Any] = {"current_step": report.step, "queue_size": report.queued_groups}
+        if "detail" in request.query:
+            found["detail"] = self._detail(report)
+        return told(request, found)
+
+    def _detail(self, report: Any) -> dict[str, Any]:
+        now = self._clock()
+        return {
+            **msgspec.to_builtins(report),
+            "now": now,
+            "uptime": now - self._started,
+            "polled": self._polled,
+            "served": {
+                "batches": self.meter.served_batches,
+                "groups": self.meter.served_groups,
+                "bytes": self.meter.served_bytes,
+            },
+            "received_bytes": self.bodies.received,
+            "lag": {"bounds": self.meter.lag.bounds, "counts": self.meter.lag.counts},
+            "refused": dict(self.meter.refused),
+            "version": __version__,
+        }
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        text = self.meter.prometheus(self.store.status(self._clock()), self.bodies.received)
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    async def _latest_example(self, request: web.Request) -> web.StreamResponse:
+        entry = self.store.latest
+        if entry is None:
+            return told(request, EMPTY_EXAMPLE)
+        encoding = wants(request)
+        return await compressed(request, encoded(wire.recode(entry.payload, encoding), encoding))
+
+    async def _reset(self, request: web.Request) -> web.StreamResponse:
+        self.store.reset(self._clock())
+        await self._committed()
+        return web.Response(text="Reset successful")
+
+
+def _read(body: bytes, encoding: wire.Encoding, *, kind: Any) -> Any:
+    return wire.read(body, kind, encoding)
+
+
+@asynccontextmanager
+async def serving(broker: Broker, host: str, port: int) -> AsyncIterator[str]:
+    """Answer requests at an address; port 0 is a free one. Gives the URL.
+
+    Raises:
+        BrokerError: the address cannot be had.
+    """
+    runner = web.AppRunner(
+        broker.application(), access_log=None, auto_decompress=False, read_bufsize=READ_BYTES, shutdown_timeout=5.0
+    )
+    await runner.setup()
+    try:
+        site: web.BaseSite = web.TCPSite(runner, host, port, backlog=BACKLOG)
+        if os.environ.get("LISTEN_PID") == str(os.getpid()):  # systemd holds a socket for us: nobody is turned away
+            site = web.SockSite(runner, socket.socket(fileno=3), backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+        found = runner.addresses[0]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{found[1]}"
+    finally:
+        await runner.cleanup()
+        broker.bodies.close()

@@ -1,0 +1,375 @@
+"""Groups to and from the wire's parallel lists. What the wire cannot say travels in ``group_overrides``.
+
+Reading is tolerant: a missing key, null and an empty list are the same; a sequence that cannot be trained on becomes a
+failed rollout that says why, and its siblings stay.
+
+Our own keys of ``group_overrides``: ``tandem_version`` (oldest policy step of the group), ``tandem_versions`` (for each
+sequence ``[[step, tokens], ...]``), ``tandem_env``, ``tandem_task``, ``tandem_rewards`` (for each sequence by name) and
+``tandem_finish`` (for each sequence). Any broker and trainer may ignore them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from typing import Any, get_args
+
+from tandem.broker.wire import MASKED, NO_LOGPROB, ScoredGroup
+from tandem.errors import BrokerError
+from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
+
+_UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
+"""Lists of the wire that no objective here reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How groups are read."""
+
+    max_tokens: int | None = None
+    """Longer sequences are not trained on; None: any length is fine."""
+    vocabulary: int | None = None
+    """Token ids are below this; None: any id is fine."""
+    temperature: float = 1.0
+    """Of groups that say nothing of theirs."""
+    given_advantages: bool = False
+    """Take the advantages that an environment gives for each token."""
+    policy_logprobs: bool = False
+    """Where sampling logprobs are missing, let the policy's own stand in; otherwise a group without is refused."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Text of tokens, for people, where an environment sends no messages."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """What reading met: told by whoever reads."""
+
+    failed: Counter[str] = field(default_factory=Counter)
+    """Sequences that cannot be trained on, by why: malformed, too_long or untrained."""
+    unread: set[str] = field(default_factory=set)
+    """Fields of the wire that had something in them and were not read."""
+
+
+def group_to_wire(group: Group) -> ScoredGroup:
+    """The scored rollouts of a group as one sequence each; ``env_id`` is the client's to set.
+
+    Raises:
+        BrokerError: a rollout is no single sequence, since a later turn does not continue an earlier one.
+    """
+    rollouts = group.scored
+    sequences = [_sequence(rollout) for rollout in rollouts]
+    temperatures = [rollout.turns[-1].temperature for rollout in rollouts]
+    alike = len(set(temperatures)) == 1
+    given = [rollout.advantages for rollout in rollouts]
+    overrides: list[dict[str, Json]] = [
+        {
+            **({} if alike else {"temperature": temperature}),
+            **({} if rollout.trained else {"set_advantage_to_zero": True}),
+        }
+        for rollout, temperature in zip(rollouts, temperatures, strict=True)
+    ]
+    return ScoredGroup(
+        tokens=[list(s.tokens) for s in sequences],
+        masks=[[t if on else MASKED for t, on in zip(s.tokens, s.mask, strict=True)] for s in sequences],
+        scores=[rollout.reward or 0.0 for rollout in rollouts],
+        advantages=None
+        if None in given
+        else [s.spread(values or (), 0.0) for s, values in zip(sequences, given, strict=True)],
+        inference_logprobs=[s.spread(s.logprobs, NO_LOGPROB) for s in sequences],
+        messages=[[{"role": m.role, "content": m.content} for m in rollout.messages] for rollout in rollouts],
+        generation_params={"temperature": temperatures[0]} if rollouts and alike else None,
+        overrides=overrides if any(overrides) else None,
+        group_overrides=_told(group, sequences),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequence:
+    """A rollout as the wire has it."""
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+    def spread(self, values: Sequence[float], elsewhere: float) -> list[float]:
+        """One value for each sampled token, laid out over all of them."""
+        each = iter(values)
+        return [next(each) if sampled else elsewhere for sampled in self.mask]
+
+
+def _sequence(rollout: Rollout) -> _Sequence:
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    turns = [turn for turn in rollout.turns if turn.completion.tokens]
+    for turn in turns:
+        if tuple(tokens) != turn.prompt[: len(tokens)] or turn.temperature != turns[0].temperature:
+            raise BrokerError(
+                f"rollout {rollout.id} is no single sequence: a turn does not continue the one before it, or was "
+                "sampled at another temperature, and a broker takes one sequence for each rollout; play it so that "
+                "every prompt begins with all that was said before"
+            )
+        new, completion = turn.prompt[len(tokens) :], turn.completion
+        tokens.extend((*new, *completion.tokens))
+        mask.extend([False] * len(new) + [True] * len(completion.tokens))
+        logprobs.extend(completion.logprobs)
+        versions.extend(completion.versions)
+    return _Sequence(tokens=tuple(tokens), mask=tuple(mask), logprobs=tuple(logprobs), versions=tuple(versions))
+
+
+def _told(group: Group, sequences: Sequence[_Sequence]) -> dict[str, Json]:
+    """What the wire has no field for."""
+    if not sequences:
+        return {}
+    return {
+        "tandem_version": group.version_min,
+        "tandem_versions": [[[step, len(list(run))] for step, run in groupby(s.versions)] for s in sequences],
+        "tandem_env": group.env,
+        "tandem_task": group.scored[0].task.id,
+        "tandem_rewards": [rollout.rewards for rollout in group.scored],
+        "tandem_finish": [rollout.turns[-1].completion.finish for rollout in group.scored],
+    }
+
+
+def group_from_wire(
+    scored: ScoredGroup,
+    *,
+    id: str,
+    version: int,
+    index: int = 0,
+    rules: Rules | None = None,
+    notes: Notes | None = None,
+) -> Group:
+    """A group as the trainer takes it: each run of unmasked tokens of a sequence is one turn.
+
+    Args:
+        scored: as it came.
+        id: what it is called here.
+        version: policy step of tokens that do not say theirs.
+        index: its place in the order of arrival.
+        rules: what is trained on.
+        notes: gathers what could not be.
+
+    Raises:
+        BrokerError: sampling logprobs are missing, and ``rules`` allow nothing in their place.
+    """
+    reading = _Reading(scored, id, version, rules or Rules(), notes or Notes())
+    rollouts = tuple(reading.rollout(at) for at in range(len(scored.tokens)))
+    return Group(id=id, index=index, env=reading.env, rollouts=rollouts)
+
+
+class _Refused(Exception):
+    """A sequence that cannot be trained on: the kind of fault, then what a person should know."""
+
+
+class _Reading:
+    """One group under the rules."""
+
+    def __init__(self, scored: ScoredGroup, id: str, version: int, rules: Rules, notes: Notes):
+        self._scored = scored
+        self._id = id
+        self._rules = rules
+        self._notes = notes
+        self._told: Mapping[str, Json] = scored.group_overrides or {}
+        self._version = _step(self._told.get("tandem_version"), version)
+        self.env = str(self._told.get("tandem_env") or self._anonymous())
+        self._task = str(self._told.get("tandem_task") or id)
+        self._note_unread()
+
+    def _anonymous(self) -> str:
+        return "foreign" if self._scored.env_id is None else f"foreign_{self._scored.env_id}"
+
+    def _note_unread(self) -> None:
+        """Remember what had something in it and is not read."""
+        scored, notes = self._scored, self._notes
+        notes.unread |= {name for name in _UNREAD if getattr(scored, name)}
+        if scored.advantages and not self._rules.given_advantages:
+            notes.unread.add("advantages")
+        for entry in (self._told, *(scored.overrides or ())):
+            if isinstance(entry, Mapping) and entry.get("sft"):
+                notes.unread.add("sft")
+
+    def rollout(self, at: int) -> Rollout:
+        """One sequence; one that cannot be trained on has its error and no reward."""
+        messages = self._messages(at)
+        prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
+        task = Task(id=self._task, env=self.env, prompt=prompt, answer="")
+        rollout_id = f"{self._id}/{at}"
+        try:
+            sampled = self._sampled(at)
+            turns = tuple(self._turns(at, sampled))
+            reward = self._score(at)
+            advantages = self._advantages(at, sampled)
+        except _Refused as refused:
+            kind, error = refused.args
+            self._notes.failed[kind] += 1
+            return Rollout(id=rollout_id, task=task, turns=(), messages=messages, status="error", error=error)
+        return Rollout(
+            id=rollout_id,
+            task=task,
+            turns=turns,
+            messages=messages,
+            status="ok",
+            rewards=self._rewards(at, reward),
+            reward=reward,
+            trained=not self._override(at).get("set_advantage_to_zero"),
+            advantages=advantages,
+        )
+
+    def _sampled(self, at: int) -> list[int]:
+        """Places of the trained tokens of a sequence. The first token has none before it that could predict it."""
+        tokens, rules = self._scored.tokens[at], self._rules
+        mask = _row(self._scored.masks, at, len(self._scored.tokens))
+        if mask is None or len(mask) != len(tokens):
+            got = "none" if mask is None else str(len(mask))
+            raise _Refused("malformed", f"{len(tokens)} tokens have {got} masks; expected one for each")
+        if any(on not in (MASKED, token) for on, token in zip(mask, tokens, strict=True)):
+            raise _Refused("malformed", f"a mask is neither {MASKED} nor the id of its token")
+        if rules.vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rules.vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < rules.vocabulary)
+            raise _Refused("malformed", f"token {wrong} is none of this model, which has {rules.vocabulary}")
+        if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
+            raise _Refused("too_long", f"{len(tokens)} tokens are more than the {rules.max_tokens} of the context")
+        sampled = [place for place, on in enumerate(mask) if on != MASKED and place > 0]
+        if not sampled:
+            raise _Refused("untrained", "every token is masked")
+        return sampled
+
+    def _turns(self, at: int, sampled: Sequence[int]) -> Iterator[Turn]:
+        """Runs of trained tokens, each after all the tokens before it."""
+        tokens = tuple(self._scored.tokens[at])
+        logprobs = self._logprobs(at, sampled)
+        versions = self._versions(at, sampled)
+        temperature = self._temperature(at)
+        done = 0
+        for start, end in _runs(sampled):
+            here = slice(done, done + end - start)
+            done += end - start
+            completion = Completion(
+                tokens=tokens[start:end],
+                logprobs=tuple(logprobs[here]),
+                versions=tuple(versions[here]),
+                finish=self._finish(at) if done == len(sampled) else "stop",
+            )
+            yield Turn(prompt=tokens[:start], completion=completion, temperature=temperature)
+
+    def _logprobs(self, at: int, sampled: Sequence[int]) -> list[float]:
+        """Of the trained tokens; rounding may have lifted one a little above 0."""
+        rows = self._scored.inference_logprobs
+        if not rows:
+            if self._rules.policy_logprobs:
+                return [UNKNOWN] * len(sampled)
+            raise BrokerError(
+                f"group {self._id} of environment {self.env} has no inference_logprobs, and without the logprobs that "
+                "its tokens were sampled with their ratio is unknown; let the environment send them (in Atropos: "
+                "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
+            )
+        row = self._row(rows, at, "inference_logprobs")
+        found = [row[place] for place in sampled]
+        if not all(math.isfinite(value) and value < 1e-3 for value in found):
+            raise _Refused("malformed", "a trained token has a logprob that is none")
+        return [min(value, 0.0) for value in found]
+
+    def _versions(self, at: int, sampled: Sequence[int]) -> list[int]:
+        """Policy step of each trained token; the group's where the tokens' are not told, or do not add up."""
+        runs = _row(self._told.get("tandem_versions"), at, len(self._scored.tokens))
+        try:
+            steps = [step for step, count in runs or () for _ in range(count)]
+        except (TypeError, ValueError):
+            steps = []
+        fine = len(steps) == len(sampled) and all(_step(step, -1) >= 0 for step in steps)
+        return steps if fine else [self._version] * len(sampled)
+
+    def _temperature(self, at: int) -> float:
+        """Of the sequence, else of the group, else the rules'; 0 and below is greedy, whose logprobs are those of 1."""
+        for source in (self._override(at), self._scored.generation_params or {}, self._told):
+            value = source.get("temperature")
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                return float(value) if value > 0 else 1.0
+        return self._rules.temperature
+
+    def _override(self, at: int) -> Mapping[str, Json]:
+        entry = _row(self._scored.overrides, at, None)
+        return entry if isinstance(entry, Mapping) else {}
+
+    def _finish(self, at: int) -> Finish:
+        finish = _row(self._told.get("tandem_finish"), at, None)
+        return finish if finish in get_args(Finish) else "stop"
+
+    def _score(self, at: int) -> float:
+        score = _row(self._scored.scores, at, len(self._scored.tokens))
+        if score is None or not math.isfinite(score):
+            raise _Refused("malformed", f"its score is {score}; expected a finite number for each sequence")
+        return float(score)
+
+    def _rewards(self, at: int, score: float) -> dict[str, float]:
+        """By name where the environment tells them; else the score alone."""
+        told = _row(self._told.get("tandem_rewards"), at, None)
+        named = told.items() if isinstance(told, Mapping) else ()
+        return {str(name): float(value) for name, value in named if isinstance(value, int | float)} or {"score": score}
+
+    def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
+        if not self._rules.given_advantages or not self._scored.advantages:
+            return None
+        row = self._row(self._scored.advantages, at, "advantages")
+        found = tuple(float(row[place]) for place in sampled)
+        if not all(map(math.isfinite, found)):
+            raise _Refused("malformed", "an advantage is not finite")
+        return found
+
+    def _row(self, rows: Sequence[Sequence[float]], at: int, name: str) -> Sequence[float]:
+        """One value for each token of a sequence."""
+        row, num = _row(rows, at, len(self._scored.tokens)), len(self._scored.tokens[at])
+        if row is None or len(row) != num:
+            got = "none" if row is None else str(len(row))
+            raise _Refused("malformed", f"{num} tokens have {got} {name}; expected one for each")
+        return row  # type: ignore[no-any-return]
+
+    def _messages(self, at: int) -> tuple[Message, ...]:
+        """What the environment sent, else the text of the tokens where it can be told."""
+        sent = _row(self._scored.messages, at, None)
+        if sent:
+            return tuple(Message(role=str(m.get("role", "")), content=_text(m.get("content"))) for m in sent)
+        decode, tokens, mask = self._rules.decode, self._scored.tokens[at], _row(self._scored.masks, at, None)
+        if decode is None or mask is None or len(mask) != len(tokens) or self._wrong_ids(tokens):
+            return ()
+        said = [(on != MASKED, token) for on, token in zip(mask, tokens, strict=True)]
+        return tuple(
+            Message(role="assistant" if own else "user", content=decode([token for _, token in run]))
+            for own, run in groupby(said, key=lambda pair: pair[0])
+        )
+
+    def _wrong_ids(self, tokens: Sequence[int]) -> bool:
+        return any(token < 0 or token >= (self._rules.vocabulary or math.inf) for token in tokens)
+
+
+def _row(rows: Any, at: int, rows_expected: int | None) -> Any:
+    """One sequence's entry of a parallel list; None where there is none, or the lists are not parallel."""
+    if not isinstance(rows, list | tuple) or at >= len(rows) or rows_expected not in (None, len(rows)):
+        return None
+    return rows[at]
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and end of each run of neighbours."""
+    for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
+        found = [place for _, place in run]
+        yield found[0], found[-1] + 1
+
+
+def _step(value: Json, otherwise: int) -> int:
+    """A policy step, where the value is one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
+
+
+def _text(content: Json) -> str:
+    """Text of a message, of which parts may be images."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

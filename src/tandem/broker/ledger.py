@@ -1,0 +1,325 @@
+"""The store's journal on disk: what was accepted survives kill -9 and a power cut.
+
+A folder with ``ledger.sqlite`` (WAL; who, where, which state) and payload files (``_payloads``). One thread writes: all
+that was told while it wrote the last time goes into one transaction, so many submissions share one flush of the disk.
+An answer may leave when ``settled`` says that what it promises is down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.broker._payloads import Payloads, Place
+from tandem.broker.records import Entry, Options, State
+from tandem.broker.restore import restore
+from tandem.broker.store import Store
+from tandem.errors import BrokerError
+
+APPLICATION = 0x54414E44
+"""What marks the file as ours: "TAND"."""
+FORMAT = 1
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
+    size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT,
+    file INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, checksum INTEGER NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS entries_by_file ON entries (file)",
+    "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, at REAL NOT NULL)",
+)
+TRIM_EVERY = 500
+"""Transactions between two removals of keys that are too old or too many."""
+
+Told = tuple[Any, ...]
+"""("added", order, entry, state, key, now) | ("moved", orders, state, batch) | ("noted", name, value) | ("cleared",)"""
+
+
+class Ledger:
+    """A journal in a folder, and the store that it keeps. Made by ``opened`` or ``Ledger.open``."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.folder = folder
+        self.store = Store(options, journal=self)
+        self._options = options
+        self._lock = _locked(folder)
+        self._database = _database(folder / "ledger.sqlite")
+        self._payloads = Payloads(folder / "payloads")
+        self._turn = threading.Condition()
+        self._told: list[Told] = []
+        self._promise: Future[None] = _promise()
+        self._last: Future[None] = _promise()
+        self._last.set_result(None)
+        self._failed: BrokerError | None = None
+        self._closing = False
+        self.transactions = 0
+        """Transactions written since it was opened."""
+        self._writer = threading.Thread(target=self._work, name="broker-ledger", daemon=True)
+
+    @classmethod
+    def open(cls, folder: Path, options: Options, now: float) -> Ledger:
+        """Open or begin a ledger; the store is as it was when the last transaction was written.
+
+        Raises:
+            BrokerError: another broker has it, or a file in it is damaged or not ours.
+        """
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ledger = cls(folder, options)
+        try:
+            ledger._restore(now)
+        except sqlite3.DatabaseError as error:
+            ledger._let_go()
+            raise _damaged(folder / "ledger.sqlite", str(error)) from error
+        except BaseException:
+            ledger._let_go()
+            raise
+        ledger._writer.start()
+        return ledger
+
+    def close(self) -> None:
+        """Write what was told and let the folder go."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify()
+        if self._writer.ident is not None:
+            self._writer.join()
+        self._let_go()
+
+    def settled(self) -> Future[None]:
+        """Done when everything told so far is on disk; raises BrokerError if it could not be written."""
+        with self._turn:
+            return self._promise if self._told or self._failed else self._last
+
+    async def committed(self) -> None:
+        """Wait until everything told so far is on disk.
+
+        Raises:
+            BrokerError: it could not be written. The ledger takes nothing more; restart the broker when there is room.
+        """
+        await asyncio.wrap_future(self.settled())
+
+    # --- what the store tells ---
+
+    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> None:
+        """An entry was accepted."""
+        self._tell(("added", order, entry, state, key, now))
+
+    def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
+        """Entries changed state; trained and dropped ones leave the ledger."""
+        self._tell(("moved", list(orders), state, batch))
+
+    def noted(self, name: str, value: Any) -> None:
+        """A fact changed."""
+        self._tell(("noted", name, None if value is None else json.dumps(value)))
+
+    def cleared(self) -> None:
+        """Everything was reset."""
+        self._tell(("cleared",))
+
+    def _tell(self, told: Told) -> None:
+        with self._turn:
+            self._told.append(told)
+            self._turn.notify()
+
+    # --- the writer's thread ---
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                while not self._told and not self._closing:
+                    self._turn.wait()
+                if not self._told:
+                    return
+                told, promise = self._told, self._promise
+                self._told, self._promise, self._last = [], _promise(), promise
+            try:
+                self._write(told)
+            except Exception as error:
+                self._fail(promise, error)
+                return
+            promise.set_result(None)
+
+    def _fail(self, promise: Future[None], error: Exception) -> None:
+        """From now on nothing is promised: memory and disk no longer agree."""
+        failed = BrokerError(
+            f"the ledger in {self.folder} cannot be written ({error}); nothing is accepted any more: "
+            "make room on its disk and restart the broker"
+        )
+        with self._turn:
+            self._failed = failed
+            promise.set_exception(failed)
+            self._promise.set_exception(failed)
+
+    def _write(self, told: list[Told]) -> None:
+        places = self._payloads.append([entry[2].payload for entry in told if entry[0] == "added"])
+        with self._transaction() as database:
+            for kind, *rest in told:
+                if kind == "added":
+                    self._write_added(database, next(places), *rest)
+                elif kind == "moved":
+                    self._write_moved(database, *rest)
+                elif kind == "noted":
+                    _write_noted(database, *rest)
+                else:
+                    for table in ("entries", "facts", "keys"):
+                        database.execute(f"DELETE FROM {table}")
+                    self._payloads.used.clear()
+            self.transactions += 1
+            if self.transactions % TRIM_EVERY == 0:
+                self._trim(database)
+            self._gather(database)
+        self._payloads.remove_unused()
+
+    def _write_added(
+        self,
+        database: sqlite3.Connection,
+        place: Place,
+        order: int,
+        entry: Entry,
+        state: State,
+        key: str | None,
+        now: float,
+    ) -> None:
+        row = (order, entry.id, entry.env, entry.size, entry.version, entry.received, state)
+        database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?)", (*row, *place))
+        self._payloads.use(place.file, place.length)
+        if key is not None:
+            database.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, now))
+
+    def _write_moved(self, database: sqlite3.Connection, orders: list[int], state: State, batch: str | None) -> None:
+        for order in orders:
+            if state in ("trained", "dropped"):
+                gone = database.execute("DELETE FROM entries WHERE place = ? RETURNING file, length", (order,))
+                for file, length in gone.fetchall():
+                    self._payloads.use(file, -length)
+            else:
+                database.execute("UPDATE entries SET state = ?, batch = ? WHERE place = ?", (state, batch, order))
+
+    def _gather(self, database: sqlite3.Connection) -> None:
+        """Old payloads that keep large files alive move to the newest file, so that the disk is given back."""
+        sparsest = self._payloads.sparsest()
+        if sparsest is None:
+            return
+        columns = "SELECT place, file, offset, length, checksum FROM entries WHERE file = ?"
+        rows = database.execute(columns, (sparsest,)).fetchall()
+        places = self._payloads.append([self._payloads.read(Place(*place)) for _, *place in rows])
+        for (order, *_), place in zip(rows, places, strict=True):
+            database.execute("UPDATE entries SET file = ?, offset = ? WHERE place = ?", (*place[:2], order))
+            self._payloads.use(sparsest, -place.length)
+            self._payloads.use(place.file, place.length)
+
+    def _trim(self, database: sqlite3.Connection) -> None:
+        database.execute(
+            "DELETE FROM keys WHERE rowid <= (SELECT MAX(rowid) FROM keys) - ? OR at < (SELECT MAX(at) FROM keys) - ?",
+            (self._options.max_keys, self._options.key_seconds),
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._database
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    # --- opening ---
+
+    def _restore(self, now: float) -> None:
+        _prepare(self._database, self.folder / "ledger.sqlite")
+        noted = self._database.execute("SELECT name, value FROM facts ORDER BY rowid")
+        facts = {name: json.loads(value) for name, value in noted}
+        keys = self._database.execute("SELECT key, at FROM keys ORDER BY rowid").fetchall()
+        columns = (
+            "SELECT place, id, env, size, version, received, state, batch, file, offset, length, checksum FROM entries"
+        )
+        rows = []
+        for order, name, env, size, version, received, state, batch, *place in self._database.execute(columns):
+            payload = self._payloads.read(Place(*place))
+            self._payloads.use(place[0], len(payload))
+            entry = Entry(id=name, env=env, size=size, version=version, received=received, payload=payload)
+            rows.append((order, entry, state, batch))
+        self._payloads.remove_unused()
+        restore(self.store, facts, rows, keys, now)
+
+    def _let_go(self) -> None:
+        self._payloads.close()
+        self._database.close()
+        os.close(self._lock)
+
+
+@contextmanager
+def opened(folder: Path | None, options: Options, now: float) -> Iterator[Ledger | None]:
+    """A ledger that is closed at the end; None stays None (a store without a ledger lives in memory alone)."""
+    if folder is None:
+        yield None
+        return
+    ledger = Ledger.open(folder, options, now)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def _promise() -> Future[None]:
+    """A future that a waiter who goes away cannot cancel for the others."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _locked(folder: Path) -> int:
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise BrokerError(f"another broker uses {folder}; give this one another folder, or end that one") from None
+    return handle
+
+
+def _damaged(path: Path, why: str) -> BrokerError:
+    return BrokerError(f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); give another folder")
+
+
+def _database(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    os.chmod(path, 0o600)
+    return database
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    """Check whose file it is and that it is whole, then make it ready."""
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    if tables and application != APPLICATION:
+        raise _damaged(path, "it belongs to another program")
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if tables and version != FORMAT:
+        raise BrokerError(f"{path} has format {version}; this Tandem reads {FORMAT}: use the Tandem that wrote it")
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    if (found := database.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
+        raise _damaged(path, str(found[0]))
+    database.execute("BEGIN IMMEDIATE")
+    database.execute(f"PRAGMA application_id = {APPLICATION}")
+    database.execute(f"PRAGMA user_version = {FORMAT}")
+    for statement in SCHEMA:
+        database.execute(statement)
+    database.execute("COMMIT")
+
+
+def _write_noted(database: sqlite3.Connection, name: str, value: str | None) -> None:
+    if value is None:
+        database.execute("DELETE FROM facts WHERE name = ?", (name,))
+    else:
+        database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))

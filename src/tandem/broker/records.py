@@ -1,0 +1,280 @@
+"""What the broker's store takes in and gives out. Plain data: no clock, no file, no JSON.
+
+Times are seconds of whatever clock the caller passes as ``now`` (the server passes Unix time). A *sequence* is one
+rollout, a *group* holds several sequences of one prompt, a *batch* is groups of exactly ``Run.batch_size`` sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from tandem.errors import BrokerError
+
+State = Literal["buffered", "queued", "leased", "trained", "dropped"]
+"""buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""
+
+
+class Refused(BrokerError):
+    """What was offered can never be used; sending it again will not help (422)."""
+
+
+class Busy(BrokerError):
+    """Too much is queued; the same submission is welcome later (429, or 503 for clients that drop on a 4xx)."""
+
+    def __init__(self, message: str, retry_after: float):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Bounds and patience of a store."""
+
+    max_groups: int = 200_000
+    """Most groups held (buffered, queued and leased) before submissions are put off."""
+    max_bytes: int = 2 << 30
+    """Most payload bytes held before submissions are put off."""
+    max_env_groups: int = 150_000
+    """Most groups held of one environment; anonymous submissions count as one environment."""
+    max_env_bytes: int = 1 << 30
+    """Most payload bytes held of one environment."""
+    max_environments: int = 10_000
+    """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
+    lease_seconds: float = 600.0
+    """How long a batch that was asked for on lease may stay unacknowledged, unless it is renewed."""
+    heartbeat_seconds: float = 60.0
+    """An environment not heard from for this long has no weight and no minimum share until it is heard again."""
+    key_seconds: float = 86_400.0
+    """How long an idempotency key is remembered."""
+    max_keys: int = 200_000
+    """Most idempotency keys remembered; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a trainer registers."""
+
+    batch_size: int
+    """Sequences of a batch, at least 1."""
+    max_token_len: int
+    """Most tokens of a sequence; environments read it."""
+    wandb_group: str = ""
+    """Passed on to environments."""
+    wandb_project: str = ""
+    """Passed on to environments."""
+    checkpoint_dir: str = ""
+    """Passed on to environments."""
+    save_checkpoint_interval: int = 0
+    """Steps between checkpoints; passed on to environments."""
+    starting_step: int = 0
+    """The step counter begins here."""
+    num_steps: int = 0
+    """Steps the trainer means to take; passed on to environments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """What an environment registers."""
+
+    name: str
+    """Its desired name; the store appends ``_<count>``."""
+    max_token_length: int
+    """Its context; weighs in ``env_weight``."""
+    weight: float = 1.0
+    """Its share of generation relative to others, 0 or more."""
+    group_size: int = 1
+    """Sequences of its usual group, at least 1."""
+    min_batch_allocation: float | None = None
+    """Least share (0 to 1) of every batch; None asks for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvTicket:
+    """The answer to a registration."""
+
+    env_id: int
+    """Counts from 0; never used for another environment until ``reset``."""
+    name: str
+    """Desired name and ``_<how many environments of that name came before>``."""
+    starting_step: int
+    """The broker's step now."""
+    run: Run
+    """The trainer's registration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvStatus:
+    """What an environment polls; the six numbers of the wire."""
+
+    current_step: int
+    """Batches served, counted from the run's starting step."""
+    queue_size: int
+    """Own queued sequences and the visible ones of others, in groups of its own size."""
+    self_queue_size: int
+    """Own queued sequences, in groups of its own size."""
+    max_group_size: int
+    """Largest group queued, at least 1."""
+    unallocated_fraction: float
+    """Share of a batch that no connected environment has reserved."""
+    env_weight: float
+    """Its share of generation, at least 0.01."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One scored group."""
+
+    id: str
+    """Unique; chosen by the caller."""
+    env: int | None
+    """The environment's id as submitted; an unknown one counts as None (anonymous)."""
+    size: int
+    """Sequences, at least 1."""
+    version: int | None = None
+    """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
+    received: float = 0.0
+    """When it arrived, seconds of the caller's clock."""
+    payload: Any
+    """Opaque. With a ledger it must be bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload; 0 if it is no bytes object."""
+        return len(self.payload) if isinstance(self.payload, bytes | bytearray | memoryview) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The answer to a submission: it is accepted."""
+
+    kind: Literal["received", "buffered", "duplicate"]
+    """duplicate: its key was accepted before, nothing was added."""
+    buffered: int = 0
+    """Sequences left in the environment's buffer after this submission (0: it completed a set, or none waits)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Groups of exactly ``batch_size`` sequences, and the name to acknowledge them by."""
+
+    id: str
+    """For ``acknowledge``, ``renew`` and ``release``."""
+    entries: tuple[Entry, ...]
+    """In order of arrival, groups of equal size beside each other as far as needed to fill up the largest."""
+    step: int
+    """The broker's step with this batch served."""
+    expires: float | None
+    """When the lease ends; None without a lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    """What an acknowledgement did. True in a condition if the whole batch is trained and by this batch alone."""
+
+    ok: bool
+    """Every group of the batch is now trained, none of them through another batch."""
+    trained: int = 0
+    """Groups that this acknowledgement marked as trained."""
+    already: int = 0
+    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
+    reason: str = ""
+    """For a person; empty when nothing is unusual."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvReport:
+    """One environment, for people and metrics."""
+
+    env_id: int | None
+    """None: everything submitted anonymously."""
+    name: str
+    """Its name with the count; "anonymous" for None."""
+    connected: bool
+    """Neither disconnected nor silent."""
+    heard: float
+    """When it was last heard from."""
+    weight: float
+    """As registered."""
+    group_size: int
+    """As registered."""
+    min_batch_allocation: float | None
+    """As registered."""
+    queued_groups: int
+    """Groups in the queue."""
+    queued_sequences: int
+    """Sequences in the queue."""
+    buffered_sequences: int
+    """Sequences that wait to be joined to a group size."""
+    held_bytes: int
+    """Payload bytes buffered, queued and leased."""
+    accepted: int
+    """Groups accepted since it registered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The state of a store, for people and metrics."""
+
+    step: int
+    """Batches served, counted from the starting step."""
+    policy: int
+    """Policy step that entries are stamped with."""
+    run: Run | None
+    """The trainer's registration, if any."""
+    started: bool
+    """A batch was asked for since the registration."""
+    queued_groups: int
+    """Groups in the queue."""
+    queued_sequences: int
+    """Sequences in the queue."""
+    buffered_groups: int
+    """Groups that wait to be joined to a group size."""
+    leased_groups: int
+    """Groups that trainers have and did not acknowledge."""
+    held_bytes: int
+    """Payload bytes buffered, queued and leased."""
+    leases: int
+    """Batches out and not acknowledged."""
+    counts: Mapping[str, int]
+    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped, refused, busy. Leases: expired."""
+    waits_for: str
+    """Why no batch can be formed now; empty if one can."""
+    envs: Sequence[EnvReport] = field(default=())
+    """Every environment, anonymous last if it ever submitted."""
+
+
+class Journal(Protocol):
+    """Where a store writes what must survive; it is told in order and may write later, together."""
+
+    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> None:
+        """An entry was accepted at place ``order`` of the arrival order."""
+
+    def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
+        """Entries changed state; trained and dropped ones will not be asked for again."""
+
+    def noted(self, name: str, value: Any) -> None:
+        """A fact (JSON) replaced the earlier one of that name; None removes it."""
+
+    def cleared(self) -> None:
+        """Everything was reset."""
+
+
+class NoJournal:
+    """Forgets everything: a store that lives as long as its process."""
+
+    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> None:
+        """Nothing is kept."""
+
+    def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
+        """Nothing is kept."""
+
+    def noted(self, name: str, value: Any) -> None:
+        """Nothing is kept."""
+
+    def cleared(self) -> None:
+        """Nothing is kept."""

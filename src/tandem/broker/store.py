@@ -1,0 +1,393 @@
+"""The broker's queue: environments put groups in, trainers take batches out, nothing accepted is lost.
+
+Pure logic: no file, no clock (``now`` is passed in, seconds), no JSON; one caller at a time. What must survive the
+process is told to a journal as it happens. How batches are formed is in ``formation``; who counts in ``tenants``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from tandem.broker.leases import Lease, Leases
+from tandem.broker.records import (
+    Acknowledgement,
+    Batch,
+    Busy,
+    Entry,
+    EnvSpec,
+    EnvStatus,
+    EnvTicket,
+    Journal,
+    NoJournal,
+    Options,
+    Receipt,
+    Refused,
+    Report,
+    Run,
+)
+from tandem.broker.seen import Seen
+from tandem.broker.tenants import Item, Tenant, Tenants, wrong
+from tandem.broker.waiting import Waiting
+
+MAX_BATCH = 1 << 16
+"""Most sequences of a batch."""
+
+
+class Store:
+    """Groups, environments, leases and the run."""
+
+    def __init__(self, options: Options | None = None, journal: Journal | None = None) -> None:
+        self.options = options or Options()
+        self.run: Run | None = None
+        self.started = False
+        self.step = 0
+        self.counts: Counter[str] = Counter()
+        """See ``Report.counts``."""
+        self.journal: Journal = journal or NoJournal()
+        self.tenants = Tenants(self.options, self.journal)
+        self.leases = Leases()
+        self.seen = Seen(self.options)
+        self.policy: int | None = None
+        """Policy step that the trainer last told."""
+        self.returned = 0
+        """Batches that came back and will be served again without counting as a step."""
+        self.order = 0
+        """Place of the next group in the order of arrival."""
+        self.waiting = Waiting(self.tenants, self.journal, self.options)
+        self._served = (0.0, 0.0)
+        """When the last batch was served, and the seconds between it and the one before."""
+
+    def register(self, run: Run, now: float) -> int:
+        """A trainer begins, perhaps anew: queue and environments stay, batches it had out come back.
+
+        Groups already queued that are larger than its batches can never be served: they are dropped and counted.
+
+        Returns:
+            A number that nobody needs again.
+
+        Raises:
+            Refused: a batch size below 1 or above ``MAX_BATCH``.
+        """
+        if not 1 <= run.batch_size <= MAX_BATCH:
+            raise Refused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
+        self._return(list(self.leases.out.values()))
+        self.run, self.started, self.step, self.policy, self.returned = run, False, run.starting_step, None, 0
+        self.tenants.batch_size = run.batch_size
+        self.tenants.recount()
+        self._drop([item for item in self.waiting if item.size > run.batch_size])
+        self.journal.noted("run", asdict(run))
+        self.note_progress()
+        return uuid.uuid4().int
+
+    def reset(self, now: float) -> None:
+        """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
+        self.counts["dropped"] += self.waiting.groups
+        fresh = self.tenants.after_reset()
+        self.tenants, self.leases, self.seen = fresh, Leases(), Seen(self.options)
+        self.waiting = Waiting(fresh, self.journal, self.options)
+        self.run, self.started, self.step, self.policy, self.returned = None, False, 0, None, 0
+        self.journal.cleared()
+        for tenant in fresh.by_id.values():
+            self._note_tenant(tenant)
+        self.note_progress()
+
+    @property
+    def policy_step(self) -> int:
+        """What a group without a version of its own is stamped with: the policy step last told, else the step."""
+        return self.step if self.policy is None else self.policy
+
+    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None) -> EnvTicket | None:
+        """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
+
+        Raises:
+            Refused: a group size, weight or share that makes no sense.
+            Busy: too many environments are known and none can be forgotten.
+        """
+        self._advance(now)
+        if reason := wrong(env):
+            self.counts["refused"] += 1
+            raise Refused(reason)
+        if self.run is None or not self.started:
+            return None
+        tenant = self.tenants.register(env, now, key)
+        self.waiting.sort_again(tenant)
+        self.note_progress()
+        self._note_tenant(tenant)
+        assert tenant.env_id is not None
+        return EnvTicket(env_id=tenant.env_id, name=tenant.name, starting_step=self.step, run=self.run)
+
+    def disconnect(self, env_id: int, now: float) -> bool:
+        """It holds no share any more; what it queued is served. False: nobody has this id."""
+        tenant = self.tenants.by_id.get(env_id)
+        if tenant is None:
+            return False
+        tenant.heard = now
+        if tenant.connected:
+            tenant.connected = tenant.live = False
+            self.tenants.recount()
+            self._note_tenant(tenant)
+        return True
+
+    def heartbeat(self, env_id: int | None, now: float) -> None:
+        """It is alive. Every other call that names an environment says so too."""
+        self._advance(now)
+        self.tenants.hear(self.tenants.of(env_id), now)
+
+    def status_env(self, env_id: int, now: float) -> EnvStatus:
+        """What an environment throttles itself by. Constant time, whatever is queued.
+
+        Raises:
+            Refused: nobody has this id.
+        """
+        tenant = self.tenants.by_id.get(env_id)
+        if tenant is None:
+            raise Refused(f"no environment has env_id {env_id}; register it with /register-env")
+        self.heartbeat(env_id, now)
+        return self.tenants.status(tenant, self.step)
+
+    def put(self, entry: Entry, now: float, *, key: str | None = None) -> Receipt:
+        """Accept one group. A ``key`` that was accepted before adds nothing.
+
+        Raises:
+            Refused: no batch can ever hold a group of this size.
+            Busy: too much is held.
+        """
+        return self.put_all([(entry, key)], now)[0]
+
+    def put_all(self, entries: Sequence[tuple[Entry, str | None]], now: float) -> list[Receipt]:
+        """Accept all of these ``(entry, key)`` or none; see ``put``."""
+        self._advance(now)
+        self.seen.forget(now)
+        fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
+        for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
+            self.tenants.hear(tenant, now)
+        try:
+            for entry, _ in fresh:
+                self.waiting.check(entry, self._patience())
+        except (Refused, Busy) as error:
+            self.counts["refused" if isinstance(error, Refused) else "busy"] += len(entries)
+            raise
+        receipts = []
+        for entry, key in entries:
+            if key is not None and key in self.seen:
+                self.counts["duplicate"] += 1
+                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).buffer.sequences))
+            else:
+                receipts.append(self._accept(entry, key, now))
+        return receipts
+
+    def take(
+        self,
+        now: float,
+        *,
+        trainer: str | None = None,
+        lease: bool = False,
+        seconds: float | None = None,
+        policy: int | None = None,
+        max_lag: int | None = None,
+    ) -> Batch | None:
+        """The next batch, or None.
+
+        Args:
+            now: Seconds.
+            trainer: Who asks; what tells apart trainers that never acknowledge.
+            lease: The trainer will acknowledge. Without it the batch counts as trained when the same trainer asks
+                again; until ``delivered`` says that its answer went out, a restart serves it again.
+            seconds: How long the lease lasts; None is ``Options.lease_seconds``.
+            policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
+            max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.
+        """
+        if self.run is None:
+            return None
+        self._advance(now)
+        if not self.started or policy not in (None, self.policy):
+            self.policy, self.started = self.policy if policy is None else policy, True
+            self.note_progress()
+        if not lease:
+            for earlier in self.leases.of_plain(trainer):
+                self.acknowledge(earlier.id, now)
+        chosen = self.waiting.next_batch()
+        if max_lag is not None and self.policy is not None:
+            oldest = self.policy - max_lag
+            while chosen and (stale := [item for item in chosen if (item.entry.version or 0) < oldest]):
+                self._drop(stale)
+                chosen = self.waiting.next_batch()
+        if not chosen:
+            return None
+        return self._serve(chosen, trainer, (seconds or self.options.lease_seconds) if lease else None, now)
+
+    def acknowledge(self, batch_id: str, now: float) -> Acknowledgement:
+        """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.
+
+        Repeating an acknowledgement repeats its answer.
+        """
+        self._advance(now)
+        lease = self.leases.out.get(batch_id) or self.leases.over.get(batch_id)
+        if lease is None:
+            return Acknowledgement(ok=False, reason=f"no batch is called {batch_id}: it was never served, or long ago")
+        if lease.outcome is not None:
+            return lease.outcome
+        late = batch_id in self.leases.over
+        trained = [item for item in lease.items if item.state in ("buffered", "queued", "leased")]
+        already = len(lease.items) - len(trained) + len(lease.gone)
+        self.waiting.finish(trained, dropped=False, batch=batch_id)
+        self.counts["trained"] += len(trained)
+        self.counts["doubled"] += already
+        if late:
+            self.returned = max(0, self.returned - 1)
+        reason = ""
+        if already:
+            reason = f"the lease of batch {batch_id} ran out and {already} of its groups were trained by another batch"
+        elif late:
+            reason = (
+                f"late: the lease of batch {batch_id} had run out, but no other batch with its groups was acknowledged"
+            )
+        lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
+        lease.items, lease.gone = [], []
+        self._end(lease)
+        self.note_progress()
+        return lease.outcome
+
+    def renew(self, batch_id: str, now: float) -> bool:
+        """Its lease begins anew. False: it is not out (any more)."""
+        self._advance(now)
+        lease = self.leases.out.get(batch_id)
+        if lease is None or lease.seconds is None:
+            return lease is not None
+        lease.expires = now + lease.seconds
+        return True
+
+    def delivered(self, batch_id: str) -> None:
+        """The answer with this batch went out whole: a restart does not serve it again to a plain trainer."""
+        lease = self.leases.out.get(batch_id)
+        if lease is not None and lease.seconds is None:
+            lease.delivered = True
+            self.journal.noted(f"lease:{lease.id}", lease.facts())
+
+    def release(self, batch_id: str, now: float) -> bool:
+        """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
+        self._advance(now)
+        lease = self.leases.out.get(batch_id)
+        if lease is None:
+            return False
+        self._return([lease])
+        return True
+
+    def status(self, now: float) -> Report:
+        """Everything for people and metrics. Takes time in the number of environments."""
+        self._advance(now)
+        everybody = list(self.tenants)
+        return Report(
+            step=self.step,
+            policy=self.policy_step,
+            run=self.run,
+            started=self.started,
+            queued_groups=self.queued_groups,
+            queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
+            buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
+            leased_groups=sum(len(lease.items) for lease in self.leases.out.values()),
+            held_bytes=self.waiting.bytes,
+            leases=len(self.leases.out),
+            counts=dict(self.counts),
+            waits_for=self.waiting.waits_for(),
+            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
+        )
+
+    @property
+    def queued_groups(self) -> int:
+        """Groups in the queue."""
+        return self.tenants.queued_groups
+
+    @property
+    def latest(self) -> Entry | None:
+        """The group that entered the queue last, trained or not."""
+        return self.waiting.latest
+
+    def _advance(self, now: float) -> None:
+        """Leases that ran out come back; environments that fell silent lose their share."""
+        self.tenants.sweep(now)
+        if expired := self.leases.expired(now):
+            self.counts["expired"] += len(expired)
+            self._return(expired)
+
+    def _accept(self, entry: Entry, key: str | None, now: float) -> Receipt:
+        tenant = self.tenants.of(entry.env)
+        if entry.version is None:
+            entry = replace(entry, version=self.policy_step)
+        item = Item(self.order, entry.size, entry.num_bytes, entry, tenant, "queued")
+        self.order += 1
+        self.waiting.hold(item)
+        moved = [one.order for one in self.waiting.put(item) if one is not item]
+        self.journal.added(item.order, entry, item.state, key, now)
+        if moved:
+            self.journal.moved(moved, "queued", None)
+        if key is not None:
+            self.seen.add(key, now)
+        tenant.accepted += 1
+        self.counts["accepted"] += 1
+        buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
+        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.buffer.sequences)
+
+    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> Batch:
+        if self.returned:
+            self.returned -= 1
+        else:
+            self.step += 1
+        expires = None if seconds is None else now + seconds
+        lease = Lease(secrets.token_hex(8), chosen, self.step, trainer, seconds, expires)
+        for item in chosen:
+            self.waiting.lift(item)
+            item.state, item.batch = "leased", lease.id
+        self.leases.out[lease.id] = lease
+        self._served = (now, now - self._served[0])
+        self.journal.moved([item.order for item in chosen], "leased", lease.id)
+        self.journal.noted(f"lease:{lease.id}", lease.facts())
+        self.note_progress()
+        return Batch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
+
+    def _return(self, leases: list[Lease]) -> None:
+        """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
+        for lease in leases:
+            back = [item for item in lease.items if item.batch == lease.id and item.state == "leased"]
+            self.waiting.enqueue(back)
+            self.journal.moved([item.order for item in back], "queued", None)
+            self.returned += bool(back)
+            self._end(lease)
+        if leases:
+            self.note_progress()
+
+    def _end(self, lease: Lease) -> None:
+        self.journal.noted(f"lease:{lease.id}", lease.facts())
+        if forgotten := self.leases.end(lease):
+            self.journal.noted(f"lease:{forgotten}", None)
+
+    def _drop(self, items: list[Item]) -> None:
+        self.waiting.finish(items, dropped=True, batch=None)
+        self.counts["dropped"] += len(items)
+        self.note_progress()
+
+    def _patience(self) -> float:
+        """Seconds until it is worth trying again: half the time between batches, 0.5 to 30."""
+        return min(30.0, max(0.5, self._served[1] / 2))
+
+    def note_progress(self) -> None:
+        """Tell the journal the counters."""
+        facts = {
+            "started": self.started,
+            "step": self.step,
+            "policy": self.policy,
+            "returned": self.returned,
+            "next_id": self.tenants.next_id,
+            "order": self.order,
+            "names": dict(self.tenants.names),
+            "counts": dict(self.counts),
+        }
+        self.journal.noted("progress", facts)
+
+    def _note_tenant(self, tenant: Tenant) -> None:
+        facts = {"spec": asdict(tenant.spec), "name": tenant.name, "key": tenant.key, "connected": tenant.connected}
+        self.journal.noted(f"env:{tenant.env_id}", facts)

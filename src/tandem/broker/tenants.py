@@ -1,0 +1,317 @@
+"""Environments as the store knows them: who is there, what each has queued, what others see of it."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tandem.broker.formation import BY_ORDER, minimums
+from tandem.broker.records import Busy, Entry, EnvReport, EnvSpec, EnvStatus, Journal, Options, State
+
+WEIGHT_FLOOR = 0.01
+ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)
+
+
+def wrong(env: EnvSpec) -> str:
+    """Why no environment can be like that; empty if it can."""
+    if env.group_size < 1:
+        return f"group_size is {env.group_size}; expected at least 1"
+    if not 0.0 <= env.weight < float("inf"):
+        return f"weight is {env.weight}; expected a finite number, 0 or more"
+    if env.max_token_length < 0:
+        return f"max_token_length is {env.max_token_length}; expected 0 or more"
+    if env.min_batch_allocation is not None and not 0.0 <= env.min_batch_allocation <= 1.0:
+        return f"min_batch_allocation is {env.min_batch_allocation}; expected a share from 0 to 1, or null"
+    return ""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One accepted group and where it is."""
+
+    order: int
+    """Place in the order of arrival; kept when a lease runs out."""
+    size: int
+    """Sequences."""
+    num_bytes: int
+    """Payload bytes."""
+    entry: Entry
+    """The group; its payload is let go once it is trained or dropped."""
+    tenant: Tenant
+    """Whose it is."""
+    state: State
+    """Where it is."""
+    batch: str | None = None
+    """The lease or, once trained, the batch that trained it."""
+
+
+class Shelf:
+    """Groups of one environment in arrival order, by size."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, deque[Item]] = {}
+        self.groups = 0
+        self.sequences = 0
+
+    def insert(self, item: Item) -> None:
+        """Put one in its place: most often it is the youngest, and one that comes back is among the oldest."""
+        line = self.lines.setdefault(item.size, deque())
+        if not line or line[-1].order < item.order:
+            line.append(item)
+        elif item.order < line[0].order:
+            line.appendleft(item)
+        else:
+            insort(line, item, key=BY_ORDER)
+        self.groups += 1
+        self.sequences += item.size
+
+    def remove(self, item: Item) -> None:
+        """Take one out, most often the oldest of its size."""
+        line = self.lines[item.size]
+        if line[0] is item:
+            line.popleft()
+        else:
+            line.remove(item)
+        if not line:
+            del self.lines[item.size]
+        self.groups -= 1
+        self.sequences -= item.size
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(sorted((item for line in self.lines.values() for item in line), key=BY_ORDER))
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One environment. ``live`` is what counts for weights and shares: connected, and heard from lately."""
+
+    env_id: int | None
+    """None: everybody anonymous."""
+    spec: EnvSpec
+    """As registered."""
+    name: str
+    """With its count."""
+    heard: float
+    """When it last spoke."""
+    key: str | None = None
+    """The identity it gave to be known again."""
+    connected: bool = True
+    """It registered and did not disconnect."""
+    live: bool = True
+    """Connected and not silent."""
+    queue: Shelf = field(default_factory=Shelf)
+    """What batches are formed of."""
+    buffer: Shelf = field(default_factory=Shelf)
+    """Partial groups."""
+    held_groups: int = 0
+    """Groups buffered, queued and leased."""
+    held_bytes: int = 0
+    """Their payload bytes."""
+    accepted: int = 0
+    """Groups accepted by this process."""
+    visible: int = 0
+    """Sequences that other environments see."""
+
+    @property
+    def share(self) -> float:
+        """The minimum share it holds now."""
+        return (self.spec.min_batch_allocation or 0.0) if self.live else 0.0
+
+    @property
+    def pull(self) -> float:
+        """Context times weight: what its generation weighs against others'."""
+        return self.spec.max_token_length * max(0.0, self.spec.weight)
+
+    def report(self) -> EnvReport:
+        """For people and metrics."""
+        return EnvReport(
+            env_id=self.env_id,
+            name=self.name,
+            connected=self.live,
+            heard=self.heard,
+            weight=self.spec.weight,
+            group_size=self.spec.group_size,
+            min_batch_allocation=self.spec.min_batch_allocation,
+            queued_groups=self.queue.groups,
+            queued_sequences=self.queue.sequences,
+            buffered_sequences=self.buffer.sequences,
+            held_bytes=self.held_bytes,
+            accepted=self.accepted,
+        )
+
+
+class Tenants:
+    """All environments, with every sum that a status needs kept up to date rather than counted again."""
+
+    def __init__(self, options: Options, journal: Journal) -> None:
+        self.batch_size = 0
+        """Sequences of a batch; 0 without a run."""
+        self.options = options
+        self.journal = journal
+        self.by_id: dict[int, Tenant] = {}
+        self.by_key: dict[str, Tenant] = {}
+        self.anonymous = Tenant(env_id=None, spec=ANONYMOUS, name="anonymous", heard=0.0, connected=False, live=False)
+        self.names: Counter[str] = Counter()
+        """Environments of each desired name so far."""
+        self.next_id = 0
+        self.change = 0
+        """Counts what may change who takes part in a batch."""
+        self.sizes: Counter[int] = Counter()
+        """Queued groups of each size."""
+        self.queued_groups = 0
+        self._largest = 1
+        self._visible = 0
+        self._pull = 0.0
+        self._share = 0.0
+        self._next_sweep = float("inf")
+
+    def __iter__(self) -> Iterator[Tenant]:
+        yield from self.by_id.values()
+        yield self.anonymous
+
+    def of(self, env_id: int | None) -> Tenant:
+        """The environment of that id, or the anonymous one."""
+        return self.anonymous if env_id is None else self.by_id.get(env_id, self.anonymous)
+
+    def register(self, spec: EnvSpec, now: float, key: str | None) -> Tenant:
+        """A new environment, or the one that gave this key before.
+
+        Raises:
+            Busy: the most are known, and none of them is gone.
+        """
+        tenant = self.by_key.get(key) if key is not None else None
+        if tenant is None:
+            self._make_room()
+            name = f"{spec.name}_{self.names[spec.name]}"
+            self.names[spec.name] += 1
+            tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key)
+            self.add(tenant)
+        else:
+            tenant.spec, tenant.connected, tenant.live = spec, True, False
+            self.hear(tenant, now)
+        return tenant
+
+    def add(self, tenant: Tenant) -> None:
+        """One with an id of its own."""
+        assert tenant.env_id is not None
+        self.by_id[tenant.env_id] = tenant
+        self.next_id = max(self.next_id, tenant.env_id + 1)
+        if tenant.key is not None:
+            self.by_key[tenant.key] = tenant
+        self._next_sweep = min(self._next_sweep, tenant.heard + self.options.heartbeat_seconds)
+        self.recount()
+
+    def _make_room(self) -> None:
+        """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
+        if len(self.by_id) < self.options.max_environments:
+            return
+        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.held_groups]
+        if not gone:
+            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes", 30.0)
+        oldest = min(gone, key=lambda tenant: tenant.heard)
+        assert oldest.env_id is not None
+        del self.by_id[oldest.env_id]
+        if oldest.key is not None:
+            del self.by_key[oldest.key]
+        self.journal.noted(f"env:{oldest.env_id}", None)
+        self.recount()
+
+    def after_reset(self) -> Tenants:
+        """Everybody who was there, but nobody takes part until heard again; ids go on, names begin anew."""
+        fresh = Tenants(self.options, self.journal)
+        for old in self.by_id.values():
+            if old.live:
+                fresh.add(
+                    replace(
+                        old,
+                        live=False,
+                        queue=Shelf(),
+                        buffer=Shelf(),
+                        visible=0,
+                        held_groups=0,
+                        held_bytes=0,
+                        accepted=0,
+                    )
+                )
+        fresh.next_id, fresh.change = self.next_id, self.change + 1
+        return fresh
+
+    def hear(self, tenant: Tenant, now: float) -> None:
+        """It spoke: it takes part (again), unless it said goodbye."""
+        tenant.heard = now
+        if tenant.connected and not tenant.live:
+            tenant.live = True
+            self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_seconds)
+            self.recount()
+
+    def sweep(self, now: float) -> None:
+        """Those not heard from for too long hold no share any more."""
+        if now <= self._next_sweep:
+            return
+        gone = False
+        for tenant in self.by_id.values():
+            if tenant.live and now - tenant.heard > self.options.heartbeat_seconds:
+                tenant.live, gone = False, True
+        heard = [tenant.heard for tenant in self.by_id.values() if tenant.live]
+        self._next_sweep = min(heard, default=float("inf")) + self.options.heartbeat_seconds
+        if gone:
+            self.recount()
+
+    def recount(self) -> None:
+        """Who is live, what they registered, or the batch size changed."""
+        self.change += 1
+        live = [tenant for tenant in self.by_id.values() if tenant.live]
+        self._pull = sum(tenant.pull for tenant in live)
+        self._share = sum(tenant.share for tenant in live)
+        self._see_all()
+
+    def queued(self, item: Item, count: int) -> None:
+        """``count`` (1 or -1) groups of this size entered or left its environment's queue (the shelf is changed)."""
+        self.sizes[item.size] += count
+        self.queued_groups += count
+        if not self.sizes[item.size]:
+            del self.sizes[item.size]
+        largest = self._largest
+        if count > 0:
+            largest = max(largest, item.size)
+        elif item.size == largest and item.size not in self.sizes:
+            largest = max(self.sizes, default=1)
+        if largest != self._largest:
+            self._largest = largest
+            self._see_all()
+        else:
+            self._see(item.tenant)
+
+    def _see_all(self) -> None:
+        self._visible = 0
+        for tenant in self:
+            tenant.visible = 0
+            self._see(tenant)
+
+    def _see(self, tenant: Tenant) -> None:
+        """What others see of it: whole packs of the largest size, less what it is guaranteed."""
+        whole = -(-tenant.queue.sequences // self._largest) * self._largest
+        seen = max(0, whole - int(self.batch_size * tenant.share)) if self._largest > 1 else 0
+        self._visible += seen - tenant.visible
+        tenant.visible = seen
+
+    def needs(self) -> dict[int, int]:
+        """Least sequences per batch of every live environment that has a share, in order of their ids."""
+        shares = {tenant.env_id: tenant.share for tenant in self.by_id.values() if tenant.env_id is not None}
+        return minimums(self.batch_size, shares)
+
+    def status(self, tenant: Tenant, step: int) -> EnvStatus:
+        """What an environment polls. Constant time."""
+        size = max(tenant.spec.group_size, max(tenant.queue.lines, default=1))
+        own = tenant.queue.sequences
+        total = self._pull or tenant.pull
+        return EnvStatus(
+            current_step=step,
+            queue_size=(own + self._visible - tenant.visible) // size,
+            self_queue_size=own // size,
+            max_group_size=self._largest,
+            unallocated_fraction=1.0 - min(1.0, self._share),
+            env_weight=max(WEIGHT_FLOOR, tenant.pull / total if total else 0.0),
+        )

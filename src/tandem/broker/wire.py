@@ -1,0 +1,370 @@
+"""Atropos' messages: their types, and how bytes become them. ``-100`` and the logprob 1.0 exist on this wire alone.
+
+A message is JSON or MessagePack, chosen by its content type. It is decoded once, strictly and typed, by msgspec; only
+if that fails is it read again leniently (``_lax``), which either understands it or says what is wrong. A group keeps
+the bytes it came in, with the optional keys that it lacks added as null: a batch is a join of such payloads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.broker._checks import check
+from tandem.broker._lax import Malformed, coerce, refuse
+
+Encoding = Literal["json", "msgpack"]
+T = TypeVar("T")
+
+MASKED = -100
+"""In ``masks``, a position that is not trained."""
+NO_LOGPROB = 1.0
+"""In ``inference_logprobs``, a position that was not sampled."""
+
+_MOST = 1.7976931348623157e308  # with both bounds a float is finite
+Real = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+MaskToken = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Meta(ge=1, lt=2**53)]
+Signed = Annotated[int, Meta(ge=-1, lt=2**53)]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``POST /register``: what the trainer says of its run."""
+
+    wandb_group: Text
+    """Group of the run's charts; may be empty."""
+    wandb_project: Text
+    """Project of the run's charts; may be empty."""
+    batch_size: Count
+    """Sequences of one batch."""
+    max_token_len: Signed
+    """Most tokens of one sequence; zero or less: no limit."""
+    checkpoint_dir: Text
+    """Where the trainer keeps checkpoints; environments keep theirs beneath."""
+    save_checkpoint_interval: Signed
+    """Steps between checkpoints."""
+    starting_step: Annotated[int, Meta(ge=0, lt=2**53)]
+    """Steps trained already."""
+    num_steps: Signed
+    """Steps the run shall take."""
+
+
+class Registered(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``POST /register``."""
+
+    uuid: int
+    """A number for this registration; no later call uses it."""
+
+
+class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``POST /register-env``."""
+
+    max_token_length: Annotated[int, Meta(ge=0, lt=2**53)]
+    """Most tokens of its sequences; scales its weight."""
+    desired_name: Text
+    """Its name; a number is appended."""
+    weight: Annotated[float, Meta(ge=0, le=_MOST)]
+    """Its share of the work against the others'."""
+    group_size: Count
+    """Sequences of its groups."""
+    min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Least share of each batch, 0 to 1; null: none."""
+
+
+class EnvAccepted(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``POST /register-env`` once the trainer has started."""
+
+    status: str = "success"
+    """success."""
+    env_id: int
+    """Its number from now on."""
+    wandb_name: str
+    """Its name with a number."""
+    checkpoint_dir: str
+    """The trainer's."""
+    starting_step: int
+    """The present step."""
+    checkpoint_interval: int
+    """The trainer's."""
+    num_steps: int
+    """The trainer's."""
+
+
+class EnvName(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``GET /status-env`` and ``POST /disconnect-env``."""
+
+    env_id: Annotated[int, Meta(ge=-(2**53), lt=2**53)]
+    """The environment's number."""
+
+
+class BatchName(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``POST /ack`` and ``POST /release``."""
+
+    batch: Text
+    """The leased batch."""
+
+
+class Info(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``GET /info``; both -1 before a trainer registered."""
+
+    batch_size: int
+    """Sequences of one batch."""
+    max_token_len: int
+    """Most tokens of one sequence."""
+
+
+class WandbInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``GET /wandb_info``; nulls before a trainer registered."""
+
+    group: str | None
+    """The run's group."""
+    project: str | None
+    """The run's project."""
+
+
+class ScoredGroup(msgspec.Struct, kw_only=True):
+    """A group on the wire: n sequences of one task in parallel lists, unpadded and unshifted.
+
+    Of an optional list, null and ``[]`` both mean that it is absent.
+    """
+
+    tokens: list[list[Token]]
+    """Prompt and completion ids of each sequence."""
+    masks: list[list[MaskToken]]
+    """``-100`` where a token is not trained, else the token."""
+    scores: list[Real]
+    """A reward per sequence."""
+    advantages: list[list[Real]] | None = None
+    """Per token."""
+    ref_logprobs: list[list[Real]] | None = None
+    """Per token, a reference model's."""
+    messages: list[list[dict[str, Any]]] | None = None
+    """Per sequence a chat, whose messages have role and content."""
+    generation_params: dict[str, Any] | None = None
+    """How it was sampled, such as ``{"temperature": 1.0}``."""
+    inference_logprobs: list[list[Real]] | None = None
+    """Per token, the behaviour policy's; 1.0 where nothing was sampled."""
+    overrides: list[dict[str, Any]] | None = None
+    """Per sequence: set_advantage_to_zero, temperature, sft."""
+    group_overrides: dict[str, Any] | None = None
+    """Per group: group_size, temperature, sft, and what Tandem adds: tandem_version, tandem_task, ..."""
+    images: Any = None
+    """Opaque."""
+    env_id: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
+    """Who made it; null: anonymous."""
+    distill_token_ids: list[list[list[Token]]] | None = None
+    """Per sequence, position and rank: a teacher's tokens."""
+    distill_logprobs: list[list[list[Real]]] | None = None
+    """Their logprobs."""
+
+
+FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
+"""The 14 keys of a group, in the order in which answers give them."""
+_OPTIONAL = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if not field.required)
+
+# The same with absent told from null, and without room for unknown fields: what it takes can be kept as it came.
+_Sent: Any = msgspec.defstruct(
+    "_Sent",
+    [(f.name, f.type | UnsetType, UNSET) for f in msgspec.structs.fields(ScoredGroup) if not f.required],
+    bases=(ScoredGroup,),
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+
+_BYTE = re.compile(r"byte (\d+)")
+_decoders: dict[tuple[Any, Encoding], Any] = {}
+_known: dict[Any, Any] = {}
+_TO_JSON, _TO_MSGPACK = msgspec.json.Encoder(), msgspec.msgpack.Encoder()
+
+
+def write(value: Any, encoding: Encoding = "json") -> bytes:
+    """A message as bytes."""
+    return _TO_JSON.encode(value) if encoding == "json" else _TO_MSGPACK.encode(value)
+
+
+def read(body: bytes, kind: type[T], encoding: Encoding = "json") -> T:
+    """A message from bytes, leniently.
+
+    Raises:
+        Malformed: it is none, or not of this type.
+    """
+    try:
+        made: T = _decoder(kind, encoding).decode(body)
+    except (ValueError, RecursionError):
+        made = msgspec.convert(coerce(_plain(body, encoding), kind, _known), kind)
+    return made
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A group that was accepted: what it says, and the bytes to keep."""
+
+    group: ScoredGroup
+    """Every length agrees and every number is finite."""
+    payload: bytes
+    """The group with all 14 keys, in the encoding it came in."""
+
+    @property
+    def size(self) -> int:
+        """Sequences."""
+        return len(self.group.tokens)
+
+    @property
+    def version(self) -> int | None:
+        """Oldest policy step that sampled a token of it, if its maker said."""
+        return (self.group.group_overrides or {}).get("tandem_version")
+
+
+def read_group(body: bytes, encoding: Encoding = "json") -> Submission:
+    """A group from bytes.
+
+    Args:
+        body: one object.
+        encoding: of the bytes.
+
+    Returns:
+        The group. Values stay byte for byte as sent, unless one had to be coerced.
+
+    Raises:
+        Malformed: a field is missing, of another type or not finite, or lengths disagree.
+    """
+    try:
+        group = _decoder(_Sent, encoding).decode(body)
+    except (ValueError, RecursionError):
+        group = _understood(body, encoding)
+        check(group)
+        return Submission(group, write(group, encoding))
+    missing = [name for name in _OPTIONAL if getattr(group, name) is UNSET]
+    for name in missing:
+        setattr(group, name, None)
+    check(group)
+    return Submission(group, _completed(body, missing, encoding))
+
+
+def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:
+    """A group that has unknown fields, or that says things in other words."""
+    try:
+        group: ScoredGroup = _decoder(ScoredGroup, encoding).decode(body)
+    except (ValueError, RecursionError):
+        fields = coerce(_flat_advantages(_plain(body, encoding)), ScoredGroup, _known)
+        group = msgspec.convert(fields, ScoredGroup)
+    return group
+
+
+def read_groups(body: bytes, encoding: Encoding = "json", *, most: int = 10_000) -> list[Submission]:
+    """A list of at most ``most`` groups from bytes, all or none.
+
+    Raises:
+        Malformed: one of them cannot be accepted; its place leads the problem's.
+    """
+    try:
+        raws = _decoder(list[msgspec.Raw], encoding).decode(body)
+    except (ValueError, RecursionError):
+        coerce(_plain(body, encoding), list[Any], _known)  # says what is wrong
+        raise
+    if len(raws) > most:
+        raise refuse("too_long", (), f"List should have at most {most} groups", len(raws))
+    made = []
+    for place, raw in enumerate(raws):
+        try:
+            made.append(read_group(bytes(raw), encoding))
+        except Malformed as error:
+            for one in error.problems:
+                one.loc.insert(1, place)
+            raise Malformed(error.problems) from None
+    return made
+
+
+def encoding_of(payload: bytes) -> Encoding:
+    """Which encoding a stored group is in: JSON objects begin with a brace, MessagePack maps never do."""
+    return "json" if payload[:1] == b"{" else "msgpack"
+
+
+def read_payload(payload: bytes) -> ScoredGroup:
+    """A stored group."""
+    made: ScoredGroup = _decoder(ScoredGroup, encoding_of(payload)).decode(payload)
+    return made
+
+
+def recode(payload: bytes, encoding: Encoding) -> bytes:
+    """A stored group in the encoding that is asked for."""
+    return payload if encoding_of(payload) == encoding else write(read_payload(payload), encoding)
+
+
+def write_batch(payloads: Sequence[bytes] | None, encoding: Encoding = "json", lease: Any = None) -> bytes:
+    """Answer to ``GET /batch``.
+
+    Args:
+        payloads: stored groups, each already in the encoding; None: there is no batch.
+        encoding: of the answer.
+        lease: what a trainer that asked for a lease is told beside the groups, under the key ``tandem``.
+    """
+    if payloads is None:
+        return write({"batch": None}, encoding)
+    if encoding == "json":
+        extra = b"" if lease is None else b',"tandem":' + write(lease)
+        return b"".join((b'{"batch":[', b",".join(payloads), b"]", extra, b"}"))
+    head = b"\x81" if lease is None else b"\x82\xa6tandem" + write(lease, encoding)
+    return b"".join((head, b"\xa5batch\xdd", len(payloads).to_bytes(4, "big"), *payloads))
+
+
+def _decoder(kind: Any, encoding: Encoding) -> Any:
+    found = _decoders.get((kind, encoding))
+    if found is None:
+        module: Any = msgspec.json if encoding == "json" else msgspec.msgpack
+        found = _decoders[kind, encoding] = module.Decoder(kind)
+    return found
+
+
+def _plain(body: bytes, encoding: Encoding) -> Any:
+    """A message as plain values, or what keeps it from being one."""
+    name = "JSON" if encoding == "json" else "MessagePack"
+    try:
+        return _decoder(Any, encoding).decode(body)
+    except RecursionError:
+        raise refuse(f"{encoding}_invalid", (), f"{name} nested too deep") from None
+    except ValueError as error:
+        place = _BYTE.search(str(error))
+        loc = (int(place[1]),) if place else ()
+        why = str(error).removeprefix(f"{name} is malformed: ")
+        if encoding == "json" and (b"NaN" in body or b"Infinity" in body):
+            why += "; NaN and Infinity are no numbers of JSON, and every number must be finite"
+        raise refuse(f"{encoding}_invalid", loc, f"{name} decode error", {}, why) from None
+
+
+def _flat_advantages(value: Any) -> Any:
+    """One advantage per sequence instead of per token, which a known client sends, spread over the tokens."""
+    if not isinstance(value, dict):
+        return value
+    given, tokens = value.get("advantages"), value.get("tokens")
+    if not (isinstance(given, list) and isinstance(tokens, list) and len(given) == len(tokens) > 0):
+        return value
+    if any(isinstance(one, list) for one in given) or not all(isinstance(one, list) for one in tokens):
+        return value
+    return {**value, "advantages": [[one] * len(ids) for one, ids in zip(given, tokens, strict=True)]}
+
+
+def _completed(body: bytes, missing: Sequence[str], encoding: Encoding) -> bytes:
+    """A group's own bytes, with the keys that it lacks in front."""
+    if encoding == "json":
+        start = body.index(b"{")  # only whitespace can precede it
+        if not missing and start == 0:
+            return body
+        return b"".join((b"{", *(f'"{name}":null,'.encode() for name in missing), memoryview(body)[start + 1 :]))
+    size, start = _map_head(body)
+    head = b"\xde" + (size + len(missing)).to_bytes(2, "big")
+    return b"".join((head, *(write(name, encoding) + b"\xc0" for name in missing), memoryview(body)[start:]))
+
+
+def _map_head(body: bytes) -> tuple[int, int]:
+    """Pairs of a MessagePack map, and where the first begins."""
+    if body[0] == 0xDE:
+        return int.from_bytes(body[1:3], "big"), 3
+    if body[0] == 0xDF:
+        return int.from_bytes(body[1:5], "big"), 5
+    return body[0] & 0x0F, 1

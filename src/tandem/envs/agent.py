@@ -1,0 +1,99 @@
+"""An agent as an environment: a program that solves tasks of a data set and knows nothing but the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pkgutil
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.envs.base import Chat
+from tandem.envs.dataset import Dataset
+from tandem.errors import ConfigError, EnvError
+from tandem.types import Message, Task
+
+_FUNCTION = re.compile(r"[\w.]+:[A-Za-z_]\w*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent(Dataset):
+    """Tasks of a data set, each solved by a program that asks the policy over the OpenAI API."""
+
+    agent: str
+    """``pkg.mod:fn``, awaited with the task and the API's base URL, or a command, which has OPENAI_BASE_URL and reads
+    the task as JSON. The text that the one returns and the other prints is the last message that rewards see."""
+    seconds: float = 600.0
+    """How long one task may take."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.agent.strip():
+            raise ConfigError("agent must be an import path such as my_agent:solve, or a command, got an empty text")
+        if self.seconds <= 0:
+            raise ConfigError(f"seconds must be above 0, got {self.seconds:g}")
+
+    async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+        try:
+            async with chat.serve() as url, asyncio.timeout(self.seconds):
+                said = await (self._call(task, url) if _FUNCTION.match(self.agent) else self._run(task, url))
+        except TimeoutError:
+            raise EnvError(f"agent {self.agent!r} took longer than {self.seconds:g} s; raise seconds") from None
+        turns = sum(message.role == "assistant" for message in chat.messages)
+        if not turns:
+            raise EnvError(f"agent {self.agent!r} never asked the policy; it must use the base URL that it is given")
+        if said.strip():
+            chat.add(Message(role="assistant", content=said.strip()))
+        return {"turns": float(turns)}
+
+    async def _call(self, task: Task, url: str) -> str:
+        said = await _function(self.agent)(task, url)
+        if said is not None and not isinstance(said, str):
+            raise EnvError(f"agent {self.agent!r} returned {type(said).__name__}, expected text or None")
+        return said or ""
+
+    async def _run(self, task: Task, url: str) -> str:
+        messages = [{"role": message.role, "content": message.content} for message in task.prompt]
+        given = {"id": task.id, "messages": messages, "meta": task.meta}
+        child = await asyncio.create_subprocess_exec(
+            *shlex.split(self.agent),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
+            start_new_session=True,
+        )
+        try:
+            out, err = await child.communicate(json.dumps(given, default=str).encode())
+        finally:
+            # With all that it started: nothing of it may ask the policy after its rollout has ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            await child.wait()
+        if child.returncode:
+            last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            raise EnvError(f"agent {self.agent!r} ended with status {child.returncode}: {last[0]}")
+        return out.decode(errors="replace")
+
+
+def _function(path: str) -> Callable[[Task, str], Awaitable[Any]]:
+    """Import the agent.
+
+    Raises:
+        EnvError: it cannot be imported.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Callable[[Task, str], Awaitable[Any]] = pkgutil.resolve_name(path)
+    except Exception as error:  # user code may raise anything while it is imported; the message carries it
+        raise EnvError(f"agent {path!r} cannot be imported: {error}; write pkg.module:function") from error
+    return found

@@ -1,0 +1,305 @@
+"""Groups that environments elsewhere sampled and scored, taken from a broker a batch at a time.
+
+What was trained is a matter of the checkpoint. A batch is leased, and acknowledged once a checkpoint is on disk whose
+cursor knows what became of each of its groups: trained, dropped, or kept here for the next step. A run that died goes
+on from its checkpoint; what it took after that comes again, for its training was lost too. A broker without leases
+(Atropos' own) gives every batch once: what a killed run took after its last checkpoint is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from tandem import waits
+from tandem.broker.client import NotRegistered, Taken
+from tandem.broker.convert import Notes, Rules, group_from_wire
+from tandem.broker.wire import Info, RunParameters
+from tandem.errors import BrokerError, Starved
+from tandem.metrics import Sum, Value, merge
+from tandem.rollout.feed import Cursor
+from tandem.rollout.measure import measure
+from tandem.types import Group, Rollout
+
+log = logging.getLogger(__name__)
+
+_MENDED = {"advantages": "; broker.given_advantages: true trains on them"}
+"""By field of the wire: how to have it read."""
+
+
+class Broker(AbstractAsyncContextManager[Any], Protocol):
+    """What is asked of a broker: a ``broker.client.TrainerClient``, or what a test makes of it."""
+
+    async def info(self) -> Info:
+        """What a trainer registered."""
+        ...
+
+    async def register(self, run: RunParameters) -> int:
+        """Begin, perhaps anew: batches that were leased to this trainer before go back to the queue."""
+        ...
+
+    async def batch(
+        self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
+    ) -> Taken | None:
+        """The next batch, if there is one."""
+        ...
+
+    async def acknowledge(self, batch: str) -> bool:
+        """It need not be served again; False if it has been."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignOptions:
+    """What the recipe says about a broker's groups."""
+
+    groups_per_step: int
+    """Groups in a batch, if all are of this size."""
+    group_size: int
+    """Siblings in a group; environments may send others, and the sum is what counts."""
+    max_lag: int
+    """Most optimizer steps between the weights that sampled a token and those it trains."""
+    drop_flat: bool
+    """Leave out groups whose rewards are all equal."""
+    lease_seconds: float
+    """How long the broker waits for a trainer that says nothing more."""
+    rules: Rules
+    """How a group is read."""
+    poll_seconds: float = 0.25
+    """Between two questions for a batch that is not there yet."""
+    patience: int = 50
+    """Batches' worth of groups dropped in a row before giving up."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a batch."""
+        return self.groups_per_step * self.group_size
+
+
+@dataclass(slots=True)
+class BrokerFeed:
+    """Batches of groups from a broker. ``version`` tells the policy step that training has reached."""
+
+    broker: Broker
+    """Where they come from; opened with the feed."""
+    run: RunParameters
+    """What the broker is told of the run, but for its step."""
+    options: ForeignOptions
+    """How."""
+    version: Callable[[], int]
+    """Optimizer steps taken."""
+    solved: Callable[[Rollout], bool]
+    """What counts as a right answer."""
+    on_drop: Callable[[str, Group], None]
+    """Told of every dropped group and why: flat, stale or failed."""
+    _ready: list[Group] = field(default_factory=list)
+    _held: list[str] = field(default_factory=list)
+    _received: int = 0
+    _dropped: Counter[str] = field(default_factory=Counter)
+    _failed: Counter[str] = field(default_factory=Counter)
+    _malformed: int = 0
+    _measured: list[Mapping[str, Value]] = field(default_factory=list)
+    _in_a_row: int = 0
+    _said: set[str] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def open(self, cursor: Cursor) -> AsyncIterator[BrokerFeed]:
+        """Tell the broker what the checkpoint remembers, and register where ``cursor`` stands."""
+        self._received, self._held = cursor.admitted, list(cursor.batches)
+        self._ready = [group for _, group in cursor.ready]
+        async with self.broker:
+            # First: registering sends back every batch that is still leased, and these were trained on.
+            await self.saved(cursor)
+            await self._register()
+            yield self
+
+    async def take(self) -> list[Group]:
+        """The groups that arrived first, as many as make up a batch.
+
+        Raises:
+            Starved: group after group was dropped.
+            BrokerError: the broker stays away or refuses, or a group cannot be trained on as the recipe is.
+        """
+        while True:
+            self._drop_stale()
+            if (batch := self._batch()) is not None:
+                del self._ready[: len(batch)]
+                return batch
+            self._receive(await self._next())
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Nothing waits for a step to end: environments elsewhere play on."""
+
+    def cursor(self) -> Cursor:
+        """Where it stands now."""
+        return Cursor(
+            admitted=self._received,
+            ready=tuple((group.index, group) for group in self._ready),
+            batches=tuple(self._held),
+        )
+
+    async def saved(self, cursor: Cursor) -> None:
+        """Acknowledge the batches of which the checkpoint knows what became."""
+        for batch in cursor.batches:
+            if batch in self._held and not await self.broker.acknowledge(batch):
+                log.warning(
+                    "the broker gave batch %s to be trained again before this run's checkpoint was saved; raise "
+                    "broker.lease_seconds (%g) or lower checkpoint.every",
+                    batch,
+                    self.options.lease_seconds,
+                )
+        self._held = [batch for batch in self._held if batch not in cursor.batches]
+
+    def metrics(self) -> Mapping[str, Value]:
+        """What arrived since the last call, trained or dropped: rewards, lengths, and drops by reason."""
+        dropped, self._dropped = self._dropped, Counter()
+        failed, self._failed = self._failed, Counter()
+        measured, self._measured = self._measured, []
+        malformed, self._malformed = self._malformed, 0
+        counts = {f"groups/dropped_{reason}": dropped[reason] for reason in ("flat", "stale", "failed")}
+        counts |= {f"rollouts/{reason}": failed[reason] for reason in ("malformed", "too_long", "untrained")}
+        counts["groups/malformed"] = malformed
+        return merge([*measured, {name: Sum(float(count)) for name, count in counts.items()}])
+
+    async def _register(self) -> None:
+        """Say what is trained, and see that it was understood.
+
+        Raises:
+            BrokerError: it goes on with what an earlier trainer told it.
+        """
+        run = msgspec.structs.replace(self.run, starting_step=self.version())
+        await self.broker.register(run)
+        found = (await self.broker.info()).batch_size
+        if found != run.batch_size:
+            raise BrokerError(
+                f"the broker serves batches of {found} sequences, as an earlier trainer told it, and this run takes "
+                f"{run.batch_size} (groups_per_step × group_size); restart the broker, or GET /reset_data, which also "
+                "drops what is queued"
+            )
+
+    async def _next(self) -> Taken:
+        """Poll until there is a batch."""
+        options = self.options
+        async with waits.waiting("trainer", "needs groups to train on", on="the broker's environments"):
+            while True:
+                try:
+                    # A broker that knows how old a group is leaves stale ones out itself: its batches are then whole.
+                    taken = await self.broker.batch(
+                        lease=options.lease_seconds, policy=self.version(), max_lag=options.max_lag
+                    )
+                except NotRegistered as error:
+                    log.warning("%s; registering again", error)
+                    await self._register()
+                    taken = None
+                if taken is not None:
+                    return taken
+                await asyncio.sleep(options.poll_seconds)
+
+    def _receive(self, taken: Taken) -> None:
+        """Read a batch's groups; what can be trained on waits for its turn."""
+        notes, now = Notes(), self.version()
+        versions = taken.versions if len(taken.versions) == len(taken.groups) else [None] * len(taken.groups)
+        arrived: list[Group] = []
+        for scored, version in zip(taken.groups, versions, strict=True):
+            index = self._received + len(arrived)
+            told = (scored.group_overrides or {}).get("tandem_task")
+            group = group_from_wire(
+                scored,
+                id=f"{told or 'group'}@{index}",
+                index=index,
+                version=now if version is None else version,
+                rules=self.options.rules,
+                notes=notes,
+            )
+            arrived.append(group)
+        # Only now: a group that ends the run ends it before its batch counts as received.
+        self._received += len(arrived)
+        if taken.id is not None:
+            self._held.append(taken.id)
+        self._note(notes, taken.malformed, arrived)
+        self._measured.append(measure(arrived, self.solved))
+        for group in arrived:
+            if (reason := self._fault(group)) is not None:
+                self._drop(reason, group)
+            else:
+                self._in_a_row = 0
+                self._ready.append(group)
+
+    def _note(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
+        """Count what could not be read, and tell each kind of it once."""
+        self._failed.update(notes.failed)
+        self._malformed += len(malformed)
+        for error in malformed[:1]:
+            self._say("malformed group", f"a group of the broker cannot be read and is left out: {error}")
+        for name in sorted(notes.unread):
+            self._say(name, f"environments send {name}, which nothing here reads{_MENDED.get(name, '')}")
+        for rollout in (r for group in arrived for r in group.rollouts if r.error):
+            self._say("failed", f"sequence {rollout.id} of {rollout.task.env} is not trained on: {rollout.error}")
+
+    def _say(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s (told once)", message)
+
+    def _fault(self, group: Group) -> str | None:
+        """Why a group cannot be trained on. One with advantages of its own needs no siblings to compare with."""
+        given = any(rollout.advantages is not None for rollout in group.scored)
+        if len(group.scored) < (1 if given else 2):
+            return "failed"
+        if self._is_stale(group):
+            return "stale"
+        teaches = (given or not group.is_flat) and any(rollout.trained for rollout in group.scored)
+        return "flat" if self.options.drop_flat and not teaches else None
+
+    def _drop_stale(self) -> None:
+        """Groups that have waited here for too long."""
+        for group in [group for group in self._ready if self._is_stale(group)]:
+            self._ready.remove(group)
+            self._drop("stale", group)
+
+    def _is_stale(self, group: Group) -> bool:
+        return self.version() - group.version_min > self.options.max_lag
+
+    def _drop(self, reason: str, group: Group) -> None:
+        self._dropped[reason] += 1
+        self._in_a_row += 1
+        self.on_drop(reason, group)
+        if self._in_a_row > self.options.patience * self.options.groups_per_step:
+            raise Starved(_starved(self._in_a_row, reason, group, self.version()))
+
+    def _batch(self) -> list[Group] | None:
+        """The first groups that have the sequences of a batch together; None if there are too few."""
+        batch: list[Group] = []
+        sequences = 0
+        for group in self._ready:
+            if sequences >= self.options.sequences:
+                break
+            batch.append(group)
+            sequences += len(group.rollouts)
+        return batch if sequences >= self.options.sequences else None
+
+
+def full_marks(rollout: Rollout) -> bool:
+    """True if its first reward is at least 1: what a right answer gets where the recipe names no rewards."""
+    return next(iter(rollout.rewards.values()), 0.0) >= 1.0 - 1e-9
+
+
+def _starved(count: int, reason: str, group: Group, step: int) -> str:
+    advice = {
+        "stale": f"it was sampled at step {group.version_min if group.scored else '?'} and training is at {step}: "
+        "raise max_lag, or let fewer environments run ahead",
+        "flat": f"its rewards are {[r.reward for r in group.rollouts]}: make the task easier or harder, or keep such "
+        "groups (flat_groups: keep)",
+        "failed": f"first failure: {next((r.error for r in group.rollouts if r.error), 'too few sequences')}",
+    }
+    return (
+        f"{count} groups in a row from the broker could not be trained on ({reason}); of the last one, {group.id} of "
+        f"{group.env}, {advice[reason]}"
+    )

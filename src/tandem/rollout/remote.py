@@ -1,0 +1,265 @@
+"""Engines that run elsewhere, sampled over HTTP by somebody who publishes nothing to them.
+
+One that does not answer is left alone for a while and the others are asked; a request that was under way is asked
+again. While none answers, everybody waits: a restart, a publish or a broken network costs time and no rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.broker._http import Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
+from tandem.engines.base import Engine, Health
+from tandem.errors import ConfigError, EngineError
+from tandem.rollout._dialects import Dialect, Generate, OpenAi, Tandem
+from tandem.types import Completion, Json, PolicyVersion, Sampling
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 60.0
+"""How long a question about what an engine is may take."""
+TRIES = 3
+"""How often an engine that answers with an error of its own (500) is asked the same."""
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Server:
+    http: Http
+    dialect: Dialect
+    trouble: Trouble
+    backoff: Backoff
+    context: int | None = None
+    outstanding: int = 0
+    rests_until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """Which engines, and how they are spoken to."""
+
+    urls: tuple[str, ...]
+    """Where they are; a trailing /v1 is left out."""
+    model: str
+    """What they call the model."""
+    key: str = field(default="", repr=False)
+    """API key; empty: none is sent."""
+    request_seconds: float = 3600.0
+    """How long one answer may take."""
+    patience: float = 1800.0
+    """Seconds for which all of them may be away."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(most=5.0))
+    """Waits between tries."""
+
+    @asynccontextmanager
+    async def open(self, *, context: int, ends: Sequence[int]) -> AsyncIterator[RemoteEngine]:
+        """Find out what they are.
+
+        Args:
+            context: most tokens of a prompt and its completion; an engine's own limit may lower it.
+            ends: token ids that end an answer.
+
+        Raises:
+            EngineError: one stays away, or cannot be sampled from.
+            ConfigError: one serves another model.
+        """
+        https = [Http(native(url), self.key, who="engine") for url in self.urls]
+        try:
+            servers = await asyncio.gather(*(self._found(http) for http in https))
+            limits = [server.context for server in servers if server.context is not None]
+            yield RemoteEngine(self, servers, context=min([context, *limits]), ends=ends)
+        finally:
+            await asyncio.gather(*(http.close() for http in https))
+
+    async def _found(self, http: Http) -> _Server:
+        trouble, backoff = Trouble(http.who), self.backoff.fresh()
+        while True:
+            try:
+                dialect, context = await self._kind(http)
+            except (Unreachable, AnswerLost) as error:
+                if trouble.lasts(f"{error}; is it running? (tandem serve engine RECIPE)") > self.patience:
+                    raise EngineError(str(error)) from error
+                await backoff.wait()
+            except Answered as error:
+                if error.status < 500:
+                    raise EngineError(_advice(error)) from error
+                if trouble.lasts(str(error)) > self.patience:
+                    raise EngineError(str(error)) from error
+                await backoff.wait(error.retry_after or 0.0)
+            else:
+                trouble.over()
+                return _Server(
+                    http=http, dialect=dialect, context=context, trouble=trouble, backoff=self.backoff.fresh()
+                )
+
+    async def _kind(self, http: Http) -> tuple[Dialect, int | None]:
+        """How a server is spoken to, and its context where it tells."""
+        models, context = await self._models(http)
+        info = await _asked(http, "GET", "/bridge/info")
+        ours = isinstance(info, dict) and {"engine", "context", "logprobs"} <= set(info)
+        if models and self.model not in models and not (ours and info and info["model"] == self.model):
+            raise ConfigError(
+                f"{http.who} serves {', '.join(models)}, not {self.model}; if it is the same model under another name, "
+                f"say engine.model={models[0]}; otherwise change model or the engine's url"
+            )
+        if ours and isinstance(info, dict):
+            if info["logprobs"] != "processed_logprobs":
+                raise EngineError(
+                    f"{http.who} gives {info['logprobs']}, which leave the temperature out; start it with "
+                    "--logprobs-mode processed_logprobs"
+                )
+            return Tandem(), int(info["context"])
+        probe = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "logprobs": 0, "temperature": 1.0}
+        if await _asked(http, "POST", "/generate", probe) is not None:
+            return Generate(), context
+        if models:
+            return OpenAi(self.model), context
+        raise EngineError(f"{http.who} has neither /generate nor /v1/models; look at the url")
+
+    async def _models(self, http: Http) -> tuple[list[str], int | None]:
+        """What /v1/models lists, and the smallest context in it; nothing of a server without it."""
+        found = await _asked(http, "GET", "/v1/models")
+        listed = found.get("data") if isinstance(found, dict) else None
+        entries = [entry for entry in listed or () if isinstance(entry, dict) and "id" in entry]
+        limits = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
+        return [str(entry["id"]) for entry in entries], min(limits, default=None)
+
+
+class RemoteEngine(Engine):
+    """One policy on servers of others. What a trainer alone may do is refused."""
+
+    def __init__(self, spec: Remote, servers: Sequence[_Server], *, context: int, ends: Sequence[int]):
+        self._spec = spec
+        self._servers = servers
+        self._context = context
+        self._ends = tuple(ends)
+        self._newest = 0
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    def limit(self, context: int) -> None:
+        """Sample no longer sequences than this."""
+        self._context = min(self._context, context)
+
+    @property
+    def tells_versions(self) -> bool:
+        """True if tokens bear the policy step that sampled them."""
+        return all(isinstance(server.dialect, Tandem) for server in self._servers)
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        room = self._context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        limit, failures = min(sampling.max_tokens, room), 0
+        while True:
+            server = await self._next()
+            body = server.dialect.request(prompt, sampling, limit, self._ends)
+            server.outstanding += 1
+            try:
+                answer = await server.http.call("POST", server.dialect.path, body, JSON, self._spec.request_seconds)
+            except (Unreachable, AnswerLost) as error:
+                self._rest(server, f"{error}; is it running?")
+            except Answered as error:
+                # An engine whose scheduler has died says so for some seconds, and is then restarted.
+                failures += error.status == 500 and "EngineDeadError" not in str(error)
+                if (error.status < 500 and error.status != 429) or failures == TRIES:
+                    raise EngineError(_advice(error)) from error
+                self._rest(server, str(error), error.retry_after or 0.0)
+            else:
+                server.trouble.over()
+                server.backoff = self._spec.backoff.fresh()
+                completion = self._read(server, answer.body)
+                self._newest = max(self._newest, completion.version_max)
+                return completion
+            finally:
+                server.outstanding -= 1
+
+    def _read(self, server: _Server, body: bytes) -> Completion:
+        try:
+            return server.dialect.completion(body)
+        except EngineError as error:
+            raise EngineError(f"{server.http.who}: {error}") from error
+
+    async def _next(self) -> _Server:
+        """The server with the fewest requests of those that answer; waits while none does."""
+        while True:
+            now = time.monotonic()
+            awake = [server for server in self._servers if server.rests_until <= now]
+            if awake:
+                return min(awake, key=lambda server: server.outstanding)
+            await asyncio.sleep(min(server.rests_until for server in self._servers) - now)
+
+    def _rest(self, server: _Server, what: str, at_least: float = 0.0) -> None:
+        """Leave a server alone for a while.
+
+        Raises:
+            EngineError: patience is at its end.
+        """
+        if server.trouble.lasts(what) > self._spec.patience and not self._others(server):
+            raise EngineError(what)
+        server.rests_until = time.monotonic() + max(at_least, server.backoff.next())
+
+    def _others(self, server: _Server) -> bool:
+        return any(not other.trouble.there for other in self._servers if other is not server)
+
+    def version(self) -> PolicyVersion:
+        """The newest version that sampled something here."""
+        return PolicyVersion(step=self._newest, digest="")
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        raise _not_ours("score")
+
+    async def stamp(self, version: PolicyVersion) -> None:
+        raise _not_ours("stamp")
+
+    async def pause(self, *, finish: bool = False) -> None:
+        raise _not_ours("pause")
+
+    async def resume(self) -> float:
+        raise _not_ours("resume")
+
+    async def health(self) -> Health:
+        away = [server.http.who for server in self._servers if server.trouble.there]
+        running = sum(server.outstanding for server in self._servers)
+        return Health(ok=len(away) < len(self._servers), running=running, waiting=0, detail=", ".join(away))
+
+    async def close(self) -> None:
+        """Nothing to end: whoever started the servers ends them."""
+
+
+def native(url: str) -> str:
+    """A server's root, of which /v1 is one branch."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+async def _asked(http: Http, method: str, path: str, body: Json = None) -> Json:
+    """An answer's JSON; None where the server has no such route."""
+    data = None if body is None else msgspec.json.encode(body)
+    try:
+        answer = await http.call(method, path, data, JSON if data else {}, PROBE_SECONDS)
+        return msgspec.json.decode(answer.body)
+    except msgspec.DecodeError:
+        return None
+    except Answered as error:
+        if error.status in (404, 405):
+            return None
+        raise
+
+
+def _advice(error: Answered) -> str:
+    if error.status in (401, 403):
+        return f"{error}; name the variable that holds the engine's API key (engine.api_key_variable)"
+    return str(error)
+
+
+def _not_ours(what: str) -> EngineError:
+    return EngineError(f"an engine that runs elsewhere is its trainer's to {what}")

@@ -1,0 +1,156 @@
+"""Where a run's groups come from, by its recipe: tasks played in this process, or a broker."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.broker.client import Connection, TrainerClient
+from tandem.broker.convert import Rules
+from tandem.broker.wire import RunParameters
+from tandem.config import RunConfig
+from tandem.engines.base import CanAttest
+from tandem.errors import ConfigError
+from tandem.rollout.chat import Template
+from tandem.rollout.feed import Feed, FeedOptions, as_is, penalise_truncated
+from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
+from tandem.rollout.measure import Solved
+from tandem.rollout.worker import Worker
+from tandem.sinks.wandb import Wandb
+from tandem.telemetry.emit import Telemetry
+from tandem.types import Group, Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reached:
+    """The policy step that training has reached, for whoever measures lag."""
+
+    step: int
+    """Optimizer steps taken."""
+
+    def set(self, step: int) -> None:
+        """One more was taken."""
+        self.step = step
+
+    def get(self) -> int:
+        """It."""
+        return self.step
+
+
+def played(
+    config: RunConfig,
+    worker: Worker,
+    tasks: Sequence[Task],
+    solved: Solved,
+    reached: Reached,
+    telemetry: Telemetry,
+) -> Feed:
+    """Tasks that ``worker`` plays."""
+    return Feed(
+        worker=worker,
+        tasks=tasks,
+        options=FeedOptions(
+            groups_per_step=config.groups_per_step,
+            group_size=config.group_size,
+            max_lag=config.max_lag,
+            behind=config.sync.behind,
+            drop_flat=config.flat_groups == "drop",
+            sampling=config.sampling,
+            seed=config.seed,
+        ),
+        version=reached.get,
+        judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
+        solved=solved,
+        on_drop=_dropped(telemetry),
+    )
+
+
+def foreign(
+    config: RunConfig,
+    *,
+    folder: Path,
+    context: int,
+    vocabulary: int,
+    template: Template,
+    reached: Reached,
+    telemetry: Telemetry,
+) -> BrokerFeed:
+    """Groups of environments elsewhere.
+
+    Args:
+        config: of the run; it has a broker.
+        folder: the run's; environments keep what is theirs beneath it.
+        context: most tokens of a sequence.
+        vocabulary: token ids of the model are below this.
+        template: tells the text of tokens.
+        reached: the policy step.
+        telemetry: is told of dropped groups.
+
+    Raises:
+        ConfigError: the broker's key is not set.
+    """
+    asked = config.broker
+    assert asked is not None
+    if CanAttest not in config.engine.ports:
+        log.warning(
+            "nobody elsewhere can sample from this run's engine, which lives in the trainer's own process, so what the "
+            "broker serves is not this policy's; environments need engine: vllm"
+        )
+    rules = Rules(
+        max_tokens=context,
+        vocabulary=vocabulary,
+        temperature=config.sampling.temperature,
+        given_advantages=asked.given_advantages,
+        policy_logprobs=asked.missing_logprobs == "policy",
+        decode=template.decode,
+    )
+    return BrokerFeed(
+        broker=TrainerClient(Connection(asked.url, _key(asked.key_variable))),
+        run=_parameters(config, folder, context),
+        options=ForeignOptions(
+            groups_per_step=config.groups_per_step,
+            group_size=config.group_size,
+            max_lag=config.max_lag,
+            drop_flat=config.flat_groups == "drop",
+            lease_seconds=asked.lease_seconds,
+            rules=rules,
+        ),
+        version=reached.get,
+        solved=full_marks,
+        on_drop=_dropped(telemetry),
+    )
+
+
+def _parameters(config: RunConfig, folder: Path, context: int) -> RunParameters:
+    board = next((sink for sink in config.sinks if isinstance(sink, Wandb)), None)
+    return RunParameters(
+        wandb_group=(board.group or "") if board else "",
+        wandb_project=board.project if board else "",
+        batch_size=config.groups_per_step * config.group_size,
+        max_token_len=context,
+        checkpoint_dir=str(folder.absolute()),
+        save_checkpoint_interval=config.checkpoint.every,
+        starting_step=0,
+        num_steps=config.steps,
+    )
+
+
+def _key(variable: str) -> str:
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"broker.key_variable: the environment variable {variable} is not set; export the broker's key"
+        )
+    return os.environ.get(variable, "") if variable else ""
+
+
+def _dropped(telemetry: Telemetry) -> Callable[[str, Group], None]:
+    def dropped(reason: str, group: Group) -> None:
+        rewards = [r.reward for r in group.rollouts]
+        telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
+
+    return dropped

@@ -1,0 +1,41 @@
+"""``tandem env NAME serve``: an environment by the flags that Atropos' environments take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from tandem.compat._atropos_env import EnvFlags, translate
+from tandem.errors import ConfigError
+from tandem.verbs._work_recipe import from_options
+from tandem.verbs.work import play
+
+ELSEWHERE = {
+    "evaluate": "held-out tasks are evaluated by: tandem eval RECIPE",
+    "process": "rollouts without a broker are not written; tandem check RECIPE looks at an environment",
+}
+"""Other modes of Atropos' environments, and where theirs is done."""
+
+
+def env(name: str, mode: str, given: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Play as the flags say; returns what to tell.
+
+    Args:
+        name: the environment.
+        mode: serve.
+        given: the flags that were not left out.
+        overrides: options of ``tandem work`` laid over them.
+
+    Raises:
+        ConfigError: a flag is wrong, or the mode is another.
+    """
+    if mode != "serve":
+        raise ConfigError(f"tandem env {name} {mode}: {ELSEWHERE.get(mode, 'there is no such mode; it is serve')}")
+    translated = translate(name, EnvFlags(**given), frozenset(given))
+    for note in translated.notes:
+        typer.echo(f"tandem: {note}", err=True)
+    os.environ.update(translated.environ)
+    return play(from_options(translated.options, overrides, f"tandem env {name}"))

@@ -1,0 +1,94 @@
+"""``tandem serve broker``: the broker alone, which environments and a trainer find by its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.broker._bodies import Limits
+from tandem.broker._keys import Keys
+from tandem.broker.app import Broker, serving
+from tandem.broker.ledger import opened
+from tandem.broker.records import Options
+from tandem.broker.store import Store
+from tandem.errors import ConfigError
+
+Tell = Callable[[str], None]
+
+KEY = "TANDEM_BROKER_KEY"
+"""Environment variable with the trainer's key."""
+ENV_KEY = "TANDEM_BROKER_ENV_KEY"
+"""Environment variable with the environments' key."""
+LOOPBACK = ("127.", "localhost", "::1")
+"""How addresses begin that this machine alone can reach."""
+
+
+def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_bytes: int, tell: Tell) -> None:
+    """Run a broker until Ctrl-C or SIGTERM.
+
+    Args:
+        host: address to listen at.
+        port: 0 takes a free one.
+        data: folder of the ledger; None keeps everything in memory alone.
+        body_bytes: largest body.
+        held_bytes: most payload bytes held before environments are held back.
+        tell: shows a line to the person.
+
+    Raises:
+        ConfigError: a key for environments alone.
+        BrokerError: the address or the folder cannot be had.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    keys = _keys()
+    options = Options(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
+    limits = Limits(body_bytes=body_bytes)
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_serve(host, port, data, options, limits, keys, tell))
+    tell("ended")
+
+
+async def _serve(
+    host: str, port: int, data: Path | None, options: Options, limits: Limits, keys: Keys, tell: Tell
+) -> None:
+    me = asyncio.current_task()
+    assert me is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    with opened(data, options, time.time()) as ledger:
+        if ledger is None:
+            broker = Broker(Store(options), limits=limits, keys=keys)
+        else:
+            broker = Broker(ledger.store, committed=ledger.committed, limits=limits, keys=keys)
+        async with serving(broker, host, port) as url:
+            _introduce(url, host, data, broker, tell)
+            gc.freeze()  # what is there now stays; to look at it again and again would cost each request a little
+            await asyncio.Event().wait()
+
+
+def _keys() -> Keys:
+    trainer, environments = os.environ.get(KEY, ""), os.environ.get(ENV_KEY, "")
+    if environments and not trainer:
+        raise ConfigError(f"{ENV_KEY} is set without {KEY}, which would leave the trainer's side open; set both")
+    return Keys(trainer=trainer, environments=environments)
+
+
+def _introduce(url: str, host: str, data: Path | None, broker: Broker, tell: Tell) -> None:
+    """Say where it is and how it is used."""
+    tell(f"broker at {url}; open it in a browser to watch")
+    if data is None:
+        tell("what is queued ends with this process; --data FOLDER keeps it through a restart")
+    else:
+        held = broker.store.status(time.time())
+        groups = held.queued_groups + held.buffered_groups + held.leased_groups
+        tell(f"everything accepted is kept in {data}, which has {groups} groups of step {held.step}")
+    tell(f"a trainer uses it by: tandem train RECIPE broker={url}")
+    tell(f"an environment by: tandem work env=NAME broker={url} engine=URL")
+    if not broker.keys.trainer and not host.startswith(LOOPBACK):
+        tell(f"anybody who reaches {host} can read, add and drop data: set {KEY}, and {ENV_KEY} for environments")
+    tell("Ctrl-C ends it")

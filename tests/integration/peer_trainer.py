@@ -1,0 +1,53 @@
+"""The client of Atropos' example trainer, without its training. It runs inside ``.venv-atropos``:
+
+    python peer_trainer.py URL RECORD --batch-size 4 --gradient-accumulation-steps 4 --training-steps 20
+
+It registers, takes batches by the trainer's own functions until there were as many as steps, prepares each by the
+trainer's own code, and writes to RECORD a JSON line for each: keys of its groups and shapes of what was made of them.
+Logprobs it leaves out, as its code fails on a group that has none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import example_trainer.data as data
+from example_trainer.api import check_atropos_api, get_batch, register_trainer
+from example_trainer.config import TrainingConfig
+from peer_env import key_of
+
+
+def main() -> None:
+    url, record = sys.argv[1:3]
+    options = json.loads(sys.argv[3])
+    config = TrainingConfig(model_name="none", atropos_url=url, **options)
+    taken: list[list[str]] = []
+
+    def recorded(url: str) -> Any:
+        found = get_batch(url=url)
+        if found["batch"] is not None:
+            taken.append([key_of(group) for group in found["batch"]])
+        return found
+
+    data.get_batch = recorded
+    assert check_atropos_api(url, timeout=30)
+    register_trainer(config)
+    steps = 0
+    while steps < config.training_steps:
+        batches, _ = data.get_data(config.batch_size, config.seq_len, url, extract_inference_logprobs=False)
+        with open(record, "a") as file:
+            for keys, (tokens, labels, *_) in zip(taken, batches, strict=True):
+                line = {
+                    "keys": keys,
+                    "rows": sum(len(part) for part in tokens),
+                    "same": all(a.shape == b.shape for a, b in zip(tokens, labels, strict=True)),
+                }
+                file.write(json.dumps(line) + "\n")
+        steps += len(taken)
+        taken.clear()
+
+
+if __name__ == "__main__":
+    main()

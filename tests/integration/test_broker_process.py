@@ -1,0 +1,87 @@
+"""``tandem serve broker`` as a process: it says where it is, and what it accepted survives kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from brokers import ENV, RUN, group
+
+
+@contextmanager
+def broker(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """The process, its URL, and what it said until it was ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", *options, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    assert process.stdout is not None
+    said: list[str] = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if "Ctrl-C ends it" in line:
+                break
+        found = re.search(r"http://\S+:\d+", "".join(said))
+        assert found, said
+        yield process, found[0], said
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def call(url: str, path: str, body: Any = None, **headers: str) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
+    with broker("serve", "broker", "--data", str(tmp_path)) as (process, url, said):
+        assert str(tmp_path) in "".join(said)
+        call(url, "/register", RUN)
+        call(url, "/batch")
+        assert call(url, "/register-env", ENV)["env_id"] == 0
+        for scores in ([1, 2, 3, 4], [5, 6, 7, 8]):
+            assert call(url, "/scored_data", group(scores=scores, env_id=0)) == {"status": "received"}
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with broker("run-api", "--data", str(tmp_path)) as (process, url, said):
+        assert "2 groups" in "".join(said)
+        assert call(url, "/info")["batch_size"] == 8
+        assert [one["scores"] for one in call(url, "/batch")["batch"]] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_keys_come_from_the_environment(tmp_path: Path) -> None:
+    with broker("serve", "broker", TANDEM_BROKER_KEY="secret") as (_, url, said):
+        assert "secret" not in "".join(said)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            call(url, "/info")
+        assert call(url, "/info", Authorization="Bearer secret")["batch_size"] == -1
+    found = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", "broker", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TANDEM_BROKER_ENV_KEY": "secret"},
+    )
+    assert found.returncode == 2
+    assert "set both" in found.stderr

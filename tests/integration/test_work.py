@@ -1,0 +1,193 @@
+"""``tandem work`` against Tandem's own broker, with an engine without a model and a trainer that only takes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from fake_broker import FakeBroker, quick, until
+from fake_engine import END, FakeEngine
+
+from tandem.broker.app import Broker, serving
+from tandem.broker.client import Connection, Taken, TrainerClient
+from tandem.broker.convert import group_from_wire
+from tandem.broker.ledger import opened
+from tandem.broker.records import Options
+from tandem.broker.wire import RunParameters
+from tandem.rollout.produce import Tally
+from tandem.verbs import _work_recipe, work
+
+RUN = RunParameters(
+    wandb_group="", wandb_project="", batch_size=8, max_token_len=256, checkpoint_dir="", save_checkpoint_interval=1,
+    starting_step=0, num_steps=4,
+)  # fmt: skip
+
+
+def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> _work_recipe.Work:
+    options = [
+        f"model={model}", "env=arithmetic", f"broker={broker}", f"engine.urls=[{engine.url}]", "engine.model=m",
+        "rewards={length: {weight: 1.0, target: 4}}", "group_size=4", "sampling.max_tokens=16", "n=4", *more,
+    ]  # fmt: skip
+    return _work_recipe.load(None, options)
+
+
+@asynccontextmanager
+async def tandem_broker(folder: Path, port: int = 0) -> AsyncIterator[str]:
+    with opened(folder, Options(), time.time()) as ledger:
+        assert ledger is not None
+        async with serving(Broker(ledger.store, committed=ledger.committed), "127.0.0.1", port) as url:
+            yield url
+
+
+async def take(client: TrainerClient, step: int) -> Taken:
+    while (taken := await client.batch(lease=60, policy=step)) is None:
+        await asyncio.sleep(0.02)
+    assert taken.id is not None
+    assert await client.acknowledge(taken.id)
+    return taken
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.broker._connection.Backoff", quick)
+
+
+@pytest.mark.parametrize("dialect", ["tandem", "atropos", "openai"])
+def test_a_trainer_gets_what_the_engine_sampled(
+    tiny_model: Path, tmp_path: Path, dialect: Literal["tandem", "atropos", "openai"]
+) -> None:
+    async def go() -> None:
+        tally = Tally()
+        async with (
+            asyncio.timeout(60),
+            tandem_broker(tmp_path) as url,
+            FakeEngine(dialect) as engine,
+            TrainerClient(Connection(url)) as trainer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            engine.version = 2
+            await trainer.register(RUN)
+            await trainer.batch()
+            working = tasks.create_task(work.run(config(tiny_model, url, engine), tally))
+            taken = [await take(trainer, step) for step in range(4)]
+            await working  # ends, since the trainer wanted four steps
+            groups = [group for batch in taken for group in batch.groups]
+            assert [len(group.tokens) for group in groups] == [4] * 8
+            for scored, version in zip(groups, [v for batch in taken for v in batch.versions], strict=True):
+                group = group_from_wire(scored, id="g", version=version or 0)
+                assert not group.is_flat
+                for rollout in group.rollouts:
+                    (turn,) = rollout.turns
+                    assert turn.completion.tokens[-1] == END
+                    first = turn.completion.tokens[0] - 97  # the fake's number modulo 26
+                    assert 0 <= first < 26
+                    assert len(set(turn.completion.logprobs)) == 1
+                    if dialect == "tandem":
+                        assert set(turn.completion.versions) == {2}
+            assert tally.groups["sent"] >= 8
+            assert (await trainer.status())["current_step"] == 4
+
+    asyncio.run(go())
+
+
+def test_a_broker_that_is_restarted_loses_and_doubles_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    async def go() -> None:
+        tally, seen = Tally(), []
+        async with asyncio.timeout(90), FakeEngine("tandem") as engine, asyncio.TaskGroup() as tasks:
+            async with tandem_broker(tmp_path) as url, TrainerClient(Connection(url)) as trainer:
+                port = int(url.rpartition(":")[2])
+                await trainer.register(RUN)
+                await trainer.batch()
+                working = tasks.create_task(work.run(config(tiny_model, url, engine), tally))
+                seen += (await take(trainer, 0)).groups
+            await asyncio.sleep(0.1)
+            async with tandem_broker(tmp_path, port) as url, TrainerClient(Connection(url)) as trainer:
+                seen += [group for step in (1, 2, 3) for group in (await take(trainer, step)).groups]
+                await working
+        assert len(Counter(str(group.tokens) for group in seen)) == 8, "a group came twice"
+        assert not {"lost", "refused", "failed"} & set(tally.groups)
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
+    async def go() -> None:
+        tally = Tally()
+        async with (
+            asyncio.timeout(60),
+            FakeBroker(ours=True) as broker,
+            FakeEngine("tandem") as engine,
+            asyncio.TaskGroup() as tasks,
+        ):
+            engine.gate.clear()
+            working = tasks.create_task(work.run(config(tiny_model, broker.url, engine), tally))
+            await until(lambda: len(engine.asked) >= 16)
+            await engine.down()
+            engine.gate.set()
+            engine.faults.extend(["cut", 503, 500])
+            await engine.up()
+            await until(lambda: len(broker.groups) >= 4)
+            broker.step = 10
+            await working
+        assert not {"failed", "lost", "refused"} & set(tally.groups)
+
+    asyncio.run(go())
+
+
+def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> None:
+    """As a process: the groups being played are handed in, then it ends and says what it did."""
+
+    async def go() -> tuple[int | None, str, str, int, int]:
+        async with asyncio.timeout(120), FakeBroker(ours=True) as broker, FakeEngine("atropos") as engine:
+            engine.gate.clear()
+            words = [
+                "work", f"model={tiny_model}", "env=arithmetic", f"broker={broker.url}", f"engine={engine.url}",
+                "engine.model=m", "rewards={length: {weight: 1.0, target: 4}}", "group_size=4", "n=3",
+                "sampling.max_tokens=16",
+            ]  # fmt: skip
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tandem", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            await until(lambda: len(engine.asked) == 12 or child.returncode is not None, seconds=90)
+            if child.returncode is None:
+                child.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.3)
+            engine.gate.set()
+            out, err = await child.communicate()
+            return child.returncode, out.decode(), err.decode(), len(broker.groups), len(broker.envs)
+
+    code, out, err, groups, envs = asyncio.run(go())
+    assert code == 0, err
+    assert groups + out.count("flat") > 0
+    assert f"ended: {groups} groups sent" in out
+    assert "finishing 3 groups" in err
+    assert envs == 0, "it leaves the broker"
+    assert "Traceback" not in err
+
+
+def test_mistakes_are_told_in_one_line(tiny_model: Path) -> None:
+    async def go(message: str, *more: str, served: str = "m", batch: int = 8) -> None:
+        async with (
+            asyncio.timeout(30),
+            FakeBroker(ours=True) as broker,
+            FakeEngine("atropos", model=served) as engine,
+        ):
+            broker.batch_size = batch
+            with pytest.raises(Exception, match=message) as caught:
+                await work.run(config(tiny_model, broker.url, engine, *more), Tally())
+            assert "\n" not in str(caught.value)
+
+    asyncio.run(go("serves another, not m", served="another"))
+    asyncio.run(go("group_size is 4 and the trainer's batches have 2", batch=2))
+    asyncio.run(go("is not set in the environment", "broker.key_variable=TANDEM_NOT_THERE"))

@@ -1,0 +1,486 @@
+"""The broker over HTTP: bounds, keys, leases, and what people see."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+from brokers import ENV, RUN, Client, group, play
+
+from tandem.broker import _answers, app
+from tandem.broker._bodies import Limits
+from tandem.broker._keys import Keys
+from tandem.broker.records import Options
+from tandem.errors import BrokerError
+
+MSGPACK = "application/msgpack"
+
+
+def small(**limits: Any) -> Limits:
+    return Limits(**{"body_bytes": 2_000_000, **limits})
+
+
+@pytest.mark.parametrize("size", [300, 1_200_000])
+def test_gzip_in(size: int) -> None:
+    body = json.dumps(group(1, images="x" * size)).encode()
+
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=1)
+        for zipped in (gzip.compress(body), gzip.compress(body[:99]) + gzip.compress(body[99:]) + b"\0\0"):
+            for name in ("gzip", "GZip", "x-gzip"):
+                assert (await client.post("/scored_data", zipped, Content_Encoding=name)).json == {"status": "received"}
+                found = (await client.get("/batch")).json["batch"]
+                assert found[0]["images"] == "x" * size
+
+    play(scene, limits=small(inflation=10_000))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        gzip.compress(b"{}" * 500)[:-9],
+        gzip.compress(b"{}")[:12],
+        b"not gzip",
+        gzip.compress(b"{}") + b"more",
+        zlib.compress(b"{}"),
+        gzip.compress(b"{}" * 500)[:40] + b"\xff" * 40,
+        b"\x1f\x8b",
+        gzip.compress(bytes(1_500_000))[:-3],
+    ],
+)
+def test_broken_gzip(broken: bytes) -> None:
+    async def scene(client: Client) -> None:
+        reply = await client.post("/scored_data", broken, Content_Encoding="gzip")
+        assert (reply.status, reply.body) == (400, b"Invalid gzip payload")
+        assert reply.headers["Content-Type"].startswith("text/plain")
+
+    play(scene, limits=small(inflation=10_000))
+
+
+def test_a_gzip_bomb_and_large_bodies_are_refused() -> None:
+    async def scene(client: Client) -> None:
+        for bomb in (
+            gzip.compress(bytes(100_000_000)),
+            gzip.compress(bytes(1_900_000)),
+            gzip.compress(bytes(700_000)) * 9,
+        ):
+            reply = await client.post("/scored_data", bomb, Content_Encoding="gzip")
+            assert (reply.status, b"inflates" in reply.body) == (413, True)
+        reply = await client.post("/scored_data", bytes(2_000_001))
+        assert reply.status == 413
+
+        async def chunks() -> Any:
+            for _ in range(30):
+                yield bytes(100_000)
+
+        async with client.session.post(
+            client.url + "/scored_data", data=chunks(), headers={"Content-Type": "application/json"}
+        ) as response:
+            assert response.status == 413
+        assert (await client.get("/info")).status == 200
+        assert client.broker.bodies.pending == 0
+
+    play(scene, limits=small())
+
+
+def test_a_large_body_is_refused_before_it_comes() -> None:
+    async def scene(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 2000001\r\n\r\n")
+        assert b" 413 " in await reader.readline()
+        writer.close()
+
+    play(scene, limits=small())
+
+
+def test_too_many_bodies_at_once_are_put_off() -> None:
+    async def scene(client: Client) -> None:
+        reply = await client.post("/scored_data", group(1))
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        assert client.broker.bodies.pending == 0
+
+    play(scene, limits=small(pending_bytes=10))
+
+
+def test_a_body_that_stops_coming_is_given_up() -> None:
+    async def scene(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+    play(scene, limits=small(idle_seconds=0.05))
+
+
+@pytest.mark.parametrize("coding", ["deflate", "br", "gzip, gzip", "zstd"])
+def test_unknown_encodings(coding: str) -> None:
+    async def scene(client: Client) -> None:
+        assert (await client.post("/scored_data", group(1), Content_Encoding=coding)).status == 400
+
+    play(scene)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
+def test_without_a_content_type_a_body_is_none(kind: str | None) -> None:
+    async def scene(client: Client) -> None:
+        async with client.session.post(
+            client.url + "/register",
+            data=json.dumps(RUN).encode(),
+            headers={"Content-Type": kind} if kind else {},
+            skip_auto_headers=["Content-Type"],
+        ) as response:
+            assert response.status == 422
+            assert b"send application/json" in await response.read()
+        assert client.broker.store.run is None
+        said = await client.post("/register", RUN, Content_Type="application/json; charset=utf-8")
+        assert said.status == 200
+
+    play(scene)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_gzip_out_is_for_clients_elsewhere(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_answers, "is_near", lambda address: near)
+
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=1)
+        for accept, size in (("gzip, deflate", 2000), ("gzip", 1), ("deflate", 2000)):
+            await client.post("/scored_data", group(1, images="x" * size))
+            reply = await client.get("/batch", Accept_Encoding=accept)
+            zipped = reply.headers.get("Content-Encoding") == "gzip"
+            assert zipped == (not near and "gzip" in accept and size == 2000)
+            assert json.loads(gzip.decompress(reply.body) if zipped else reply.body)["batch"]
+
+    play(scene)
+
+
+def test_which_addresses_are_near() -> None:
+    assert _answers.is_near("127.0.0.1")
+    assert _answers.is_near("::1")
+    assert not any(map(_answers.is_near, ("10.0.0.1", None, "somewhere")))
+
+
+def test_messagepack_in_and_out() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=2)
+        both = {"Content_Type": MSGPACK, "Accept": MSGPACK}
+        reply = await client.post("/register-env", msgspec.msgpack.encode(ENV), **both)
+        assert reply.headers["Content-Type"] == MSGPACK
+        assert msgspec.msgpack.decode(reply.body)["env_id"] == 0
+        await client.post("/scored_data", msgspec.msgpack.encode(group(1, scores=[0.25])), **both)
+        await client.post("/scored_data", group(1))  # JSON joins it in one batch
+        found = msgspec.msgpack.decode((await client.get("/batch", Accept=MSGPACK)).body)["batch"]
+        assert [one["scores"] for one in found] == [[0.25], [0.0]]
+        reply = await client.post("/register", msgspec.msgpack.encode(RUN), **both)
+        assert int(msgspec.msgpack.decode(reply.body)["uuid"]) > 2**64
+
+    play(scene)
+
+
+def test_environments_that_are_none() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        for number in (0, 99, -1, 2**40):
+            reply = await client.get("/status-env", {"env_id": number})
+            assert reply.status == 422
+            assert f"env_id {number}".encode() in reply.body
+            reply = await client.post("/disconnect-env", {"env_id": number})
+            assert (reply.status, reply.json["status"]) == (200, "failure")
+        assert (await client.post("/scored_data", group(env_id=-1))).status == 422
+        assert (await client.post("/scored_data", group(env_id=99))).json == {"status": "received"}  # like null
+        assert (await client.post("/disconnect-env", {})).status == 422
+        assert (await client.get("/status-env", {"env_id": 10**30})).status == 422
+
+    play(scene)
+
+
+def test_weights_of_zero_divide_nothing() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        for spec in ({"weight": 0.0}, {"weight": 0.0, "max_token_length": 0}):
+            number = await client.env(**spec)
+            assert (await client.get("/status-env", {"env_id": number})).json["env_weight"] == 0.01
+        await client.post("/disconnect-env", {"env_id": 0})
+        assert (await client.get("/status-env", {"env_id": 0})).status == 200
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "change", [{"group_size": 0}, {"min_batch_allocation": 5}, {"min_batch_allocation": -1}, {"weight": -1}]
+)
+def test_registrations_that_make_no_sense(change: dict[str, Any]) -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        assert (await client.post("/register-env", ENV | change)).status == 422
+
+    play(scene)
+
+
+def test_the_latest_example_is_forgotten_with_the_rest() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        await client.post("/scored_data", group(scores=[9, 8, 7, 6]))
+        assert (await client.get("/latest_example")).json["scores"] == [9, 8, 7, 6]
+        assert (await client.get("/reset_data")).body == b"Reset successful"
+        assert (await client.get("/latest_example")).json["scores"] == []
+        assert (await client.get("/batch")).json["status"] == "error"
+
+    play(scene)
+
+
+ROUTES = {
+    "trainer": ["POST /register", "GET /batch", "POST /ack", "POST /release", "GET /latest_example", "GET /reset_data"],
+    "environment": [
+        "GET /info",
+        "GET /wandb_info",
+        "POST /register-env",
+        "POST /disconnect-env",
+        "GET /status-env",
+        "POST /scored_data",
+        "POST /scored_data_list",
+        "GET /status",
+        "GET /metrics",
+    ],
+    "": ["GET /", "GET /docs", "GET /openapi.json"],
+}
+
+
+def test_keys() -> None:
+    async def scene(client: Client) -> None:
+        for needed, calls in ROUTES.items():
+            for call in calls:
+                for given, wrong in (("", 401), ("Bearer bad", 401), ("Basic trains", 401), ("Bearer plays", 403)):
+                    reply = await client.call(*call.split(), **({"Authorization": given} if given else {}))
+                    allowed = needed == "" or (needed == "environment" and given == "Bearer plays")
+                    assert (reply.status in (401, 403)) != allowed, (call, given, reply.status)
+                    assert allowed or reply.status == wrong, (call, given)
+                    assert (reply.status == 401) == ("WWW-Authenticate" in reply.headers)
+                reply = await client.call(*call.split(), Authorization="bearer trains")
+                assert reply.status not in (401, 403)
+        paths = {(r.method, r.resource.canonical) for r in client.broker.application().router.routes() if r.resource}
+        assert paths == {tuple(call.split()) for calls in ROUTES.values() for call in calls}
+
+    play(scene, keys=Keys(trainer="trains", environments="plays"))
+
+
+def test_one_key_is_for_both_and_environments_alone_cannot_have_one() -> None:
+    async def scene(client: Client) -> None:
+        assert (await client.get("/info")).status == 401
+        assert (await client.get("/info", Authorization="Bearer trains")).status == 200
+        assert (await client.get("/info", Authorization="Bearer ")).status == 401
+
+    play(scene, keys=Keys(trainer="trains"))
+    with pytest.raises(ValueError, match="set both"):
+        Keys(environments="plays")
+
+
+def test_leases() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        for version in (1, 2):
+            await client.post("/scored_data", group(group_overrides={"tandem_version": version}))
+        reply = await client.get("/batch?lease=60&policy=3")
+        lease = reply.json["tandem"]
+        assert reply.headers["Tandem-Batch"] == lease["batch"]
+        assert lease["versions"] == [1]
+        assert (await client.post("/release", {"batch": lease["batch"]})).json == {"status": "success"}
+        again = (await client.get("/batch?lease=60")).json
+        assert again["tandem"]["versions"] == [1]
+        assert again["tandem"]["ids"] == lease["ids"]
+        assert (await client.post("/ack", {"batch": again["tandem"]["batch"]})).json == {"status": "success"}
+        assert (await client.post("/ack", {"batch": "none"})).json["status"] == "failure"
+        assert (await client.post("/release", {"batch": again["tandem"]["batch"]})).json["status"] == "failure"
+        assert (await client.get("/batch?policy=9&max_lag=2")).json == {"batch": None}  # the other is too old
+        assert (await client.get("/status?detail=1")).json["detail"]["counts"]["dropped"] == 1
+        await client.post("/scored_data", group())
+        assert (await client.get("/batch?lease=60")).json["tandem"]["versions"] == [9]  # stamped at receipt
+        for query in ("lease=x", "lease=-1", "lease=nan", "policy=1.5", "max_lag=-1", "policy=99999999999999999999"):
+            assert (await client.get(f"/batch?{query}")).status == 422
+
+    play(scene)
+
+
+def test_without_a_lease_no_key_is_added() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        await client.post("/scored_data", group())
+        reply = await client.get("/batch")
+        assert set(reply.json) == {"batch"}
+        assert "Tandem-Batch" not in reply.headers
+
+    play(scene)
+
+
+def test_a_batch_whose_trainer_is_gone_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        await client.post("/scored_data", group())
+        real = app.web.Response.write_eof
+
+        async def broken(self: Any, data: bytes = b"") -> None:
+            monkeypatch.setattr(app.web.Response, "write_eof", real)
+            raise ConnectionResetError("gone")
+
+        monkeypatch.setattr(app.web.Response, "write_eof", broken)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        writer.write(b"GET /batch HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.read()
+        writer.close()
+        assert len((await client.get("/batch")).json["batch"]) == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+def test_what_is_sent_again_with_its_key_is_taken_once(path: str) -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        body: Any = [group(), group()] if path.endswith("list") else group()
+        for _ in range(3):
+            assert (await client.post(path, body, Idempotency_Key="k1")).json["status"] == "received"
+        queued = (await client.get("/status")).json["queue_size"]
+        assert queued == (2 if path.endswith("list") else 1)
+        await client.post(path, body, Idempotency_Key="k2")
+        assert (await client.get("/status")).json["queue_size"] == 2 * queued
+        for bad in ("x" * 201, "a b"):
+            assert (await client.post(path, body, Idempotency_Key=bad)).status == 400
+
+    play(scene)
+
+
+def test_an_environment_with_a_key_is_known_again() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        first = (await client.post("/register-env", ENV, Idempotency_Key="me")).json
+        assert (await client.post("/register-env", ENV, Idempotency_Key="me")).json == first
+        assert (await client.post("/register-env", ENV)).json["env_id"] == 1
+
+    play(scene)
+
+
+def test_a_full_queue_holds_environments_back() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        for _ in range(2):
+            assert (await client.post("/scored_data", group())).status == 200
+        plain = await client.post("/scored_data", group())
+        ours = await client.post("/scored_data", group(), Idempotency_Key="k")
+        assert (plain.status, ours.status) == (503, 429)
+        assert min(int(one.headers["Retry-After"]) for one in (plain, ours)) >= 1
+        assert (await client.post("/scored_data_list", [group()])).status == 503
+        await client.get("/batch?lease=9")
+        held = (await client.get("/status?detail=1")).json["detail"]
+        assert (held["queued_groups"], held["leased_groups"]) == (1, 1)
+
+    play(scene, options=Options(max_groups=2))
+
+
+def test_a_group_that_no_batch_can_hold_is_refused() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        assert (await client.post("/scored_data", group(5))).status == 422
+        assert (await client.post("/scored_data_list", [group(), group(5)])).status == 422
+        assert (await client.get("/status")).json["queue_size"] == 0
+
+    play(scene)
+
+
+def test_nothing_is_promised_before_it_is_on_disk() -> None:
+    gate = asyncio.Event()
+
+    async def committed() -> None:
+        await gate.wait()
+
+    async def scene(client: Client) -> None:
+        calls = [
+            asyncio.create_task(client.post(path, body))
+            for path, body in (("/register", RUN), ("/scored_data", group()), ("/scored_data_list", [group()]))
+        ] + [asyncio.create_task(client.get("/reset_data"))]
+        while client.broker.bodies.received < 100 or client.broker.store.run is None:
+            await client.get("/info")  # answered meanwhile
+        assert not any(call.done() for call in calls)
+        gate.set()
+        assert [reply.status for reply in await asyncio.gather(*calls)] == [200] * 4
+
+    play(scene, committed=committed)
+
+
+def test_a_ledger_that_cannot_be_written_is_no_500() -> None:
+    async def committed() -> None:
+        raise BrokerError("the disk is full")
+
+    async def scene(client: Client) -> None:
+        reply = await client.post("/scored_data", group())
+        assert (reply.status, reply.json["detail"]) == (503, "the disk is full")
+        assert reply.headers["Retry-After"] == "5"
+
+    play(scene, committed=committed)
+
+
+def test_metrics() -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        await client.env(desired_name='a"b\n')
+        await client.post("/scored_data", group(env_id=0, group_overrides={"tandem_version": 0}))
+        await client.post("/scored_data", group(env_id=0))
+        await client.post("/scored_data", "{bad")
+        await client.get("/batch?lease=9&policy=5")
+        text = (await client.get("/metrics")).body.decode()
+        for line in (
+            'tandem_broker_groups{state="queued"} 1',
+            'tandem_broker_groups{state="leased"} 1',
+            'tandem_broker_groups_total{event="accepted"} 2',
+            "tandem_broker_served_groups_total 1",
+            "tandem_broker_served_batches_total 1",
+            'tandem_broker_refused_total{reason="json_invalid"} 1',
+            r'tandem_broker_env_queued_groups{env="a\"b\n_0"} 1',
+            'tandem_broker_requests_total{path="/scored_data",status="422"} 1',
+            'tandem_broker_lag_steps_bucket{le="4"} 0',
+            'tandem_broker_lag_steps_bucket{le="6"} 1',
+            'tandem_broker_lag_steps_bucket{le="+Inf"} 1',
+            "tandem_broker_lag_steps_sum 5.0",
+            'tandem_broker_request_seconds_count{path="/scored_data"} 3',
+        ):
+            assert line in text.splitlines(), line
+        sample = re.compile(r'[a-z_]+(\{([a-zA-Z_]+="([^"\\\n]|\\.)*",?)+\})? [0-9.e+-]+')
+        for line in text.splitlines():
+            assert line.startswith("# ") or sample.fullmatch(line), line
+
+    play(scene)
+
+
+def test_pages_load_nothing_from_elsewhere() -> None:
+    async def scene(client: Client) -> None:
+        for path in ("/", "/docs"):
+            reply = await client.get(path, Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+            text = reply.body.decode()
+            assert reply.headers["Content-Type"].startswith("text/html")
+            assert "sha256-" in reply.headers["Content-Security-Policy"]
+            assert not re.search(r"(src|href)=\"(https?:)?//|@import|url\(", text)
+        assert (await client.get("/", Accept="*/*")).json == {"message": "AtroposLib API"}
+        detail = (await client.get("/status?detail=1")).json["detail"]
+        page = (await client.get("/", Accept="text/html")).body.decode()
+        for name in set(re.findall(r"found\.([a-z_]+)", page)):
+            assert name in detail, name
+
+    play(scene)
+
+
+def test_openapi_names_every_route() -> None:
+    async def scene(client: Client) -> None:
+        found = (await client.get("/openapi.json")).json
+        named = {(method.upper(), path) for path, methods in found["paths"].items() for method in methods}
+        routes = {tuple(call.split()) for calls in ROUTES.values() for call in calls}
+        assert named == routes - {("GET", "/docs"), ("GET", "/openapi.json")}
+        body = found["paths"]["/scored_data"]["post"]["requestBody"]["content"]
+        assert set(body) == {"application/json", MSGPACK}
+        assert set(found["components"]["schemas"]["ScoredGroup"]["required"]) == {"tokens", "masks", "scores"}
+
+    play(scene)

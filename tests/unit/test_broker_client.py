@@ -1,0 +1,319 @@
+"""Clients of a broker: nothing is handed in twice, and an outage costs time alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from fake_broker import FakeBroker, quick, until
+from plays import make_group, make_rollout
+
+from tandem.broker import wire
+from tandem.broker._http import Trouble, Unreachable
+from tandem.broker.client import Backoff, Connection, EnvClient, NotRegistered, Refused, TrainerClient
+from tandem.errors import BrokerError
+from tandem.types import Group
+
+T = TypeVar("T")
+SPEC = wire.EnvRegistration(max_token_length=512, desired_name="made", weight=1.0, group_size=2)
+RUN = wire.RunParameters(
+    wandb_group="", wandb_project="", batch_size=8, max_token_len=512, checkpoint_dir="", save_checkpoint_interval=1,
+    starting_step=0, num_steps=10,
+)  # fmt: skip
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(30):
+            return await work
+
+    return asyncio.run(limited())
+
+
+def connection(broker: FakeBroker, **options: Any) -> Connection:
+    return Connection(broker.url, backoff=quick(), **options)
+
+
+def environment(broker: FakeBroker, **options: Any) -> EnvClient:
+    return EnvClient(connection(broker, **options), SPEC, key="me", poll=0.01)
+
+
+def group(id: str = "t@0", *, version: int = 3) -> Group:
+    answers = [make_rollout(f"{id}/{i}", [([1, 2], [7, i], [-0.5, -0.25])], float(i), version=version) for i in (0, 1)]
+    return make_group(id, answers)
+
+
+both = pytest.mark.parametrize("ours", [True, False], ids=["tandem", "atropos"])
+
+
+@both
+def test_finds_out_whose_broker_it_is(ours: bool) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            assert client.connection.speaks == ("tandem" if ours else "atropos")
+
+    run(go())
+
+
+def test_something_else_is_no_broker() -> None:
+    class Other(FakeBroker):
+        def _GET_(self, request: Any, said: Any) -> dict[str, Any]:
+            return {"hello": "world"}
+
+    async def go() -> None:
+        async with Other(ours=False) as broker:
+            with pytest.raises(BrokerError, match="is no broker"):
+                async with environment(broker):
+                    pass
+
+    run(go())
+
+
+@both
+def test_registers_once_the_trainer_has_started(ours: bool) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            broker.started = False
+            waiting = asyncio.create_task(client.register())
+            await until(lambda: len([path for path, _, _ in broker.seen if path == "/register-env"]) > 1)
+            broker.started = True
+            assert (await waiting).wandb_name == "made_0"
+            assert (await client.info()).batch_size == 8
+
+    run(go())
+
+
+@both
+def test_a_group_arrives_as_the_wire_has_it(ours: bool) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            await client.register()
+            assert await client.submit(group(), "k") == "received"
+            (sent,) = broker.groups
+            assert sent["env_id"] == 0
+            assert sent["tokens"] == [[1, 2, 7, 0], [1, 2, 7, 1]]
+            assert sent["masks"] == [[-100, -100, 7, 0], [-100, -100, 7, 1]]
+            assert sent["group_overrides"]["tandem_version"] == 3
+            headers = broker.seen[-1][1]
+            assert headers["Content-Type"] == ("application/msgpack" if ours else "application/json")
+
+    run(go())
+
+
+def test_an_unknown_version_is_not_told() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, environment(broker) as client:
+            await client.register()
+            await client.submit(group(version=-1), "k")
+            assert not {"tandem_version", "tandem_versions"} & set(broker.groups[0]["group_overrides"])
+
+    run(go())
+
+
+@pytest.mark.parametrize("fault", ["cut", "lose", 500, 503, 429])
+def test_ours_gets_each_group_once_whatever_happens(fault: Any) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, environment(broker) as client:
+            await client.register()
+            broker.faults["/scored_data"].extend([fault, fault])
+            assert await client.submit(group(), "k") == "received"
+            assert len(broker.groups) == 1
+            assert len([path for path, _, _ in broker.seen if path == "/scored_data"]) == 3
+
+    run(go())
+
+
+@pytest.mark.parametrize(("fault", "arrived"), [("lose", 1), ("cut", 0), (500, 0)])
+def test_atropos_broker_is_never_told_twice(fault: Any, arrived: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It knows no keys, so what may have arrived is given up."""
+
+    async def go() -> None:
+        async with FakeBroker(ours=False) as broker, environment(broker) as client:
+            await client.register()
+            broker.faults["/scored_data"].append(fault)
+            assert await client.submit(group(), "k") == "lost"
+            assert len(broker.groups) == arrived
+            assert await client.submit(group("u@0"), "l") == "received"
+
+    run(go())
+    assert "not sent again" in caplog.text
+
+
+@pytest.mark.parametrize("fault", [503, 429])
+def test_atropos_broker_is_told_again_when_it_refused(fault: int) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=False) as broker, environment(broker) as client:
+            await client.register()
+            broker.faults["/scored_data"].append(fault)
+            assert await client.submit(group(), "k") == "received"
+            assert len(broker.groups) == 1
+
+    run(go())
+
+
+@both
+def test_a_refusal_is_final_and_says_why(ours: bool) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            await client.register()
+            broker.faults["/scored_data"].append(422)
+            with pytest.raises(Refused, match="a fault"):
+                await client.submit(group(), "k")
+            broker.faults["/status-env"].append(401)
+            with pytest.raises(Refused, match="key_variable"):
+                await client.status()
+
+    run(go())
+
+
+@both
+def test_survives_a_broker_that_was_restarted_empty(ours: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It is registered again before anything is handed in: until then Atropos' broker must get nothing."""
+
+    async def go() -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            await client.register()
+            await broker.down()
+            under_way = asyncio.create_task(client.submit(group(), "k"))
+            await until(lambda: client.connection.outages == 1)
+            broker.empty()
+            broker.step, broker.started = 0, False
+            broker.seen.clear()
+            await broker.up()
+            await until(lambda: len(broker.seen) > (0 if ours else 3))
+            assert ours or not broker.groups  # a group in a broker of Atropos' without a trainer blocks it
+            broker.started = True
+            assert await under_way == "received"
+            assert (await client.status()).current_step == 0
+            assert client.registrations == 2
+            assert await client.submit(group("u@0"), "l") == "received"
+            assert len(broker.groups) == 2
+
+    caplog.set_level(logging.WARNING)
+    run(go())
+    assert "does not know this environment" in caplog.text
+    assert "answers again" in caplog.text
+
+
+def test_nothing_reaches_atropos_broker_between_its_restart_and_a_registration() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=False) as broker, environment(broker) as client:
+            await client.register()
+            await broker.down()
+            asking = asyncio.create_task(client.status())
+            await until(lambda: client.connection.outages == 1)
+            broker.empty()
+            broker.started = False
+            await broker.up()
+            submitting = asyncio.create_task(client.submit(group(), "k"))
+            await until(lambda: [p for p, _, _ in broker.seen].count("/register-env") >= 3)
+            assert broker.groups == []
+            broker.started = True
+            assert await submitting == "received"
+            await asking
+            assert client.registrations == 2
+
+    run(go())
+
+
+def test_a_broker_that_runs_backwards_is_another_one() -> None:
+    """Atropos gives ids from 0 again: ours may be somebody else's by now."""
+
+    async def go() -> None:
+        async with FakeBroker(ours=False) as broker, environment(broker) as client:
+            await client.register()
+            broker.step = 5
+            await client.status()
+            await broker.down()
+            asking = asyncio.create_task(client.status())
+            await until(lambda: client.connection.outages == 1)
+            broker.empty()
+            broker.envs, broker.keys = {0: "another"}, {"0": 0}
+            await broker.up()
+            await asking
+            assert client.ticket is not None
+            assert client.ticket.env_id == 1
+
+    run(go())
+
+
+def test_gives_up_when_patience_ends() -> None:
+    async def go() -> None:
+        client = EnvClient(Connection("http://127.0.0.1:9", patience=0.05, backoff=quick()), SPEC, key="me")
+        with pytest.raises(Unreachable, match="does not answer"):
+            async with client:
+                pass
+
+    run(go())
+
+
+def test_disconnects() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, environment(broker) as client:
+            await client.register()
+            await client.disconnect()
+            assert broker.envs == {}
+            await client.disconnect()
+
+    run(go())
+
+
+def wired(n: int = 2) -> dict[str, Any]:
+    return {"tokens": [[1, 2]] * n, "masks": [[-100, 2]] * n, "scores": [0.0] * n, "advantages": [], "images": None}
+
+
+def test_a_leased_batch_says_what_each_group_is() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, TrainerClient(connection(broker)) as client:
+            assert await client.register(RUN) == 2**63
+            lease = {"batch": "b", "step": 4, "ids": ["x", "y", "z"], "versions": [1, 2, 3], "expires": 9.0}
+            broker.batches.append({"batch": [wired(), {"tokens": 5}, wired(4)], "tandem": lease})
+            taken = await client.batch(lease=60, policy=3, max_lag=2)
+            assert broker.seen[-1][0] == "/batch?lease=60&policy=3&max_lag=2"
+            assert taken is not None
+            assert (taken.id, taken.step) == ("b", 4)
+            assert [len(g.tokens) for g in taken.groups] == [2, 4]
+            assert (taken.ids, taken.versions) == (["x", "z"], [1, 3])
+            assert len(taken.malformed) == 1
+            assert await client.acknowledge("b")
+            assert not await client.acknowledge("another")
+            assert await client.batch() is None
+
+    run(go())
+
+
+def test_a_plain_batch_has_no_lease(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=False) as broker, TrainerClient(connection(broker)) as client:
+            broker.batches.append({"batch": [wired()]})
+            taken = await client.batch(lease=60, policy=3)
+            assert broker.seen[-1][0] == "/batch"
+            assert taken is not None
+            assert (taken.id, taken.ids, taken.versions) == (None, [None], [None])
+            broker.batches.append({"batch": [], "status": "error", "message": "nobody"})
+            with pytest.raises(NotRegistered, match="nobody"):
+                await client.batch()
+            broker.batches.extend([{"batch": [wired()]}] * 2)
+            broker.faults["/batch"].extend(["lose", "lose"])  # aiohttp itself asks a second time
+            assert await client.batch() is None
+
+    run(go())
+    assert "may be lost" in caplog.text
+
+
+def test_waits_grow_and_differ() -> None:
+    backoff = Backoff(first=1.0, most=6.0, draw=iter([0.0, 1.0, 0.0, 1.0, 0.5]).__next__)
+    assert [backoff.next() for _ in range(5)] == [0.5, 2.0, 2.0, 6.0, 4.5]
+
+
+def test_a_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = Trouble("it")
+    for _ in range(5):
+        trouble.lasts("it is away")
+    assert caplog.text.count("it is away") == 1
+    trouble.over()
+    trouble.over()
+    assert caplog.text.count("answers again") == 1

@@ -1,0 +1,343 @@
+"""Whatever happens in whatever order, the broker keeps its promises: played against a model that only knows names."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tandem.broker import formation
+from tandem.broker.ledger import Ledger
+from tandem.broker.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
+from tandem.broker.store import Store
+from tandem.broker.tenants import Item
+
+OPTIONS = Options(
+    max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
+    lease_seconds=50.0, heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
+)  # fmt: skip
+RUNS = st.sampled_from([4, 6, 8])
+BATCH = st.integers(0, 30)
+
+
+def run(batch_size: int) -> Run:
+    return Run(batch_size=batch_size, max_token_len=64)
+
+
+def status_by_hand(store: Store, env_id: int) -> EnvStatus:
+    """The table of the protocol, counted anew."""
+    batch_size = store.run.batch_size if store.run else 0
+    tenants = [*store.tenants.by_id.values(), store.tenants.anonymous]
+    queued = {tenant.env_id: [item.size for item in tenant.queue] for tenant in tenants}
+    live = [tenant for tenant in tenants if tenant.live]
+    me = store.tenants.by_id[env_id]
+    largest = max([1, *(size for sizes in queued.values() for size in sizes)])
+    size = max([me.spec.group_size, *queued[env_id]])
+    own, others = sum(queued[env_id]), 0
+    for tenant in tenants:
+        share = (tenant.spec.min_batch_allocation or 0) if tenant.live else 0
+        if tenant is not me and largest > 1:
+            whole = math.ceil(sum(queued[tenant.env_id]) / largest) * largest
+            others += max(0, whole - int(batch_size * share))
+    mine = me.spec.max_token_length * me.spec.weight
+    total = sum(tenant.spec.max_token_length * tenant.spec.weight for tenant in live)
+    return EnvStatus(
+        current_step=store.step,
+        queue_size=(own + others) // size,
+        self_queue_size=own // size,
+        max_group_size=largest,
+        unallocated_fraction=1 - min(1, sum(tenant.spec.min_batch_allocation or 0 for tenant in live)),
+        env_weight=max(0.01, mine / total if total else float(mine > 0)),
+    )
+
+
+class Promises(RuleBasedStateMachine):
+    """``self.held`` are accepted and neither trained nor dropped; ``self.served`` is what each batch held."""
+
+    @initialize(batch_size=RUNS)
+    def begin(self, batch_size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.now = 1000.0
+        self.ledger = Ledger.open(self.folder, OPTIONS, self.now)
+        self.store = self.ledger.store
+        self.held: dict[str, int] = {}
+        self.trained: set[str] = set()
+        self.served: dict[str, list[str]] = {}
+        self.over: dict[str, Any] = {}
+        self.keys: dict[str, float] = {}
+        self.count = 0
+        self.step = 0
+        self.store.register(run(batch_size), self.now)
+        self.store.take(self.now)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+            shutil.rmtree(self.folder)
+
+    @property
+    def waiting(self) -> list[Item]:
+        return list(self.store.waiting)
+
+    def expect_trained(self, batch: str) -> tuple[int, int]:
+        fresh = [name for name in self.served[batch] if name in self.held]
+        for name in fresh:
+            del self.held[name]
+            assert name not in self.trained
+            self.trained.add(name)
+        return len(fresh), len(self.served[batch]) - len(fresh)
+
+    # --- what may happen ---
+
+    @precondition(lambda self: len(self.served) > 1)
+    @rule(batch_size=RUNS)
+    def trainer_registers_again(self, batch_size: int) -> None:
+        self.store.register(run(batch_size), self.now)
+        self.held = {name: size for name, size in self.held.items() if size <= batch_size}
+        assert not self.store.leases.out
+        self.step = 0
+
+    @rule(
+        group_size=st.integers(1, 4),
+        share=st.sampled_from([None] * 6 + [0.25, 0.5, 0.75]),
+        weight=st.sampled_from([0.0, 1.0, 3.0]),
+        key=st.sampled_from([None, "k1", "k2"]),
+    )
+    def environment_registers(self, group_size: int, share: float | None, weight: float, key: str | None) -> None:
+        spec = EnvSpec(name="e", max_token_length=8, weight=weight, group_size=group_size, min_batch_allocation=share)
+        known = self.store.tenants.by_key.get(key or "")
+        try:
+            ticket = self.store.register_env(spec, self.now, key=key)
+        except Busy:
+            assert len(self.store.tenants.by_id) == OPTIONS.max_environments
+            return
+        assert (ticket is None) == (not self.store.started)
+        if ticket is not None and known is not None:
+            assert ticket.env_id == known.env_id
+
+    @rule(env=st.integers(0, 8))
+    def environment_leaves(self, env: int) -> None:
+        assert self.store.disconnect(env, self.now) == (env in self.store.tenants.by_id)
+
+    @rule(env=st.integers(0, 8))
+    def environment_polls(self, env: int) -> None:
+        if env in self.store.tenants.by_id:
+            assert self.store.status_env(env, self.now) == status_by_hand(self.store, env)
+
+    @rule(env=st.sampled_from([None, 0, 0, 1, 1, 2, 3]), size=st.integers(1, 9), key=st.sampled_from([None, "a", "b"]))
+    def submit(self, env: int | None, size: int, key: str | None) -> None:
+        self.submit_one(env, size, key)
+
+    def submit_one(self, env: int | None, size: int, key: str | None) -> None:
+        self.count += 1
+        name = f"g{self.count}"
+        entry = Entry(id=name, env=env, size=size, payload=name.encode().ljust(9))
+        batch_size = self.store.run.batch_size if self.store.run else 9
+        try:
+            receipt = self.store.put(entry, self.now, key=key)
+        except Refused:
+            assert size > batch_size
+            return
+        except Busy:
+            tenant = self.store.tenants.of(env)
+            waits = tenant.queue.sequences + tenant.buffer.sequences
+            assert self.store.waiting.next_batch() is not None or waits >= batch_size
+            assert self.store.waiting.groups >= OPTIONS.max_groups or tenant.held_groups >= OPTIONS.max_env_groups
+            return
+        known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
+        assert (receipt.kind == "duplicate") == known
+        if not known:
+            self.held[name] = size
+            if key is not None:
+                self.keys[key] = self.now
+
+    @rule(env=st.sampled_from([None, 0, 1, 2, 3]), size=st.integers(1, 4))
+    def submit_several(self, env: int | None, size: int) -> None:
+        for _ in range(3):
+            self.submit_one(env, size, None)
+
+    @rule(lease=st.booleans(), trainer=st.sampled_from(["x", "y"]))
+    def trainer_polls(self, lease: bool, trainer: str) -> None:
+        self.store.heartbeat(None, self.now)  # leases that ran out come back first
+        if not lease:
+            for earlier in [one for one in self.store.leases.out.values() if one.expires is None]:
+                if earlier.trainer == trainer:
+                    fresh, already = self.expect_trained(earlier.id)
+                    self.over[earlier.id] = Acknowledgement(ok=not already, trained=fresh, already=already)
+        before = {item.entry.id: (item, item.state) for item in self.waiting}
+        returned = self.store.returned
+        batch = self.store.take(self.now, lease=lease, trainer=trainer)
+        assert self.store.run is not None
+        total, needs = self.store.run.batch_size, self.store.tenants.needs()
+        if batch is None:
+            self.check_nothing_is_stuck(total, needs)
+            return
+        names = [entry.id for entry in batch.entries]
+        assert len(set(names)) == len(names)
+        assert set(names) <= set(before)
+        assert set(names) <= set(self.held)
+        assert sum(entry.size for entry in batch.entries) == total
+        assert [entry.payload for entry in batch.entries] == [name.encode().ljust(9) for name in names]
+        self.step += not returned
+        assert batch.step == self.store.step == self.step
+        self.served[batch.id] = names
+        self.check_order(before, set(names))
+        self.check_shares(before, set(names), total, needs)
+
+    def check_nothing_is_stuck(self, total: int, needs: dict[int, int]) -> None:
+        sizes = Counter(item.size for item in self.waiting)
+        if formation.reachable(sizes, total) >> total & 1:
+            has = Counter({item.tenant.env_id: 0 for item in self.waiting})
+            for item in self.waiting:
+                has[item.tenant.env_id] += item.size
+            assert any(has[env] < need for env, need in needs.items())
+        else:
+            assert self.store.status(self.now).waits_for
+
+    def check_order(self, before: dict[str, tuple[Item, str]], taken: set[str]) -> None:
+        """Of one environment's groups of one size the older go first; buffers are a last resort."""
+        for item, state in before.values():
+            if item.entry.id not in taken and state == "queued":
+                for name in taken:
+                    other = before[name][0]
+                    same = other.tenant is item.tenant and other.size == item.size and before[name][1] == "queued"
+                    assert not (same and item.order < other.order)
+
+    def check_shares(
+        self, before: dict[str, tuple[Item, str]], taken: set[str], total: int, needs: dict[int, int]
+    ) -> None:
+        got: Counter[int | None] = Counter()
+        for name in taken:
+            got[before[name][0].tenant.env_id] += before[name][0].size
+        if any(got[env] < need for env, need in needs.items()):  # only if the sizes that wait allow nothing else
+            queued: Counter[int | None] = Counter()
+            for item, state in before.values():
+                queued[item.tenant.env_id] += item.size if state == "queued" else 0
+            short = any(queued[env] < need for env, need in needs.items())
+            from_buffers = short or any(before[name][1] == "buffered" for name in taken)
+            usable = sorted(
+                (item for item, state in before.values() if from_buffers or state == "queued"), key=formation.BY_ORDER
+            )
+            lines = [(need, [i for i in usable if i.tenant.env_id == env]) for env, need in needs.items()]
+            rest = [item for item in usable if item.tenant.env_id not in needs]
+            assert formation.batch(total, lines, rest) is None
+            assert all(sum(item.size for item in line) >= need for need, line in lines)
+
+    @precondition(lambda self: self.served)
+    @rule(which=BATCH)
+    def trainer_acknowledges(self, which: int) -> None:
+        batch = list(self.served)[which % len(self.served)]
+        answer = self.store.acknowledge(batch, self.now)
+        if batch in self.over:
+            assert replace(answer, reason="") == replace(self.over[batch], reason="")
+        elif answer.reason.startswith("no batch"):
+            raise AssertionError("a batch was forgotten")
+        else:
+            assert (answer.trained, answer.already) == self.expect_trained(batch)
+            self.over[batch] = answer
+        assert bool(answer) == (not answer.already)
+
+    @precondition(lambda self: self.served)
+    @rule(which=BATCH)
+    def trainer_gives_back(self, which: int) -> None:
+        batch = list(self.served)[which % len(self.served)]
+        out = batch in self.store.leases.out and self.store.leases.out[batch].expires is None
+        assert self.store.release(batch, self.now) or not out
+        assert batch not in self.store.leases.out
+
+    @precondition(lambda self: self.served)
+    @rule(which=BATCH)
+    def trainer_renews(self, which: int) -> None:
+        batch = list(self.served)[which % len(self.served)]
+        if self.store.renew(batch, self.now) and (expires := self.store.leases.out[batch].expires) is not None:
+            assert expires == self.now + OPTIONS.lease_seconds
+
+    @rule(batches=st.integers(1, 3))
+    def trainer_trains(self, batches: int) -> None:
+        for _ in range(batches):
+            self.trainer_polls(True, "z")
+            if self.served:
+                self.trainer_acknowledges(len(self.served) - 1)
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def broker_restarts(self) -> None:
+        before = self.store.status(self.now)
+        plain = sum(lease.seconds is None for lease in self.store.leases.out.values())
+        places = {(item.order, item.state) for item in self.waiting}
+        self.ledger.close()
+        self.ledger = Ledger.open(self.folder, OPTIONS, self.now)
+        self.store = self.ledger.store
+        after = self.store.status(self.now)
+        assert (after.step, after.run, after.started) == (before.step, before.run, before.started)
+        assert after.leases == before.leases - plain
+        assert after.counts.get("trained", 0) == before.counts.get("trained", 0)
+        assert after.counts.get("accepted", 0) == before.counts.get("accepted", 0)
+        assert places <= {(item.order, item.state) for item in self.waiting}
+        assert [env.env_id for env in after.envs if env.env_id is not None] == [
+            env.env_id for env in before.envs if env.env_id is not None
+        ]
+
+    @precondition(lambda self: len(self.served) > 3)
+    @rule()
+    def everything_is_reset(self) -> None:
+        self.store.reset(self.now)
+        self.held, self.served, self.over, self.keys, self.step = {}, {}, {}, {}, 0
+        self.store.register(run(8), self.now)
+
+    # --- what must always hold ---
+
+    @invariant()
+    def every_accepted_group_is_in_one_place(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for earlier in [one for one in self.store.leases.out.values() if one.expires is None]:
+            assert all(item.state in ("leased", "trained") for item in earlier.items)
+        out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
+        names = [item.entry.id for item in self.waiting] + [i.entry.id for i in out if i.state == "leased"]
+        assert sorted(names) == sorted(self.held)
+
+    @invariant()
+    def counters_equal_a_recount(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        queued = [item for tenant in self.store.tenants for item in tenant.queue]
+        assert self.store.tenants.sizes == Counter(item.size for item in queued)
+        assert self.store.queued_groups == len(queued)
+        assert self.store.waiting.groups == len(self.held)
+        assert self.store.waiting.bytes == 9 * len(self.held)
+        for tenant in self.store.tenants:
+            for shelf in (tenant.queue, tenant.buffer):
+                assert (shelf.groups, shelf.sequences) == (len(list(shelf)), sum(item.size for item in shelf))
+                assert all(list(line) == sorted(line, key=formation.BY_ORDER) for line in shelf.lines.values())
+        assert sum(tenant.held_groups for tenant in self.store.tenants) == len(self.held)
+        counts = self.store.counts
+        assert counts["accepted"] == counts["trained"] + counts["dropped"] + len(self.held)
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        tenants = len(self.store.tenants.by_id) + 1
+        assert self.store.waiting.groups <= OPTIONS.max_groups + tenants * 8
+        assert len(self.store.seen) <= OPTIONS.max_keys + 1
+
+
+TestPromises = Promises.TestCase
+TestPromises.settings = settings(
+    max_examples=50,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

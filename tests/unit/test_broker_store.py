@@ -1,0 +1,532 @@
+"""The store: what the original records, and each of its faults absent."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tandem.broker.records import (
+    Acknowledgement,
+    Batch,
+    Busy,
+    Entry,
+    EnvSpec,
+    EnvStatus,
+    EnvTicket,
+    Options,
+    Refused,
+    Run,
+)
+from tandem.broker.store import Store
+
+
+def run(batch_size: int, starting_step: int = 0) -> Run:
+    return Run(batch_size=batch_size, max_token_len=512, checkpoint_dir="/c", starting_step=starting_step)
+
+
+def started(batch_size: int, options: Options | None = None) -> Store:
+    """A trainer registered and polled once."""
+    store = Store(options)
+    store.register(run(batch_size), 0.0)
+    assert store.take(0.0) is None
+    return store
+
+
+def joined(
+    store: Store, name: str = "e", group_size: int = 4, weight: float = 1.0, context: int = 256,
+    share: float | None = None, key: str | None = None, now: float = 0.0,
+) -> int:  # fmt: skip
+    spec = EnvSpec(
+        name=name, max_token_length=context, weight=weight, group_size=group_size, min_batch_allocation=share
+    )
+    ticket = store.register_env(spec, now, key=key)
+    assert ticket is not None
+    return ticket.env_id
+
+
+class Names:
+    """Puts groups called 0, 1, 2, ... in."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.count = 0
+
+    def put(self, *sizes: int, env: int | None = None, now: float = 0.0, version: int | None = None) -> list[int]:
+        """Gives what is left buffered after each."""
+        left = []
+        for size in sizes:
+            entry = Entry(id=str(self.count), env=env, size=size, version=version, payload=b"x" * 10)
+            left.append(self.store.put(entry, now).buffered)
+            self.count += 1
+        return left
+
+
+def names(batch: Batch | None) -> list[str] | None:
+    return None if batch is None else [entry.id for entry in batch.entries]
+
+
+# --- as recorded ---
+
+
+def test_status_of_the_recorded_example() -> None:
+    """A (groups of 4) has 3 queued, B (groups of 2) has 5: A sees 6 and 3, B sees 11 and 5, the largest is 4."""
+    store = started(1000)
+    a, b = joined(store, group_size=4), joined(store, group_size=2)
+    Names(store).put(4, 4, 4, env=a)
+    Names(store).put(2, 2, 2, 2, 2, env=b)
+    seen = EnvStatus(
+        current_step=0, queue_size=6, self_queue_size=3, max_group_size=4, unallocated_fraction=1.0, env_weight=0.5
+    )
+    assert store.status_env(a, 0.0) == seen
+    status = store.status_env(b, 0.0)
+    assert (status.queue_size, status.self_queue_size, status.max_group_size) == (11, 5, 4)
+
+
+def test_shares_and_weights_in_a_status() -> None:
+    store = started(8)
+    assert store.register_env(EnvSpec(name="e", max_token_length=256, group_size=4), 0.0) == EnvTicket(
+        env_id=0, name="e_0", starting_step=0, run=run(8)
+    )
+    joined(store, share=0.5)
+    joined(store, name="other", weight=2.0)
+    status = store.status_env(0, 0.0)
+    assert (status.unallocated_fraction, status.env_weight, status.max_group_size) == (0.5, 0.25, 1)
+    Names(store).put(4, 4, env=1)  # of its 8 sequences, 4 are its own by right
+    Names(store).put(4, env=None)
+    assert store.status_env(0, 0.0).queue_size == (8 - 4 + 4) // 4
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.0, 0.01), (1.0, 1.0)])
+def test_weights_of_zero_and_a_lone_environment_that_left(weight: float, expected: float) -> None:
+    store = started(8)
+    env = joined(store, weight=weight)
+    store.disconnect(env, 0.0)
+    assert store.status_env(env, 0.0).env_weight == expected
+
+
+def test_groups_are_buffered_until_they_add_up() -> None:
+    """Sizes 3, 3, 2, 2 of an environment with groups of 4: 3, 6, 8 and 6 sequences wait; the two 2s go on."""
+    store = started(100)
+    env = joined(store, group_size=4)
+    assert Names(store).put(3, 3, 2, 2, env=env) == [3, 6, 8, 6]
+    assert store.queued_groups == 2
+    assert store.latest is not None
+    assert store.latest.id == "3"
+
+
+def test_environments_wait_until_the_trainer_polls() -> None:
+    store = Store()
+    spec = EnvSpec(name="e", max_token_length=8)
+    assert store.register_env(spec, 0.0) is None
+    store.register(run(8), 0.0)
+    assert store.register_env(spec, 0.0) is None
+    store.take(0.0)
+    assert store.register_env(spec, 0.0) is not None
+
+
+def test_unknown_ids() -> None:
+    store = started(4)
+    assert not store.disconnect(99, 0.0)
+    assert not store.disconnect(-1, 0.0)
+    with pytest.raises(Refused, match="env_id 99"):
+        store.status_env(99, 0.0)
+    Names(store).put(4, env=99)  # as if anonymous
+    assert names(store.take(0.0)) == ["0"]
+
+
+# --- faults of the original ---
+
+
+def test_groups_before_any_registration_are_served_after_it() -> None:
+    store = Store()
+    Names(store).put(4, 4, 16)
+    assert store.take(0.0) is None
+    assert not store.started
+    store.register(run(8), 0.0)
+    assert names(store.take(0.0)) == ["0", "1"]
+    assert store.status(0.0).counts["dropped"] == 1  # the group of 16
+
+
+def test_a_second_registration_counts() -> None:
+    store = started(8)
+    Names(store).put(4, 4, 4)
+    env = joined(store)
+    batch = store.take(0.0, lease=True)
+    store.register(run(4, starting_step=7), 1.0)
+    assert (store.step, store.started) == (7, False)
+    assert names(store.take(1.0)) == ["0"]  # the lease of the trainer before came back
+    assert store.step == 8
+    assert batch is not None
+    assert store.status_env(env, 1.0).current_step == 8
+
+
+def test_batches_are_first_in_first_out_and_a_step_each() -> None:
+    store = started(4)
+    Names(store).put(4, 4, 4, 4)
+    served = [store.take(0.0) for _ in range(5)]
+    assert [names(batch) for batch in served] == [["0"], ["1"], ["2"], ["3"], None]
+    assert [batch.step for batch in served if batch] == [1, 2, 3, 4]
+
+
+def test_larger_than_the_environments_groups_is_served_as_it_is() -> None:
+    store = started(8)
+    env = joined(store, group_size=4)
+    assert Names(store).put(8, env=env) == [0]
+    assert names(store.take(0.0)) == ["0"]
+
+
+def test_impossible_sizes_are_refused_at_once() -> None:
+    store = started(8)
+    with pytest.raises(Refused, match="9 sequences and a batch 8"):
+        Names(store).put(9)
+    with pytest.raises(Refused, match="empty"):
+        Names(store).put(0)
+    assert store.status(0.0).counts["refused"] == 2
+
+
+def test_joined_partial_groups_make_a_batch() -> None:
+    store = started(4)
+    env = joined(store, group_size=4)
+    Names(store).put(3, 1, env=env)
+    assert names(store.take(0.0)) == ["0", "1"]
+
+
+def test_partial_groups_that_never_add_up_to_a_group_still_make_a_batch() -> None:
+    store = started(9)
+    env = joined(store, group_size=4)
+    Names(store).put(3, 3, 3, env=env)
+    assert store.status(0.0).buffered_groups == 3
+    assert names(store.take(0.0)) == ["0", "1", "2"]
+
+
+def test_sizes_that_do_not_divide_the_largest() -> None:
+    store = started(4)
+    Names(store).put(3, 3, 1, 1, 1, 1)
+    assert [names(store.take(0.0)) for _ in range(3)] == [["0", "2"], ["1", "3"], None]
+    assert "2 of the 4 sequences" in store.status(0.0).waits_for
+
+
+def test_sizes_that_cannot_add_up_are_told() -> None:
+    store = started(8)
+    Names(store).put(3, 3, 3)
+    assert store.take(0.0) is None
+    assert store.status(0.0).waits_for == "groups of 3 sequences cannot add up to a batch of 8"
+
+
+def test_a_silent_environment_loses_its_share_until_it_speaks() -> None:
+    store = started(8, Options(heartbeat_seconds=60.0))
+    silent, busy = joined(store, share=0.5), joined(store)
+    names_ = Names(store)
+    for _ in range(3):
+        names_.put(4, 4, env=busy, now=50.0)
+    assert store.take(50.0) is None
+    assert store.status(50.0).waits_for == "environment e_0 has 0 of the 4 sequences its share asks for"
+    assert names(store.take(60.1)) == ["0", "1"]
+    assert store.status_env(busy, 60.1).unallocated_fraction == 1.0
+    store.heartbeat(silent, 61.0)
+    assert store.status_env(busy, 61.0).unallocated_fraction == 0.5
+    assert store.take(61.0) is None
+    names_.put(4, env=silent, now=61.0)
+    assert names(store.take(61.0)) == ["6", "2"]
+
+
+def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
+    store = started(8)
+    gone, here = joined(store, share=0.5), joined(store)
+    Names(store).put(4, 4, env=here)
+    store.disconnect(gone, 0.0)
+    store.heartbeat(gone, 0.0)
+    assert names(store.take(0.0)) == ["0", "1"]
+
+
+def test_anonymous_groups_fill_batches_beside_a_minimum() -> None:
+    store = started(8)
+    env = joined(store, share=0.5)
+    put = Names(store).put
+    put(4, 4, env=None)
+    assert store.take(0.0) is None
+    put(4, env=env)
+    assert names(store.take(0.0)) == ["2", "0"]
+
+
+def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
+    """Two halves of 9 in groups of 3: 4 each would be two groups each, 12 sequences."""
+    store = started(9)
+    a, b = joined(store, group_size=3, share=0.5), joined(store, group_size=3, share=0.5)
+    put = Names(store).put
+    put(3, 3, 3, env=a)
+    put(3, env=b)
+    assert store.take(0.0) is None  # b has less than its share: wait for it
+    put(3, env=b)
+    batch = store.take(0.0)
+    assert batch is not None
+    assert {entry.env for entry in batch.entries} == {a, b}
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 17])
+def test_batch_sizes_that_make_no_sense(size: int) -> None:
+    with pytest.raises(Refused, match="batch_size"):
+        Store().register(run(size), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"group_size": 0}, "group_size"),
+        ({"weight": -1.0}, "weight"),
+        ({"weight": float("nan")}, "weight"),
+        ({"min_batch_allocation": 5.0}, "min_batch_allocation"),
+        ({"min_batch_allocation": float("nan")}, "min_batch_allocation"),
+        ({"max_token_length": -1}, "max_token_length"),
+    ],
+)
+def test_environments_that_make_no_sense(wrong: dict[str, float], why: str) -> None:
+    spec = {"name": "e", "max_token_length": 8, **wrong}
+    with pytest.raises(Refused, match=why):
+        started(4).register_env(EnvSpec(**spec), 0.0)  # type: ignore[arg-type]
+
+
+def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> None:
+    store = started(4)
+    old = joined(store, share=0.5)
+    Names(store).put(4, 4)
+    store.reset(0.0)
+    assert store.take(0.0) is None
+    assert (store.step, store.queued_groups, store.latest, store.run) == (0, 0, None, None)
+    store.register(run(4), 0.0)
+    store.take(0.0)
+    new = joined(store)
+    assert new != old
+    assert store.status_env(new, 0.0).unallocated_fraction == 1.0  # the old one has not spoken
+    assert store.status_env(old, 0.0).unallocated_fraction == 0.5
+    assert store.status(0.0).envs[-1].name == "e_0"
+
+
+def test_the_same_identity_is_the_same_environment() -> None:
+    store = started(8)
+    first = joined(store, group_size=4, key="me")
+    Names(store).put(3, env=first)
+    assert joined(store, group_size=3, weight=2.0, key="me") == first
+    assert store.queued_groups == 1  # what was partial is a group now
+    assert joined(store) != first
+
+
+# --- leases ---
+
+
+def test_a_batch_not_acknowledged_in_time_comes_back_to_the_front() -> None:
+    store = started(8)
+    Names(store).put(4, 4, 4, 4)
+    batch = store.take(0.0, lease=True, seconds=10.0)
+    assert names(store.take(9.0, lease=True)) == ["2", "3"]
+    assert store.take(9.0, lease=True) is None
+    again = store.take(10.0, lease=True)
+    assert names(again) == ["0", "1"]
+    assert store.step == 2  # served again is not another step
+    assert batch is not None
+    assert again is not None
+    assert again.id != batch.id
+
+
+def test_renewing_keeps_a_lease() -> None:
+    store = started(4)
+    Names(store).put(4)
+    batch = store.take(0.0, lease=True, seconds=10.0)
+    assert batch is not None
+    assert store.renew(batch.id, 9.0)
+    assert store.take(18.0, lease=True) is None
+    assert store.take(19.0, lease=True) is not None
+    assert not store.renew(batch.id, 19.0)
+
+
+def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> None:
+    store = started(4)
+    Names(store).put(4)
+    first = store.take(0.0, lease=True, seconds=10.0)
+    second = store.take(10.0, lease=True)
+    assert first is not None
+    assert second is not None
+    late = store.acknowledge(first.id, 11.0)
+    assert (late.ok, late.trained, late.already) == (True, 1, 0)
+    assert "late" in late.reason
+    loser = store.acknowledge(second.id, 12.0)
+    assert (bool(loser), loser.trained, loser.already) == (False, 0, 1)
+    assert "trained by another batch" in loser.reason
+    assert store.take(5000.0) is None
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) -> None:
+    store = started(4)
+    Names(store).put(4)
+    first = store.take(0.0, lease=True, seconds=10.0)
+    second = store.take(10.0, lease=True, seconds=10.0)
+    assert first is not None
+    assert second is not None
+    store.acknowledge(first.id, 11.0)
+    if release:
+        store.release(second.id, 12.0)
+    assert store.take(30.0) is None
+    assert (store.queued_groups, store.status(30.0).held_bytes) == (0, 0)
+
+
+def test_acknowledging_twice_gives_the_same_answer() -> None:
+    store = started(4)
+    Names(store).put(4)
+    batch = store.take(0.0, lease=True)
+    assert batch is not None
+    assert store.acknowledge(batch.id, 0.0) == store.acknowledge(batch.id, 0.0) == Acknowledgement(ok=True, trained=1)
+    assert not store.acknowledge("never", 0.0)
+    assert store.status(0.0).held_bytes == 0
+
+
+def test_a_released_batch_is_served_next() -> None:
+    store = started(4)
+    Names(store).put(4, 4)
+    batch = store.take(0.0, lease=True)
+    assert batch is not None
+    assert store.release(batch.id, 0.0)
+    assert not store.release(batch.id, 0.0)
+    assert names(store.take(0.0)) == ["0"]
+
+
+def test_a_plain_trainers_batch_is_trained_when_it_asks_again_or_its_answer_went_out() -> None:
+    store = started(4)
+    Names(store).put(4, 4, 4)
+    lost = store.take(0.0, trainer="a")
+    assert lost is not None
+    assert store.release(lost.id, 0.0)  # the answer could not be delivered
+    assert names(store.take(0.0, trainer="a")) == ["0"]
+    assert names(store.take(1e6, trainer="b")) == ["1"]  # another poller settles nothing of a's
+    assert store.status(1e6).leases == 2
+    assert names(store.take(1e6, trainer="a")) == ["2"]
+    assert store.status(1e6).counts["trained"] == 1
+
+
+# --- versions ---
+
+
+def test_groups_are_stamped_with_the_policy_step_and_stale_ones_dropped() -> None:
+    store = started(4)
+    put = Names(store).put
+    put(4)
+    put(4, version=3)
+    assert names(store.take(0.0, policy=2)) == ["0"]
+    put(4)
+    put(4, version=7)
+    batch = store.take(0.0, policy=4, max_lag=1)
+    assert names(batch) == ["1"]
+    assert names(store.take(0.0, policy=4, max_lag=1)) == ["3"]  # the one stamped 2 is dropped
+    assert store.status(0.0).counts["dropped"] == 1
+    assert store.policy_step == 4
+
+
+# --- keys and bounds ---
+
+
+def test_a_key_is_accepted_once_and_remembered_for_a_while() -> None:
+    store = started(4, Options(key_seconds=100.0, max_keys=3))
+    entry = Entry(id="x", env=None, size=4, payload=b"")
+    kinds = [store.put(entry, now, key="k").kind for now in (0.0, 100.0, 101.0, 150.0)]
+    assert kinds == ["received", "duplicate", "received", "duplicate"]
+    for k in range(4):
+        store.put(entry, 150.0, key=str(k))
+    assert store.put(entry, 150.0, key="k").kind == "received"  # pushed out by newer ones
+
+
+def test_a_list_is_accepted_whole_or_not_at_all() -> None:
+    store = started(4)
+    small, large = (Entry(id=str(size), env=None, size=size, payload=b"") for size in (4, 5))
+    with pytest.raises(Refused):
+        store.put_all([(small, "a"), (large, "b")], 0.0)
+    assert store.queued_groups == 0
+    assert [receipt.kind for receipt in store.put_all([(small, "a"), (small, "a")], 0.0)] == ["received", "duplicate"]
+
+
+def test_too_much_is_put_off_and_memory_stays_flat() -> None:
+    store = started(4, Options(max_groups=10))
+    put = Names(store).put
+    put(*[4] * 10)
+    for _ in range(90):
+        with pytest.raises(Busy, match="holds 10 groups") as busy:
+            put(4)
+        assert 0.5 <= busy.value.retry_after <= 30.0
+    assert (store.queued_groups, store.status(0.0).counts["busy"]) == (10, 90)
+    batch = store.take(0.0, lease=True)
+    with pytest.raises(Busy, match="holds 10 groups"):  # leased ones are held too
+        put(4)
+    assert batch is not None
+    store.acknowledge(batch.id, 0.0)
+    put(4)
+
+
+def test_bytes_and_each_environment_are_bounded() -> None:
+    store = started(4, Options(max_env_bytes=30, max_bytes=50))
+    greedy, modest = joined(store), joined(store)
+    put = Names(store).put
+    put(4, 4, 4, env=greedy)
+    with pytest.raises(Busy, match="environment e_0"):
+        put(4, env=greedy)
+    put(4, 4, env=modest)
+    with pytest.raises(Busy, match="the broker"):
+        put(4, env=modest)
+
+
+def test_a_full_queue_lets_in_what_a_share_waits_for() -> None:
+    store = started(8, Options(max_groups=6))
+    greedy, needed = joined(store), joined(store, share=0.5)
+    put = Names(store).put
+    put(4, 4, 4, 4, 4, 4, env=greedy)
+    with pytest.raises(Busy):
+        put(4, env=greedy)
+    put(4, env=needed)
+    with pytest.raises(Busy):  # a batch can be formed now
+        put(4, env=needed)
+    assert names(store.take(0.0)) == ["6", "0"]
+
+
+def test_a_full_queue_lets_in_the_size_that_completes_a_batch() -> None:
+    store = started(8, Options(max_groups=4))
+    put = Names(store).put
+    put(3, 3, 3, 3)
+    with pytest.raises(Busy):
+        put(3)
+    put(2)
+    assert names(store.take(0.0)) == ["0", "1", "4"]
+
+
+def test_environments_are_bounded() -> None:
+    store = started(4, Options(max_environments=2))
+    first = joined(store)
+    joined(store)
+    with pytest.raises(Busy):
+        joined(store)
+    store.disconnect(first, 0.0)
+    assert joined(store) == 2
+    with pytest.raises(Refused):
+        store.status_env(first, 0.0)
+
+
+# --- time ---
+
+
+def test_a_status_does_not_depend_on_the_queue() -> None:
+    """Two hundred environments; 100,000 groups queued take no longer than 10."""
+
+    def seconds(groups: int) -> float:
+        store = started(512)
+        envs = [joined(store) for _ in range(200)]
+        for k in range(groups):
+            store.put(Entry(id=str(k), env=envs[k % 200], size=4, payload=b""), 0.0)
+
+        def once() -> float:
+            start = time.process_time()
+            for env in envs:
+                store.status_env(env, 0.0)
+            return time.process_time() - start
+
+        return min(once() for _ in range(5))
+
+    few, many = seconds(10), seconds(100_000)
+    assert many < 3 * few + 1e-3

@@ -1,0 +1,247 @@
+"""Groups on the wire and back: nothing trained changes, and what cannot be trained on says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plays import make_group, make_rollout
+
+from tandem.broker.convert import Notes, Rules, group_from_wire, group_to_wire
+from tandem.broker.wire import ScoredGroup, read, read_group, write
+from tandem.errors import BrokerError
+from tandem.types import UNKNOWN, Group, Message, Rollout
+
+A = [10, 11, 12, 13, 14]
+MASK = [-100, -100, 12, 13, 14]
+LOGPROBS = [1.0, 1.0, -0.1, -0.2, -0.3]
+
+
+def scored(**changed: Any) -> ScoredGroup:
+    """Two sequences of which the last three tokens are trained."""
+    plain: dict[str, Any] = {
+        "tokens": [A, A],
+        "masks": [MASK, MASK],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [LOGPROBS, LOGPROBS],
+        **changed,
+    }
+    return read(write(plain), ScoredGroup)
+
+
+def rollouts(made: ScoredGroup, version: int = 5, notes: Notes | None = None, **rules: Any) -> tuple[Rollout, ...]:
+    return group_from_wire(made, id="g", version=version, rules=Rules(**rules), notes=notes).rollouts
+
+
+def made_group(**changed: Any) -> Group:
+    """Two rollouts: one of two turns over two policy steps, one of a single turn cut by its limit."""
+    two = make_rollout(
+        "t@1/0", [((1, 2), (3, 4), (-0.5, -1.5)), ((1, 2, 3, 4, 5, 6), (7,), (-0.25,))], 1.5, temperature=0.7, version=3
+    )
+    second = replace(two.turns[1].completion, versions=(4,))
+    two = replace(
+        two, turns=(two.turns[0], replace(two.turns[1], completion=second)), rewards={"number": 1.0, "x": 5.0}
+    )
+    one = make_rollout("t@1/1", [((1, 2), (9,), (-2.0,))], 0.0, temperature=0.7, finish="length", version=3)
+    one = replace(one, rewards={"number": 0.0}, messages=(*one.messages, Message(role="assistant", content="hm")))
+    return make_group("t@1", [two, replace(one, **changed)])
+
+
+# There and back
+
+
+def test_what_is_trained_survives_the_wire() -> None:
+    group = made_group()
+    wired = read(write(group_to_wire(group), "msgpack"), ScoredGroup, "msgpack")
+    back = group_from_wire(wired, id="t@1", version=99)
+    assert [r.turns for r in back.rollouts] == [r.turns for r in group.rollouts]
+    for name in ("id", "reward", "rewards", "messages", "status", "trained", "advantages"):
+        assert [getattr(r, name) for r in back.rollouts] == [getattr(r, name) for r in group.rollouts], name
+    assert (back.env, back.rollouts[0].task.id, back.version_min) == ("made", "t", 3)
+
+
+def test_the_wire_is_atropos_own() -> None:
+    wired = group_to_wire(made_group())
+    assert wired.tokens == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 9]]
+    assert wired.masks == [[-100, -100, 3, 4, -100, -100, 7], [-100, -100, 9]]
+    assert wired.inference_logprobs == [[1.0, 1.0, -0.5, -1.5, 1.0, 1.0, -0.25], [1.0, 1.0, -2.0]]
+    assert wired.scores == [1.5, 0.0]
+    assert wired.generation_params == {"temperature": 0.7}
+    assert (wired.advantages, wired.overrides, wired.env_id) == (None, None, None)
+    assert (wired.group_overrides or {})["tandem_versions"] == [[[3, 2], [4, 1]], [[3, 1]]]
+    read_group(write(wired))  # a broker takes it
+
+
+def test_temperatures_that_differ_go_with_their_sequence() -> None:
+    group = make_group(
+        "t@1", [make_rollout(f"t@1/{t}", [((1,), (2,), (-1.0,))], 0.5, temperature=t) for t in (0.5, 2.0)]
+    )
+    wired = group_to_wire(group)
+    assert wired.overrides == [{"temperature": 0.5}, {"temperature": 2.0}]
+    assert wired.generation_params is None
+    assert [r.turns[0].temperature for r in rollouts(wired)] == [0.5, 2.0]
+
+
+def test_failed_rollouts_stay_at_home() -> None:
+    assert group_to_wire(made_group(reward=None)).scores == [1.5]
+
+
+def test_untrained_and_given_advantages_travel() -> None:
+    group = made_group(trained=False)
+    given_ = replace(
+        group,
+        rollouts=tuple(replace(r, advantages=tuple(0.5 + n for n in range(r.num_tokens))) for r in group.rollouts),
+    )
+    wired = group_to_wire(given_)
+    assert wired.advantages == [[0.0, 0.0, 0.5, 1.5, 0.0, 0.0, 2.5], [0.0, 0.0, 0.5]]
+    back = rollouts(wired, given_advantages=True)
+    assert [r.trained for r in back] == [True, False]
+    assert [r.advantages for r in back] == [r.advantages for r in given_.rollouts]
+
+
+def test_a_rollout_that_is_no_single_sequence_is_refused() -> None:
+    broken = make_rollout("t@1/0", [((1, 2), (3,), (-1.0,)), ((1, 9, 3), (4,), (-1.0,))], 1.0)
+    with pytest.raises(BrokerError, match="t@1/0 is no single sequence"):
+        group_to_wire(make_group("t@1", [broken]))
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=40))
+def test_every_run_of_trained_tokens_is_a_turn_after_all_before_it(mask: list[bool]) -> None:
+    tokens = list(range(50, 50 + len(mask)))
+    masks = [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
+    logprobs = [-token / 100 if on else 1.0 for token, on in zip(tokens, mask, strict=True)]
+    (one,) = rollouts(scored(tokens=[tokens], masks=[masks], scores=[1.0], inference_logprobs=[logprobs]))
+    found = {}
+    for turn in one.turns:
+        assert list(turn.prompt) == tokens[: len(turn.prompt)]
+        for at, (token, logprob) in enumerate(
+            zip(turn.completion.tokens, turn.completion.logprobs, strict=True), start=len(turn.prompt)
+        ):
+            found[at] = (token, logprob)
+    assert found == {at: (tokens[at], -tokens[at] / 100) for at, on in enumerate(mask) if on and at > 0}
+    assert (one.status == "ok") == bool(found)
+
+
+# Tolerant reading
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_null_and_empty_and_missing_are_one(empty: Any) -> None:
+    names = ("advantages", "ref_logprobs", "messages", "overrides", "images")
+    nothing = None if empty is None else {}
+    sparse = scored(**dict.fromkeys(names, empty), group_overrides=nothing, generation_params=nothing)
+    assert rollouts(sparse) == rollouts(scored())
+    assert all(r.status == "ok" and r.turns[0].temperature == 1.0 for r in rollouts(sparse))
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "says"),
+    [
+        ({"masks": [MASK, MASK[:-1]]}, "malformed", "5 tokens have 4 masks"),
+        ({"masks": [MASK, [-100, -100, 1, 1, 1]]}, "malformed", "neither -100 nor the id"),
+        ({"masks": [MASK, [-100] * 5]}, "untrained", "masked"),
+        ({"masks": [MASK, [10, *[-100] * 4]]}, "untrained", "masked"),
+        ({"inference_logprobs": [LOGPROBS, LOGPROBS[:-1]]}, "malformed", "5 tokens have 4 inference_logprobs"),
+        ({"inference_logprobs": [LOGPROBS, [1.0] * 5]}, "malformed", "logprob that is none"),
+        ({"tokens": [A, [*A[:-1], 999]], "masks": [MASK, [*MASK[:-1], 999]]}, "malformed", "token 999 is none"),
+        ({"tokens": [A, [*A, 15]], "masks": [MASK, [*MASK, 15]]}, "too_long", "6 tokens"),
+        ({"advantages": [[0.0] * 5, [0.0]]}, "malformed", "5 tokens have 1 advantages"),
+    ],
+)
+def test_one_bad_sequence_does_not_cost_its_siblings(changed: dict[str, Any], kind: str, says: str) -> None:
+    notes = Notes()
+    good, bad = rollouts(scored(**changed), notes=notes, max_tokens=5, vocabulary=259, given_advantages=True)
+    assert (good.status, good.reward, good.num_tokens) == ("ok", 1.0, 3)
+    assert (bad.status, bad.reward, bad.turns) == ("error", None, ())
+    assert says in bad.error
+    assert notes.failed == {kind: 1}
+
+
+@pytest.mark.parametrize("name", ["masks", "scores", "inference_logprobs"])
+def test_lists_that_are_not_parallel_cost_the_group(name: str) -> None:
+    short = scored()
+    setattr(short, name, getattr(short, name)[:1])
+    notes = Notes()
+    assert {r.status for r in rollouts(short, notes=notes)} == {"error"}
+    assert notes.failed == {"malformed": 2}
+
+
+def test_rounding_above_zero_is_no_fault() -> None:
+    (one, _) = rollouts(scored(inference_logprobs=[[1.0, 1.0, 1e-7, -0.2, -0.3], LOGPROBS]))
+    assert one.turns[0].completion.logprobs == (0.0, -0.2, -0.3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, (0.9, 0.9)),
+        ({"group_overrides": {"temperature": 0.3}}, (0.3, 0.3)),
+        ({"group_overrides": {"temperature": 0.3}, "generation_params": {"temperature": 0.5}}, (0.5, 0.5)),
+        ({"generation_params": {"temperature": 0.5}, "overrides": [{"temperature": 2}, {}]}, (2.0, 0.5)),
+        ({"generation_params": {"temperature": 0.0}}, (1.0, 1.0)),
+        ({"generation_params": {"temperature": None}, "group_overrides": {"temperature": "hot"}}, (0.9, 0.9)),
+    ],
+)
+def test_temperature_of_sequence_then_generation_then_group(
+    changed: dict[str, Any], expected: tuple[float, float]
+) -> None:
+    assert tuple(r.turns[0].temperature for r in rollouts(scored(**changed), temperature=0.9)) == expected
+
+
+@pytest.mark.parametrize("rows", [None, []])
+def test_missing_logprobs_are_refused_or_left_to_the_policy(rows: Any) -> None:
+    bare = scored(inference_logprobs=rows)
+    with pytest.raises(BrokerError, match=r"no inference_logprobs.*broker\.missing_logprobs: policy"):
+        rollouts(bare)
+    assert rollouts(bare, policy_logprobs=True)[0].turns[0].completion.logprobs == (UNKNOWN,) * 3
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, (5, 5, 5)),
+        ({"tandem_version": 3}, (3, 3, 3)),
+        ({"tandem_version": 3, "tandem_versions": [[[3, 1], [4, 2]], [[3, 3]]]}, (3, 4, 4)),
+        ({"tandem_version": 3, "tandem_versions": [[[3, 1]], [[3, 3]]]}, (3, 3, 3)),
+        ({"tandem_version": 3, "tandem_versions": [[["x", 3]], 7]}, (3, 3, 3)),
+        ({"tandem_version": 3, "tandem_versions": "odd"}, (3, 3, 3)),
+        ({"tandem_version": "odd"}, (5, 5, 5)),
+    ],
+)
+def test_versions_of_tokens_then_group_then_the_brokers(told: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert rollouts(scored(group_overrides=told))[0].turns[0].completion.versions == expected
+
+
+def test_what_is_not_read_is_noted() -> None:
+    rows = [[0.5] * 5] * 2
+    notes = Notes()
+    rollouts(scored(ref_logprobs=rows, advantages=rows, overrides=[{"sft": True}, {}], images=[1]), notes=notes)
+    assert notes.unread == {"ref_logprobs", "advantages", "sft", "images"}
+    notes = Notes()
+    assert rollouts(scored(advantages=rows), notes=notes, given_advantages=True)[0].advantages == (0.5,) * 3
+    assert notes.unread == set()
+
+
+def test_messages_are_theirs_or_the_text_of_the_tokens() -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, {"role": "assistant", "content": "4"}]
+    said = (Message(role="user", content="2+2?"), Message(role="assistant", content="4"))
+    (one, _) = rollouts(scored(messages=[chat, chat]))
+    assert (one.messages, one.task.prompt, one.text) == (said, said[:1], "4")
+
+    def decode(tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+    (plain, _) = rollouts(
+        scored(
+            tokens=[[65, 66, 67, 68]] * 2,
+            masks=[[-100, 66, -100, 68]] * 2,
+            inference_logprobs=[[1.0, -1.0, 1.0, -1.0]] * 2,
+        ),
+        decode=decode,
+    )
+    assert [(m.role, m.content) for m in plain.messages] == [
+        ("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D"),
+    ]  # fmt: skip

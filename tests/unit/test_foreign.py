@@ -1,0 +1,530 @@
+"""Groups from a broker: whatever happens to the trainer, every group is trained once in the history that counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.broker.client import NotRegistered, Taken
+from tandem.broker.convert import Rules, group_from_wire
+from tandem.broker.records import Batch, Entry, Run
+from tandem.broker.store import Store
+from tandem.broker.wire import Info, RunParameters, ScoredGroup
+from tandem.errors import BrokerError, Starved
+from tandem.metrics import flatten
+from tandem.rollout.feed import Cursor
+from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
+from tandem.trainer.pack import StepBatch
+from tandem.trainer.record import records
+from tandem.trainer.state import TrainerState
+from tandem.trainer.step import StepStats
+from tandem.types import Group, PolicyVersion
+
+T = TypeVar("T")
+RUN = RunParameters(
+    wandb_group="",
+    wandb_project="",
+    batch_size=4,
+    max_token_len=64,
+    checkpoint_dir="",
+    save_checkpoint_interval=1,
+    starting_step=0,
+    num_steps=9,
+)
+
+
+def sent(name: str, *scores: float, version: int | None = None, **changed: Any) -> ScoredGroup:
+    """A group as an environment sends it: one prompt token, two trained ones."""
+    told = {"tandem_task": name} | ({} if version is None else {"tandem_version": version})
+    n = len(scores or (0.0, 1.0))
+    plain: dict[str, Any] = {
+        "tokens": [[1, 2, 3]] * n,
+        "masks": [[-100, 2, 3]] * n,
+        "scores": list(scores or (0.0, 1.0)),
+        "inference_logprobs": [[1.0, -0.5, -0.5]] * n,
+        "group_overrides": told,
+        **changed,
+    }
+    return ScoredGroup(**plain)
+
+
+@dataclass
+class Local:
+    """The broker's own store in this process, asked as a client asks it. It can forget everything, or not lease."""
+
+    leases: bool = True
+    drops: bool = False
+    store: Store = field(default_factory=Store)
+    now: float = 0.0
+    polls: int = 0
+    registered: list[RunParameters] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    malformed: tuple[str, ...] = ()
+    on_empty: Callable[[], None] = lambda: None
+    batch_size: int | None = None
+
+    async def __aenter__(self) -> Local:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        return
+
+    def put(self, *groups: ScoredGroup) -> None:
+        for scored in groups:
+            version = (scored.group_overrides or {}).get("tandem_version")
+            name = f"e{self.store.counts['accepted']}"
+            self.store.put(Entry(id=name, env=None, size=len(scored.scores), version=version, payload=scored), self.now)
+
+    async def info(self) -> Info:
+        size = self.batch_size or (self.store.run.batch_size if self.store.run else -1)
+        return Info(batch_size=size, max_token_len=64)
+
+    async def register(self, run: RunParameters) -> int:
+        self.registered.append(run)
+        told = {name: getattr(run, name) for name in run.__struct_fields__}
+        return self.store.register(Run(**told), self.now)
+
+    async def batch(
+        self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
+    ) -> Taken | None:
+        await asyncio.sleep(0)
+        self.polls += 1
+        if self.store.run is None:
+            raise NotRegistered("the broker says: no trainer has registered")
+        taken = self.store.take(
+            self.now,
+            trainer="t",
+            lease=self.leases,
+            seconds=lease,
+            policy=policy,
+            max_lag=max_lag if self.drops else None,
+        )
+        if taken is None:
+            self.on_empty()
+            return None
+        return self._told(taken)
+
+    def _told(self, taken: Batch) -> Taken:
+        return Taken(
+            id=taken.id if self.leases else None,
+            groups=[entry.payload for entry in taken.entries],
+            ids=[entry.id for entry in taken.entries],
+            versions=[entry.version if self.leases else None for entry in taken.entries],
+            malformed=self.malformed,
+        )
+
+    async def acknowledge(self, batch: str) -> bool:
+        done = bool(self.store.acknowledge(batch, self.now))
+        if not done:
+            self.refused.append(batch)
+        return done
+
+
+@dataclass
+class Trainer:
+    """What has been reached, and a feed over the broker."""
+
+    broker: Local
+    step: int = 0
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+
+    def feed(self, **options: Any) -> BrokerFeed:
+        rules = {name: options.pop(name) for name in ("given_advantages", "policy_logprobs") if name in options}
+        given_ = {"groups_per_step": 2, "group_size": 2, "max_lag": 2, "drop_flat": True, "lease_seconds": 60.0}
+        return BrokerFeed(
+            broker=self.broker,
+            run=RUN,
+            options=ForeignOptions(**{**given_, **options}, rules=Rules(**rules), poll_seconds=0.0),
+            version=lambda: self.step,
+            solved=full_marks,
+            on_drop=lambda reason, group: self.dropped.append((reason, group.id.partition("@")[0])),
+        )
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(coroutine, 20)
+
+    return asyncio.run(limited())
+
+
+def names(groups: list[Group]) -> list[str]:
+    return [group.id.partition("@")[0] for group in groups]
+
+
+def taken(broker: Local, steps: int, trainer: Trainer | None = None, **options: Any) -> tuple[list[list[str]], Trainer]:
+    """Names of the groups of the next steps."""
+    trainer = trainer or Trainer(broker)
+
+    async def go() -> list[list[str]]:
+        batches = []
+        async with trainer.feed(**options).open(Cursor()) as feed:
+            for _ in range(steps):
+                batches.append(names(await feed.take()))
+                trainer.step += 1
+        return batches
+
+    return run(go()), trainer
+
+
+def filled(count: int, **broker: Any) -> Local:
+    made = Local(**broker)
+    made.put(*(sent(f"g{n}") for n in range(count)))
+    return made
+
+
+def counted(feed: BrokerFeed) -> Mapping[str, float]:
+    return {name: value for name, value in flatten(feed.metrics()).items() if value}
+
+
+# Batches
+
+
+def test_batches_are_the_brokers_in_order() -> None:
+    broker = filled(6)
+    batches, _ = taken(broker, 3)
+    assert batches == [["g0", "g1"], ["g2", "g3"], ["g4", "g5"]]
+    assert broker.registered[0].batch_size == 4
+
+
+def test_it_registers_at_the_step_that_was_reached_and_waits_for_groups() -> None:
+    broker = Local(on_empty=lambda: broker.put(sent("late")))
+    batches, _ = taken(broker, 1, Trainer(broker, step=7))
+    assert batches == [["late", "late"]]
+    assert broker.registered[0].starting_step == 7
+    assert broker.store.policy_step == 7
+
+
+def test_groups_of_other_sizes_make_up_the_same_number_of_sequences() -> None:
+    broker = Local()
+    broker.put(sent("four", 0.0, 1.0, 0.0, 1.0), sent("a"), sent("b"))
+    assert taken(broker, 2)[0] == [["four"], ["a", "b"]]
+
+
+def test_a_broker_that_forgot_is_told_again() -> None:
+    broker = filled(2)
+
+    async def go() -> list[str]:
+        trainer = Trainer(broker, step=1)
+        async with trainer.feed().open(Cursor()) as feed:
+            await feed.take()
+            trainer.step = 2
+            broker.store.reset(0.0)
+            broker.on_empty = lambda: broker.put(sent("new"))
+            return names(await feed.take())
+
+    assert run(go()) == ["new", "new"]
+    assert [made.starting_step for made in broker.registered] == [1, 2]
+
+
+def test_a_broker_that_goes_on_with_another_batch_size_is_an_error() -> None:
+    with pytest.raises(BrokerError, match=r"batches of 64 sequences.*takes 4"):
+        taken(Local(batch_size=64), 1)
+
+
+# Drops
+
+
+def test_what_cannot_be_trained_on_is_dropped_counted_and_replaced() -> None:
+    broker = Local()
+    broker.put(
+        sent("flat", 1.0, 1.0),
+        sent("ok"),
+        sent("half", masks=[[-100, 2, 3], [-100] * 3]),
+        sent("more"),
+    )
+    trainer = Trainer(broker)
+
+    async def go() -> tuple[list[str], Mapping[str, float]]:
+        async with trainer.feed().open(Cursor()) as feed:
+            return names(await feed.take()), counted(feed)
+
+    batch, metrics = run(go())
+    assert batch == ["ok", "more"]
+    assert trainer.dropped == [("flat", "flat"), ("failed", "half")]
+    assert metrics["groups/dropped_flat"] == metrics["groups/dropped_failed"] == 1
+    assert metrics["rollouts/untrained"] == metrics["rollouts/failed"] == 1
+    assert metrics["tokens/generated"] == 14
+
+
+def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
+    broker = Local()
+    trainer = Trainer(broker, step=5)
+
+    async def go() -> list[str]:
+        async with trainer.feed(max_lag=2).open(Cursor()) as feed:
+            assert await broker.batch(lease=1.0, policy=2) is None  # the policy step that it notes from now on
+            broker.put(sent("noted 2"), sent("says 3", version=3))
+            await broker.batch(lease=1.0, policy=4)
+            broker.store.register(Run(batch_size=4, max_token_len=64), 0.0)  # that lease comes back
+            await broker.batch(lease=1.0, policy=4)
+            broker.store.register(Run(batch_size=4, max_token_len=64), 0.0)
+            broker.put(sent("says 4", version=4), sent("says 1", version=1))
+            return names(await feed.take())
+
+    assert run(go()) == ["says 3", "says 4"]
+    assert trainer.dropped == [("stale", "noted 2"), ("stale", "says 1")]
+
+
+def test_a_broker_that_knows_leaves_old_groups_out_itself() -> None:
+    broker = Local(drops=True)
+    broker.put(*(sent(name, version=version) for name, version in (("old", 1), ("a", 3), ("older", 0), ("b", 4))))
+    batches, trainer = taken(broker, 1, Trainer(broker, step=5))
+    assert (batches, trainer.dropped) == ([["a", "b"]], [])
+    assert broker.store.step == 6, "batches that were left out are no steps"
+
+
+def test_a_group_that_waits_here_ages_too() -> None:
+    broker = Local()
+    broker.put(*(sent(name, version=0) for name in ("a", "b", "c", "d")), sent("flat", 1.0, 1.0), sent("e", version=3))
+    broker.put(sent("f", version=3), sent("g", version=3))
+    trainer = Trainer(broker)
+
+    async def go() -> list[str]:
+        async with trainer.feed(max_lag=1, groups_per_step=1).open(Cursor()) as feed:
+            await feed.take()
+            trainer.step = 3
+            return names(await feed.take())
+
+    assert run(go()) == ["e"]
+    assert {("stale", name) for name in "bcd"} <= set(trainer.dropped)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "advice"),
+    [
+        (sent("x", version=0), "stale", "raise max_lag"),
+        (sent("x", 1.0, 1.0, version=9), "flat", "flat_groups: keep"),
+        (sent("x", masks=[[-100] * 3] * 2, version=9), "failed", "every token is masked"),
+    ],
+)
+def test_starved_says_why_and_what_to_do(bad: ScoredGroup, reason: str, advice: str) -> None:
+    broker = Local(on_empty=lambda: broker.put(bad))
+    with pytest.raises(Starved, match=reason) as caught:
+        taken(broker, 1, Trainer(broker, step=9), patience=3)
+    assert advice in str(caught.value)
+
+
+def test_flat_groups_are_kept_if_the_recipe_says_so() -> None:
+    broker = Local()
+    broker.put(sent("flat", 1.0, 1.0), sent("ok"))
+    assert taken(broker, 1, drop_flat=False)[0] == [["flat", "ok"]]
+
+
+def test_given_advantages_need_no_siblings_and_no_rewards_that_differ() -> None:
+    broker = Local()
+    rows = [[0.0, 1.0, -1.0]] * 2
+    broker.put(sent("flat", 1.0, 1.0, advantages=rows), sent("ok"))
+    assert taken(broker, 1, given_advantages=True)[0] == [["flat", "ok"]]
+
+
+def test_a_group_of_which_nothing_is_trained_teaches_nothing() -> None:
+    broker = Local()
+    zero = [{"set_advantage_to_zero": True}] * 2
+    broker.put(sent("zero", overrides=zero), sent("half", overrides=[zero[0], {}]), sent("a"), sent("b"))
+    batches, trainer = taken(broker, 1)
+    assert batches == [["half", "a"]]
+    assert trainer.dropped == [("flat", "zero")]
+
+
+def test_missing_logprobs_end_the_run_and_the_batch_comes_again() -> None:
+    broker = Local()
+    broker.put(sent("bare", inference_logprobs=None), sent("ok"))
+    with pytest.raises(BrokerError, match="missing_logprobs"):
+        taken(broker, 1)
+    assert taken(broker, 1, policy_logprobs=True)[0] == [["bare", "ok"]]
+
+
+def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    broker = Local(malformed=("body.tokens: odd",))
+    rows = [[0.0, 1.0, 1.0]] * 2
+    broker.put(*(sent(f"g{n}", ref_logprobs=rows, advantages=rows) for n in range(4)))
+    with caplog.at_level(logging.WARNING):
+        taken(broker, 2)
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert len(told) == 3
+    assert "body.tokens: odd" in told[0]
+    assert "send advantages" in told[1]
+    assert "broker.given_advantages: true" in told[1]
+    assert "send ref_logprobs" in told[2]
+
+
+# Exactly once
+
+
+def test_a_batch_is_acknowledged_when_its_step_is_saved_and_not_before() -> None:
+    broker = filled(6)
+
+    async def go() -> None:
+        async with Trainer(broker).feed().open(Cursor()) as feed:
+            await feed.take()
+            await feed.take()
+            assert broker.store.counts["trained"] == 0
+            cursor = feed.cursor()
+            await feed.take()
+            await feed.saved(cursor)
+            assert broker.store.counts["trained"] == 4
+            assert len(feed.cursor().batches) == 1
+
+    run(go())
+
+
+def test_what_waits_in_a_checkpoint_needs_no_lease() -> None:
+    broker = Local()
+    broker.put(sent("flat", 1.0, 1.0), sent("a"), sent("b"), sent("c"))
+
+    async def first() -> Cursor:
+        async with Trainer(broker).feed().open(Cursor()) as feed:
+            assert names(await feed.take()) == ["a", "b"]
+            await feed.saved(feed.cursor())
+            return feed.cursor()
+
+    cursor = run(first())
+    assert (names([group for _, group in cursor.ready]), cursor.batches) == (["c"], ())
+    assert broker.store.counts["trained"] == 4
+    broker.put(sent("d"), sent("e"))
+
+    async def second() -> list[str]:
+        async with Trainer(broker).feed().open(cursor) as feed:
+            return names(await feed.take())
+
+    assert run(second()) == ["c", "d"]
+
+
+def test_a_lease_that_ran_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    broker = filled(2)
+
+    async def go() -> None:
+        async with Trainer(broker).feed().open(Cursor()) as feed:
+            await feed.take()
+            broker.now = 61.0
+            again = broker.store.take(broker.now, lease=True)
+            assert again is not None
+            broker.store.acknowledge(again.id, broker.now)
+            await feed.saved(feed.cursor())
+            assert feed.cursor().batches == ()
+
+    with caplog.at_level(logging.WARNING):
+        run(go())
+    assert "raise broker.lease_seconds (60)" in caplog.text
+
+
+class EmptyHanded(Exception):
+    """The broker has no batch, and nobody sends more."""
+
+
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["take", "save", "kill", "kill between", "stop"]), st.integers(0, 3)), max_size=30
+)
+
+
+@settings(max_examples=200)
+@given(moves=MOVES, sizes=st.lists(st.sampled_from([2, 4]), min_size=12, max_size=40))
+def test_no_interleaving_of_kills_and_saves_loses_or_doubles_a_group(
+    moves: list[tuple[str, int]], sizes: list[int]
+) -> None:
+    """``kill between``: the checkpoint is on disk and the broker was not told."""
+
+    def nothing_left() -> None:
+        raise EmptyHanded
+
+    broker = Local(on_empty=nothing_left)
+    for n, size in enumerate(sizes):
+        flat = n % 5 == 3
+        broker.put(sent(f"g{n}", *(float(i % 2 and not flat) for i in range(size)), version=0))
+    history: list[str] = []
+    saved: tuple[Cursor, int, int] = (Cursor(), 0, 0)
+
+    async def live(life: list[tuple[str, int]]) -> None:
+        nonlocal saved
+        cursor, step, kept = saved
+        trainer = Trainer(broker, step=step)
+        del history[kept:]
+        async with trainer.feed(max_lag=1000).open(cursor) as feed:
+            for move, _ in life:
+                if move == "take":
+                    try:
+                        history.extend(names(await feed.take()))
+                    except EmptyHanded:
+                        return
+                    trainer.step += 1
+                elif move in ("save", "kill between", "stop"):
+                    saved = (feed.cursor(), trainer.step, len(history))
+                    if move != "kill between":
+                        await feed.saved(saved[0])
+
+    async def go() -> None:
+        life: list[tuple[str, int]] = []
+        for move in moves:
+            life.append(move)
+            if move[0] in ("kill", "kill between", "stop"):
+                await live(life)
+                life = []
+        await live([*life, ("save", 0)])
+        # To the end: whatever was not trained is still there.
+        await live([("take", 0), ("save", 0)] * len(sizes))
+        await live([("save", 0)])
+
+    run(go())
+    assert max(Counter(history).values(), default=1) == 1, "trained twice"
+    waiting = Counter(names([group for _, group in saved[0].ready]))
+    good = {f"g{n}" for n in range(len(sizes)) if n % 5 != 3}
+    queued = good - set(history) - set(waiting)
+    assert not set(history) & set(waiting)
+    assert broker.store.queued_groups >= len(queued), "lost"
+    assert not broker.refused
+
+
+# What a checkpoint and a record hold
+
+
+def test_a_cursor_survives_json() -> None:
+    broker = Local()
+    rows = [[0.0, 1.0, -1.0]] * 2
+    broker.put(sent("a", advantages=rows, inference_logprobs=None), sent("b"), sent("c", 1.0, 1.0), sent("d"))
+
+    async def go() -> Cursor:
+        options = {"groups_per_step": 1, "given_advantages": True, "policy_logprobs": True}
+        async with Trainer(broker).feed(**options).open(Cursor()) as feed:
+            await feed.take()
+            feed._receive(await feed._next())
+            return feed.cursor()
+
+    cursor = run(go())
+    assert len(cursor.batches) == 2
+    assert {group.id for _, group in cursor.ready} == {"b@1", "d@3"}
+    state = TrainerState(
+        step=3,
+        version=PolicyVersion(step=3, digest="x"),
+        tokens_seen=1,
+        cursor=cursor,
+        config_digest="y",
+    )
+    assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_a_record_has_no_number_where_nobody_told_one() -> None:
+    told = sent("a", inference_logprobs=None, advantages=[[0.0, 0.25, -1.0], [0.0] * 3])
+    rules = Rules(policy_logprobs=True, given_advantages=True)
+    group = group_from_wire(told, id="a@0", version=0, rules=rules)
+    batch = StepBatch(micro=(), groups=(group,), advantages={"a@0/0": -0.375}, num_loss_tokens=2, num_samples=1)
+    stats = StepStats(metrics={}, logprobs={"a@0/0": (-1.0, -2.0)})
+
+    class Pieces:
+        def pieces(self, tokens: tuple[int, ...]) -> list[str]:
+            return [str(token) for token in tokens]
+
+    (one, _) = records(1, batch, stats, Pieces())  # type: ignore[arg-type]
+    assert [(t["lp"], t["tp"], t["adv"], t["m"]) for t in one["tokens"]] == [
+        (None, -1.0, 0.25, 1),
+        (None, -2.0, -1.0, 1),
+    ]

@@ -1,0 +1,354 @@
+"""The proxy: what is said over OpenAI's API is recorded token by token, and nothing sampled is tokenised again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+from fake_engine import END
+
+from tandem.engines.base import Engine
+from tandem.engines.fake import Fake
+from tandem.envs.agent import Agent
+from tandem.errors import ConfigError, EngineError, EnvError
+from tandem.rollout.chat import EngineChat, Template
+from tandem.rollout.proxy import Proxy, Session
+from tandem.types import Completion, Message, Sampling, Task
+
+T = TypeVar("T")
+USER = {"role": "user", "content": "hello"}
+A, B, C, SPACE, BREAK = 64, 65, 66, 220, 198
+"""Token ids of letters in the tiny model's tokenizer."""
+
+
+class Scripted:
+    """Samples what it is told, and keeps what it was asked."""
+
+    context = 400
+
+    def __init__(self, *answers: Sequence[int]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[tuple[int, ...], Sampling, int]] = []
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        self.asked.append((tuple(prompt), sampling, key))
+        tokens = tuple(self.answers[(len(self.asked) - 1) % len(self.answers)])
+        finish: Any = "stop" if tokens[-1] == END else "length"
+        return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(4,) * len(tokens), finish=finish)
+
+
+@pytest.fixture(scope="module")
+def template(tiny_model: Path) -> Template:
+    from transformers import AutoTokenizer
+
+    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
+
+
+def served(
+    template: Template, engine: Any, talk: Callable[[Any, Session, Proxy], Coroutine[Any, Any, T]], **sampling: Any
+) -> T:
+    """Have ``talk`` post to a session's /v1/chat/completions; it gets (post, session, proxy)."""
+
+    async def go() -> T:
+        proxy = Proxy(engine, template, Sampling(**{"max_tokens": 8, **sampling}), model="m")
+        async with asyncio.timeout(20), proxy.serving() as url, aiohttp.ClientSession() as http:
+            name, session = proxy.create("s")
+
+            async def post(*messages: Any, path: str = "v1/chat/completions", status: int = 200, **body: Any) -> Any:
+                said = {"model": "m", "messages": list(messages), **body}
+                async with http.post(f"{url}/{name}/{path}", json=said) as response:
+                    text = await response.text()
+                    assert response.status == status, text
+                    return text if body.get("stream") else json.loads(text)
+
+            post.http, post.url, post.name = http, url, name  # type: ignore[attr-defined]
+            return await talk(post, session, proxy)
+
+    return asyncio.run(go())
+
+
+def said(answer: Any) -> dict[str, Any]:
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
+
+
+def test_a_longer_conversation_goes_on_with_the_very_tokens(template: Template) -> None:
+    """Bytes that are no UTF-8 cannot be had back from the text; they are in the second prompt all the same."""
+    engine = Scripted([200, 130, END], [B, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        first = said(await post(USER))
+        await post(USER, first, {"role": "user", "content": "go on"})
+        one, two = session.turns
+        whole = (*one.prompt, *one.completion.tokens)
+        assert two.prompt[: len(whole)] == whole
+        assert two.prompt[len(whole)] != END, "the end token is there already"
+        assert one.reply == (Message(role="user", content="go on"),)
+        assert two.completion.versions == (4, 4)
+        assert [m.role for m in session.messages] == ["user", "assistant", "user", "assistant"]
+
+    served(template, engine, talk)
+
+
+@pytest.mark.parametrize("first", [[A, END], [A, B]], ids=["ended", "cut"])
+def test_the_record_is_that_of_a_chat(template: Template, first: list[int]) -> None:
+    """Prompts are those of ``EngineChat`` playing the same conversation."""
+    engine = Scripted(first, [B, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> list[tuple[int, ...]]:
+        answer = said(await post(USER))
+        await post(USER, answer, {"role": "user", "content": "go on"})
+        return [turn.prompt for turn in session.turns]
+
+    async def chat() -> list[tuple[int, ...]]:
+        task = Task(id="t", env="e", prompt=(Message(role="user", content="hello"),), answer="")
+        chat = EngineChat(Scripted(first, [B, END]), template, task, Sampling(max_tokens=8), "s")  # type: ignore[arg-type]
+        await chat.reply()
+        chat.add(Message(role="user", content="go on"))
+        await chat.reply()
+        return [turn.prompt for turn in chat.turns]
+
+    assert served(template, engine, talk) == asyncio.run(chat())
+
+
+def test_an_agent_may_strip_what_was_said(template: Template) -> None:
+    engine = Scripted([A, SPACE, BREAK, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        first = said(await post(USER))
+        assert first["content"] == "a \n"
+        await post(USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
+        one, two = session.turns
+        assert two.prompt[: len(one.prompt) + 4] == (*one.prompt, *one.completion.tokens)
+
+    served(template, engine, talk)
+
+
+def test_what_extends_nothing_is_a_conversation_of_its_own(template: Template) -> None:
+    engine = Scripted([A, END], [B, END], [C, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        first = said(await post(USER))
+        await post({"role": "user", "content": "another"})
+        await post(USER, first, {"role": "user", "content": "go on"})
+        async with post.http.get(f"{post.url}/{post.name}/nodes") as response:
+            nodes = (await response.json())["nodes"]
+        assert len(nodes) == 2
+        other, whole = nodes
+        assert [t for t in other["masked_tokens"] if t != -100] == [B, END]
+        assert [t for t in whole["masked_tokens"] if t != -100] == [A, END, C, END]
+        assert [p for p in whole["logprobs"] if p != 1.0] == [-0.5] * 4
+        assert whole["metadata"]["finish_reason"] == "stop"
+        assert len(whole["tokens"]) == len(whole["masked_tokens"]) == len(whole["logprobs"])
+
+    served(template, engine, talk)
+
+
+def test_several_answers_have_streams_of_their_own(template: Template) -> None:
+    engine = Scripted([A, END], [B, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        answer = await post(USER, n=2)
+        assert [c["message"]["content"] for c in answer["choices"]] == ["a", "b"]
+        assert answer["usage"]["completion_tokens"] == 4
+        assert len(session.turns) == 2
+        assert len({key for _, _, key in engine.asked}) == 2
+        await post(USER, answer["choices"][1]["message"], {"role": "user", "content": "b it is"})
+        assert session.turns[1].completion.tokens == (B, END)
+        assert session.turns[2].prompt[: len(session.turns[1].prompt) + 1][-1] == B
+
+    served(template, engine, talk)
+
+
+def test_requests_say_how_to_sample(template: Template) -> None:
+    engine = Scripted([A, B])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        answer = await post(USER)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        await post(USER, temperature=0.5, top_p=0.9, max_completion_tokens=3, stop="x")
+        assert engine.asked[0][1] == Sampling(max_tokens=8, temperature=0.7)
+        assert engine.asked[1][1] == Sampling(max_tokens=3, temperature=0.5, top_p=0.9, stop=("x",))
+        assert [turn.temperature for turn in session.turns] == [0.7, 0.5]
+
+    served(template, engine, talk, temperature=0.7)
+
+
+def test_a_stream_has_the_whole_answer(template: Template) -> None:
+    async def talk(post: Any, session: Session, _: Proxy) -> str:
+        text: str = await post(USER, stream=True)
+        return text
+
+    events = [line.removeprefix("data: ") for line in served(template, Scripted([A, END]), talk).split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    first, last = (json.loads(event)["choices"][0] for event in events[:-1])
+    assert first["delta"]["content"] == "a"
+    assert last["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 0}, "n"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
+        ({"messages": 5}, None),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused(template: Template, body: dict[str, Any], param: str | None) -> None:
+    engine = Scripted([A, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        answer = await post(USER, status=400, **body)
+        assert answer["error"]["param"] == param
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert not engine.asked
+
+    served(template, engine, talk)
+
+
+def test_text_in_parts_is_text(template: Template) -> None:
+    engine = Scripted([A, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post({"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]})
+        await post(USER)
+        assert session.turns[0].prompt == session.turns[1].prompt
+
+    served(template, engine, talk)
+
+
+def test_an_engine_that_fails_is_the_servers_fault(template: Template) -> None:
+    class Broken(Scripted):
+        async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+            raise EngineError("it broke")
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        assert (await post(USER, status=502))["error"]["message"] == "it broke"
+        assert not session.turns
+
+    served(template, Broken([1]), talk)
+
+
+def test_sessions_are_made_listed_and_ended_over_http(template: Template) -> None:
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        http, url = post.http, post.url
+        async with http.post(f"{url}/sessions/create") as response:
+            made = await response.json()
+        async with http.post(f"{made['base_url']}/chat/completions", json={"messages": [USER]}) as response:
+            assert said(await response.json()) == {"role": "assistant", "content": "a"}
+        async with http.get(f"{url}/sessions") as response:
+            turns = {entry["uuid"]: entry["turns"] for entry in (await response.json())["sessions"]}
+        assert turns == {post.name: 0, made["uuid"]: 1}
+        async with http.get(f"{made['base_url']}/models") as response:
+            assert (await response.json())["data"][0]["id"] == "m"
+        async with http.delete(f"{url}/{made['uuid']}") as response:
+            assert response.status == 200
+        async with http.post(f"{made['base_url']}/chat/completions", json={"messages": [USER]}) as response:
+            assert response.status == 404
+            assert "no such session" in (await response.json())["error"]["message"]
+        async with http.get(f"{url}/nowhere/at/all") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    served(template, Scripted([A, END]), talk)
+
+
+def test_a_real_engine_of_fakes(template: Template) -> None:
+    """Four turns on an engine that answers random bytes: each prompt begins with all that was before."""
+
+    async def go() -> None:
+        async with Fake(vocab=258).open(None, context=1000) as engine:
+            assert isinstance(engine, Engine)
+            session = Session(engine, template, Sampling(max_tokens=20), "s")
+            messages = [Message(role="user", content="hello")]
+            for number in range(4):
+                text, _ = await session.reply(messages)
+                messages += [Message(role="assistant", content=text), Message(role="user", content=str(number))]
+            for before, after in zip(session.turns, session.turns[1:], strict=False):
+                whole = (*before.prompt, *before.completion.tokens)
+                assert after.prompt[: len(whole)] == whole
+            assert len(list(session.nodes())) == 1
+
+    asyncio.run(go())
+
+
+# Agents as environments
+
+
+async def ask(task: Task, url: str) -> str:
+    """An agent: two turns, then what it makes of them."""
+    messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": task.prompt[0].content}]
+    async with aiohttp.ClientSession() as http:
+        for _ in range(2):
+            async with http.post(f"{url}/chat/completions", json={"messages": messages}) as response:
+                messages += [said(await response.json()), {"role": "user", "content": "go on"}]
+    return f"the answer to {task.answer}"
+
+
+async def silent(task: Task, url: str) -> None:
+    """An agent that does nothing."""
+
+
+COMMAND = f"""{sys.executable} -c "
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+if task['meta'].get('fail'):
+    sys.exit('it cannot')
+body = json.dumps({{'messages': task['messages']}}).encode()
+asked = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body)
+print(json.load(urllib.request.urlopen(asked))['choices'][0]['message']['content'] + '!')
+" """
+
+
+def played(template: Template, agent: str, seconds: float = 30.0, **meta: Any) -> tuple[Any, Mapping[str, float]]:
+    task = Task(id="t", env="agent", prompt=(Message(role="user", content="hello"),), answer="7", meta=meta)
+
+    async def go() -> tuple[Any, Mapping[str, float]]:
+        chat = EngineChat(Scripted([A, END], [B, END]), template, task, Sampling(max_tokens=8), "s")  # type: ignore[arg-type]
+        return chat, await Agent(path="x.jsonl", agent=agent, seconds=seconds).play(task, chat)
+
+    return asyncio.run(go())
+
+
+def test_a_function_is_an_environment(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_agent", sys.modules[__name__])
+    chat, metrics = played(template, "my_agent:ask")
+    assert metrics == {"turns": 2.0}
+    one, two = chat.turns
+    whole = (*one.prompt, *one.completion.tokens)
+    assert two.prompt[: len(whole)] == whole
+    assert [m.role for m in chat.messages] == ["system", "user", "assistant", "user", "assistant", "assistant"]
+    assert chat.messages[-1].content == "the answer to 7"
+
+
+def test_a_command_is_an_environment(template: Template) -> None:
+    chat, _ = played(template, COMMAND)
+    assert [turn.completion.tokens for turn in chat.turns] == [(A, END)]
+    assert chat.messages[-1].content == "a!"
+
+
+def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_agent", sys.modules[__name__])
+    for agent, seconds, message in (
+        ("my_agent:silent", 30.0, "never asked the policy"),
+        ("my_agent:nothing", 30.0, "cannot be imported"),
+        (COMMAND, 30.0, "ended with status 1: it cannot"),
+        ("sleep 30", 0.2, "took longer than 0.2 s"),
+    ):
+        with pytest.raises(EnvError, match=message):
+            played(template, agent, seconds, fail=True)
+    with pytest.raises(ConfigError, match="agent must be"):
+        Agent(path="x.jsonl", agent=" ")

@@ -1,0 +1,562 @@
+"""An environment at work: options and Atropos' flags, how much is played, engines that run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from fake_broker import FakeBroker, quick, until
+from fake_engine import END, FakeEngine
+from plays import make_group, make_rollout
+
+from tandem import cli
+from tandem.broker import wire
+from tandem.broker.client import Connection, EnvClient, Status
+from tandem.compat._atropos_env import EnvFlags, translate
+from tandem.config import RunConfig
+from tandem.errors import BrokerError, ConfigError, EngineError
+from tandem.rollout.feed import as_is
+from tandem.rollout.produce import Pace, Producer
+from tandem.rollout.remote import Remote, RemoteEngine, native
+from tandem.types import Group, Message, Sampling, Task
+from tandem.verbs import _work_recipe
+from tandem.verbs.work import mask_truncated
+
+T = TypeVar("T")
+PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(30):
+            return await work
+
+    return asyncio.run(limited())
+
+
+# Options
+
+
+def test_options_alone_are_enough() -> None:
+    config = _work_recipe.load(None, ["model=m", "env=arithmetic", *PLACES])
+    assert (config.broker.url, config.engine.urls) == ("http://b:1", ("http://e:2/v1",))
+    assert config.env.name == "arithmetic"
+    assert config.rewards, "the environment's own"
+    several = _work_recipe.load(None, ["model=m", "env=arithmetic", PLACES[0], "engine=[http://e:1, http://e:2]"])
+    assert several.engine.urls == ("http://e:1", "http://e:2")
+    named = _work_recipe.load(None, ["model=m", "env=arithmetic", *PLACES, "engine.model=x", "broker.key_variable=K"])
+    assert (named.engine.model, named.broker.key_variable) == ("x", "K")
+
+
+def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: m\nsteps: 3\nname: a run\nenv: {kind: arithmetic, max_number: 7}\ngroup_size: 6\nmax_lag: 2\n"
+        "loss: {kind: grpo, clip_high: 0.3}\nengine: {kind: vllm, gpu_memory_utilization: 0.4}\n"
+        "broker: {url: 'http://b:1', lease_seconds: 9}\nrewards: {number: 2.0}\nsampling: {temperature: 0.8}\n"
+    )
+    config = _work_recipe.load(recipe, [PLACES[1]])
+    assert (config.group_size, config.sampling.temperature, config.rewards["number"].weight) == (6, 0.8, 2.0)
+    assert (config.broker.url, config.engine.urls) == ("http://b:1", ("http://e:2/v1",))
+    assert config.known_as is None
+    recipe.write_text(recipe.read_text().replace("vllm, gpu", "vllm, urls: ['http://e:9'], gpu"))
+    assert _work_recipe.load(recipe, []).engine.urls == ("http://e:9",)
+    recipe.write_text(recipe.read_text() + "grup_size: 3\n")
+    with pytest.raises(ConfigError, match="did you mean 'group_size'"):
+        _work_recipe.load(recipe, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=m", "env=arithmetic", PLACES[0]], "missing 'engine'"),
+        (["model=m", *PLACES], "missing 'env'"),
+        (["model=m", "env=arithmetic", "broker=b:1", PLACES[1]], "http://"),
+        (["model=m", "env=arithmetic", *PLACES, "n=0"], "n must be at least 1"),
+        (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be from 0 to 1"),
+        (["model=m", "env=arithmetic", *PLACES, "group_size=1"], "at least 2"),
+        (["model=m", "env=arithmetic", *PLACES, "loss.clip_high=0.3"], "unknown option 'loss'"),
+    ],
+)
+def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _work_recipe.load(None, words)
+    with pytest.raises(ConfigError, match="cannot read the recipe"):
+        _work_recipe.load(Path("nowhere.yaml"), words)
+
+
+def test_shared_options_have_the_recipes_defaults() -> None:
+    """The same recipe means the same to both sides."""
+    ours, theirs = (vars_of(cls) for cls in (_work_recipe.Work, RunConfig))
+    for name in ("group_size", "truncated", "truncated_penalty", "flat_groups", "context", "seed", "chat_template"):
+        assert ours[name] == theirs[name], name
+
+
+def vars_of(cls: Any) -> dict[str, Any]:
+    return {name: field.default for name, field in cls.__dataclass_fields__.items()}
+
+
+# Atropos' flags
+
+
+def test_flags_are_options() -> None:
+    given: dict[str, Any] = {
+        "group_size": 8, "rollout_server_url": "http://b:1", "base_url": "http://e:1/v1,http://e:2/v1",
+        "model_name": "served", "tokenizer_name": "m", "api_key": "x", "total_steps": -1, "max_token_length": 512,
+        "min_batch_allocation": 0.25, "ensure_scores_are_not_same": "False", "worker_timeout": -1.0, "slurm": "False",
+    }  # fmt: skip
+    translated = translate("arithmetic", EnvFlags(**given), frozenset(given))
+    config = _work_recipe.from_options(translated.options, ["n=3"], "flags")
+    assert (config.model, config.engine.model) == ("m", "served")
+    assert config.engine.urls == ("http://e:1/v1", "http://e:2/v1")
+    assert (config.group_size, config.total_steps, config.min_share, config.flat_groups) == (8, None, 0.25, "keep")
+    assert (config.sampling.max_tokens, config.context, config.ahead, config.n) == (512, 512, 3.0, 3)
+    assert translated.environ == {config.engine.api_key_variable: "x"}
+    assert translated.options["n"] == 16, "eight for each engine"
+    assert translated.notes == ()
+
+
+def test_flags_without_a_meaning_are_told() -> None:
+    given: dict[str, Any] = {"tokenizer_name": "m", "steps_per_eval": 10, "use_wandb": "True", "batch_size": 64}
+    notes = translate("gsm8k", EnvFlags(**given), frozenset(given)).notes
+    assert [note.partition(" ")[0] for note in notes] == ["--env.batch_size", "--env.steps_per_eval", "--env.use_wandb"]
+    assert all("changes nothing" in note for note in notes)
+    quiet: dict[str, Any] = {"tokenizer_name": "m", "use_wandb": "False", "batch_size": -1, "slurm": "false"}
+    assert translate("gsm8k", EnvFlags(**quiet), frozenset(quiet)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"slurm": "True"}, "--slurm True is not done here"),
+        ({"slurm": "perhaps"}, "--slurm takes True or False"),
+        ({"server_type": "trl"}, "--openai.server_type trl cannot"),
+        ({"tokenizer_name": None}, "--env.tokenizer_name is missing"),
+        ({"inference_weight": -1.0}, "--env.inference_weight must be above 0"),
+    ],
+)
+def test_flags_that_cannot_be_obeyed_are_refused(given: dict[str, Any], message: str) -> None:
+    given = {"tokenizer_name": "m", **given}
+    with pytest.raises(ConfigError, match=message):
+        translate("gsm8k", EnvFlags(**given), frozenset(given))
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def test_the_command_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("TANDEM_OPENAI_API_KEY", raising=False)
+    played: list[_work_recipe.Work] = []
+
+    def play(config: _work_recipe.Work) -> str:
+        played.append(config)
+        return "ended"
+
+    monkeypatch.setattr("tandem.verbs.work.play", play)
+    monkeypatch.setattr("tandem.verbs.env.play", play)
+    assert command("work", "env=arithmetic", "model=m", *PLACES) == 0
+    flags = ["--env.tokenizer_name", "m", "--env.steps_per_eval", "5", "--openai.api_key", "x", "--slurm", "False"]
+    assert command("env", "arithmetic", "serve", *flags, "--env.group_size", "8", "seed=3") == 0
+    assert [config.group_size for config in played] == [8, 8]
+    assert (played[1].seed, played[1].broker.url) == (3, "http://localhost:8000")
+    assert "--env.steps_per_eval changes nothing" in capsys.readouterr().err
+    assert command("env", "arithmetic", "serve", "--env.group_siz", "8") == 2
+    assert "--env.group_size" in capsys.readouterr().err
+    assert command("env", "arithmetic", "evaluate") == 2
+    assert "tandem eval" in capsys.readouterr().err
+
+
+# How much is played
+
+
+class FakeWorker:
+    """Plays at once, or when it is told to."""
+
+    seed = 0
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.rewards: Sequence[float | None] = (0.0, 1.0)
+        self.error: Exception | None = None
+        self.names: list[str] = []
+        self.under_way = 0
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        self.names.append(id)
+        self.under_way += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.under_way -= 1
+        if self.error is not None:
+            raise self.error
+        said = [([1, 2], [7], [-0.5])]
+        answers = [make_rollout(f"{id}/{i}", said, reward) for i, reward in enumerate(self.rewards)]
+        return replace(make_group(id, answers), index=index)
+
+
+def producer(broker: FakeBroker, **pace: Any) -> Producer:
+    spec = wire.EnvRegistration(max_token_length=64, desired_name="made", weight=1.0, group_size=2)
+    tasks = [Task(id=str(i), env="e", prompt=(Message(role="user", content="?"),), answer="") for i in range(5)]
+    return Producer(
+        worker=FakeWorker(),  # type: ignore[arg-type]
+        tasks=tasks,
+        client=EnvClient(Connection(broker.url, backoff=quick()), spec, key="k", poll=0.01),
+        sampling=Sampling(),
+        judge=as_is,
+        drop_flat=True,
+        pace=Pace(**{"n": 3, "poll_seconds": 0.01, **pace}),
+    )
+
+
+def worker_of(made: Producer) -> Any:
+    return made.worker
+
+
+async def started(made: Producer, stop: asyncio.Event) -> None:
+    async with made.client:
+        await made.run(stop)
+
+
+def test_pauses_while_enough_is_queued_and_throws_nothing_away() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker), asyncio.Event()
+            worker = worker_of(made)
+            worker.gate.clear()
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: worker.under_way == 3)
+            broker.queue = 12  # three batches of four groups
+            worker.gate.set()
+            await until(lambda: len(broker.groups) == 3)
+            asked = len(broker.seen)
+            await until(lambda: len(broker.seen) > asked + 5)
+            assert len(broker.groups) == 3, "nothing new, and what was under way arrived"
+            broker.queue = 11
+            await until(lambda: len(broker.groups) > 3)
+            stop.set()
+            await working
+            assert made.tally.groups["dropped"] == 0
+
+    run(go())
+
+
+def test_ends_at_the_trainers_last_step_and_drops_the_rest() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made = producer(broker)
+            worker_of(made).gate.clear()
+            working = asyncio.create_task(started(made, asyncio.Event()))
+            await until(lambda: worker_of(made).under_way == 3)
+            broker.step = broker.num_steps
+            await working
+            assert made.tally.groups["dropped"] == 3
+            assert worker_of(made).under_way == 0
+
+    run(go())
+
+
+def test_total_steps_of_its_own_count() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            broker.step, broker.num_steps = 5, 5
+            made, stop = producer(broker, total_steps=0), asyncio.Event()
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: len(broker.groups) > 5)
+            stop.set()
+            await working
+            made = producer(broker, total_steps=4)
+            await started(made, asyncio.Event())
+            assert not made.tally.groups["sent"]
+
+    run(go())
+
+
+def test_a_stop_finishes_what_is_under_way_or_drops_it_in_time() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker, drain_seconds=0.05), asyncio.Event()
+            worker_of(made).gate.clear()
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: worker_of(made).under_way == 3)
+            stop.set()
+            await working
+            assert made.tally.groups == {"dropped": 3}
+            assert broker.groups == []
+
+    run(go())
+
+
+@pytest.mark.parametrize(("rewards", "fate"), [((1.0, 1.0), "flat"), ((None, 1.0), "failed")])
+def test_groups_that_teach_nothing_are_not_handed_in(rewards: Any, fate: str) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker), asyncio.Event()
+            worker_of(made).rewards = rewards
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: made.tally.groups[fate] >= 3)
+            stop.set()
+            await working
+            assert broker.groups == []
+
+    run(go())
+
+
+def test_flat_groups_may_be_wanted() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker), asyncio.Event()
+            made.drop_flat = False
+            worker_of(made).rewards = (1.0, 1.0)
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: broker.groups)
+            stop.set()
+            await working
+
+    run(go())
+
+
+@pytest.mark.parametrize("error", [EngineError("the engine says no"), ValueError("a bug")])
+def test_what_ails_every_group_ends_the_work(error: Exception) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made = producer(broker)
+            worker_of(made).error = error
+            with pytest.raises(type(error), match=str(error)):
+                await started(made, asyncio.Event())
+
+    run(go())
+
+
+def test_refusals_in_a_row_end_the_work() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made = producer(broker, n=1)
+            broker.faults["/scored_data"].extend([422, "ok", 422, 422, 422])
+            with pytest.raises(BrokerError, match="a fault"):
+                await started(made, asyncio.Event())
+            assert made.tally.groups["refused"] == 4
+
+    run(go())
+
+
+def test_a_group_that_takes_too_long_is_dropped() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker, group_seconds=0.02), asyncio.Event()
+            worker_of(made).gate.clear()
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: made.tally.groups["failed"] >= 3)
+            stop.set()
+            await working
+
+    run(go())
+
+
+def test_every_epoch_plays_every_task_once_in_an_order_of_its_own() -> None:
+    async def go() -> list[str]:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker, n=1), asyncio.Event()
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: len(worker_of(made).names) >= 10)
+            stop.set()
+            await working
+            return list(worker_of(made).names[:10])
+
+    names = [name.rpartition("/")[2] for name in run(go())]
+    epochs = [[name.partition("@") for name in part] for part in (names[:5], names[5:])]
+    assert [sorted(task for task, _, _ in epoch) for epoch in epochs] == [list("01234")] * 2
+    assert [{visit for _, _, visit in epoch} for epoch in epochs] == [{"0"}, {"1"}]
+    assert names[:5] != [f"{task}@0" for task, _, _ in epochs[1]]
+
+
+@pytest.mark.parametrize(
+    ("share", "status", "wanted"),
+    [
+        (None, {"queue_size": 0}, 9),  # three batches of 8 / 2 groups, but n is 9
+        (None, {"queue_size": 7}, 5),
+        (None, {"queue_size": 12}, 0),
+        (None, {"queue_size": 99}, 0),
+        (None, {"queue_size": 0, "env_weight": 0.33}, 3),
+        (None, {"queue_size": 0, "env_weight": 0.01}, 1),
+        (None, {"queue_size": 0, "unallocated_fraction": 0.5}, 6),
+        (0.5, {"queue_size": 99, "self_queue_size": 4}, 2),  # its own share is filled though the queue is full
+        (0.5, {"queue_size": 0, "self_queue_size": 0, "unallocated_fraction": 0.0}, 6),
+    ],
+)
+def test_how_much_is_wanted(share: float | None, status: dict[str, Any], wanted: int) -> None:
+    spec = wire.EnvRegistration(
+        max_token_length=64, desired_name="e", weight=1.0, group_size=2, min_batch_allocation=share
+    )
+    made = producer(FakeBroker(ours=True), n=9)
+    made.client = EnvClient(Connection("http://b:1"), spec, key="k")
+    assert made.wanted(Status(current_step=0, **status)) == 0, "the size of a batch is not known yet"
+    made._info = wire.Info(batch_size=8, max_token_len=64)
+    assert made.wanted(Status(current_step=0, **status)) == wanted
+
+
+def test_answers_that_were_cut_can_be_left_out_of_the_loss() -> None:
+    cut = make_rollout("g/0", [([1], [2], [-1.0])], 0.5, finish="length")
+    whole = make_rollout("g/1", [([1], [2], [-1.0])], 0.0)
+    group = mask_truncated(make_group("g", [cut, whole]))
+    assert [r.trained for r in group.rollouts] == [False, True]
+    assert [r.reward for r in group.rollouts] == [0.5, 0.0]
+
+
+# Engines elsewhere
+
+
+def sample(engine: RemoteEngine, max_tokens: int = 16, prompt: Sequence[int] = (1, 2)) -> Any:
+    return engine.generate(prompt, Sampling(max_tokens=max_tokens), 1)
+
+
+def remote(*engines: FakeEngine, **options: Any) -> Remote:
+    return Remote(urls=tuple(e.url for e in engines), model="m", backoff=quick(), **options)
+
+
+@pytest.mark.parametrize(("dialect", "version"), [("tandem", 7), ("atropos", -1), ("openai", -1)])
+def test_every_kind_of_engine_is_understood(dialect: Any, version: int) -> None:
+    async def go() -> None:
+        async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
+            fake.version = 7
+            found = await sample(engine)
+            assert found.tokens == (98, 99, 100, END)
+            assert found.logprobs == (-0.5,) * 4
+            assert (set(found.versions), found.finish) == ({version}, "stop")
+            assert fake.asked[0]["stop_token_ids"] == [END]
+            assert (await sample(engine, 2)).finish == "length"
+            assert engine.tells_versions is (dialect == "tandem")
+
+    run(go())
+
+
+def test_an_engines_own_limit_counts() -> None:
+    async def go() -> None:
+        async with FakeEngine("atropos") as fake:
+            fake.context = 20
+            async with remote(fake).open(context=100, ends=[]) as engine:
+                assert engine.context == 20
+                await sample(engine, 100, prompt=range(12))
+                assert fake.asked[0]["max_tokens"] == 8
+                engine.limit(10)
+                with pytest.raises(EngineError, match="leaves no room"):
+                    await sample(engine, prompt=range(12))
+
+    run(go())
+
+
+@pytest.mark.parametrize("fault", ["cut", 503, 502, 429])
+def test_requests_are_asked_again(fault: Any) -> None:
+    async def go() -> None:
+        async with FakeEngine("tandem") as fake, remote(fake).open(context=100, ends=[]) as engine:
+            fake.faults.extend([fault] * 5)
+            assert (await sample(engine)).finish == "stop"
+
+    run(go())
+
+
+def test_an_error_of_the_request_is_not_asked_for_ever() -> None:
+    async def go() -> None:
+        async with FakeEngine("tandem") as fake, remote(fake).open(context=100, ends=[]) as engine:
+            fake.faults.extend([400])
+            with pytest.raises(EngineError, match="answers /generate with 400"):
+                await sample(engine)
+            assert len(fake.asked) == 1
+            fake.faults.extend([500] * 9)
+            with pytest.raises(EngineError, match="500"):
+                await sample(engine)
+            assert len(fake.asked) == 4
+
+    run(go())
+
+
+def test_others_take_over_while_one_is_away() -> None:
+    async def go() -> None:
+        async with (
+            FakeEngine("tandem") as one,
+            FakeEngine("tandem") as other,
+            remote(one, other, patience=0.0).open(context=100, ends=[]) as engine,
+        ):
+            await one.down()
+            for _ in range(4):
+                await sample(engine)
+            assert len(other.asked) == 4
+            assert not one.asked
+            await one.up()
+
+    run(go())
+
+
+def test_patience_ends_when_all_are_away() -> None:
+    async def go() -> None:
+        async with FakeEngine("tandem") as fake, remote(fake, patience=0.05).open(context=100, ends=[]) as engine:
+            await fake.down()
+            with pytest.raises(EngineError, match="is it running"):
+                await sample(engine)
+            await fake.up()
+
+    run(go())
+
+
+def test_requests_go_where_fewest_are() -> None:
+    async def go() -> None:
+        async with (
+            FakeEngine("tandem") as one,
+            FakeEngine("tandem") as other,
+            remote(one, other).open(context=100, ends=[]) as engine,
+        ):
+            await asyncio.gather(*(sample(engine) for _ in range(10)))
+            assert len(one.asked) == len(other.asked) == 5
+
+    run(go())
+
+
+def test_an_engine_may_be_started_later(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        fake = FakeEngine("tandem")
+        await fake.up()
+        await fake.down()
+
+        async def opened() -> None:
+            async with remote(fake).open(context=100, ends=[]) as engine:
+                await sample(engine)
+
+        opening = asyncio.create_task(opened())
+        await until(lambda: "is it running" in caplog.text)
+        await fake.up()
+        await opening
+        await fake.down()
+
+    caplog.set_level(logging.WARNING)
+    run(go())
+    assert "answers again" in caplog.text
+
+
+def test_text_alone_cannot_be_trained_on() -> None:
+    class TextOnly(FakeEngine):
+        async def _sample(self, request: Any) -> Any:
+            from aiohttp import web
+
+            return web.json_response({"choices": [{"finish_reason": "stop", "logprobs": None, "text": "hi"}]})
+
+    async def go() -> None:
+        async with TextOnly("openai") as fake, remote(fake).open(context=100, ends=[]) as engine:
+            with pytest.raises(EngineError, match="text cannot be trained on"):
+                await sample(engine)
+
+    run(go())
+
+
+def test_an_address_may_end_in_v1() -> None:
+    assert [native(url) for url in ("http://e:1/v1", "http://e:1/v1/", "http://e:1")] == ["http://e:1"] * 3
