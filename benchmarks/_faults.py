@@ -369,6 +369,7 @@ CAUGHT: tuple[tuple[str, str], ...] = (
     ("published tensors differ", "checksum"),
     ("weights that are not trained differ", "checksum"),
     ("nats", "probe"),
+    ("answers a probe as", "probe"),
     ("never resumed", "deadline"),
     ("waited", "deadline"),
     ("nobody says whose", "version"),

@@ -245,7 +245,7 @@ async def way(engine: Any, name: str, model: Path, folder: Path) -> AsyncIterato
     sync: WeightSync = {
         "shared": Shared(),
         # gloo, since trainer and engine may have to share one GPU, which NCCL does not do
-        "broadcast": Broadcast(seconds=4.0, bucket_mb=1, backend="gloo"),
+        "broadcast": Broadcast(seconds=10.0 if CUDA else 4.0, bucket_mb=1, backend="gloo"),
         "hotswap": Hotswap(),
     }[how]
     trains: Trains = Full() if what == "full" else Lora(rank=RANK, alpha=2 * RANK)

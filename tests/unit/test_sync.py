@@ -30,7 +30,7 @@ from tandem.metrics import Sum
 from tandem.policy.policy import Policy
 from tandem.run import check_pairs
 from tandem.sync import base, broadcast
-from tandem.sync._proof import PROBE, Checksums, differing, gap
+from tandem.sync._proof import PROBE, Checksums, differing, gap, mistaken_for
 from tandem.sync.base import Link, Published, WeightSync
 from tandem.sync.broadcast import Broadcast
 from tandem.sync.hotswap import SPARE, Hotswap
@@ -584,6 +584,81 @@ def test_the_worst_gap_is_told(policy: Policy, tiny_model: Path) -> None:
     assert answered(policy, tiny_model, lied, tolerance=1.0) == pytest.approx(0.5, abs=1e-4)
     with pytest.raises(StaleWeights, match=r"on a probe engine one and the trainer differ by 0\.5 nats"):
         answered(policy, tiny_model, lied)
+
+
+def noisy(values: Sequence[float], size: float, seed: int) -> list[float]:
+    noise = torch.randn(len(values), generator=torch.Generator().manual_seed(seed)) * size
+    return [value + float(n) for value, n in zip(values, noise, strict=True)]
+
+
+@pytest.mark.parametrize("effect", [0.0, 1e-4, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_noise_is_mistaken_for_no_other_weights(effect: float, heavy: bool) -> None:
+    """Also where a few tokens have most of the noise, and of the difference between two versions."""
+    told = set()
+    for seed in range(400):
+        mine = noisy([-2.0] * 40, 1.0, seed)
+        size = torch.ones(40)
+        if heavy:
+            size[:3] = 20.0
+        other = [m + float(s) * d for m, s, d in zip(mine, size, noisy([0.0] * 40, effect, seed + 1000), strict=True)]
+        engine = [m + float(s) * n for m, s, n in zip(mine, size, noisy([0.0] * 40, 0.02, seed + 2000), strict=True)]
+        told.add(mistaken_for(engine, mine, {"another": other}))
+    assert told == {""}
+
+
+@pytest.mark.parametrize("which", ["one", "another"])
+def test_an_engine_on_other_weights_is_seen_within_the_tolerance(which: str) -> None:
+    """The largest difference is 0.25 nats, which bfloat16 may have by itself."""
+    mine = noisy([-2.0] * 40, 1.0, 0)
+    others = {
+        name: [m + e for m, e in zip(mine, noisy([0.0] * 40, 0.1, seed), strict=True)]
+        for name, seed in (("one", 1), ("another", 2))
+    }
+    engine = noisy(others[which], 0.005, 3)
+    assert gap(engine, mine) < 0.3
+    assert mistaken_for(engine, mine, others) == which
+    assert mistaken_for(engine[:8], mine[:8], {name: values[:8] for name, values in others.items()}) == "", "too few"
+
+
+def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(policy: Policy) -> None:
+    stale: list[float] = []
+
+    def changed() -> None:
+        with torch.no_grad():
+            policy.head.weight.mul_(1.05)
+
+    async def work(engine: Watched) -> None:
+        async with Shared(tolerance=50.0).open(policy, engine, START, Full()) as link:
+            stale[:] = policy.score(link._probe)
+            with pytest.raises(StaleWeights, match="answers a probe as the version before does"):
+                async with link.commit(1):
+                    changed()
+
+    run(policy, work, scored=lambda logprobs: stale or logprobs)
+
+
+def test_an_engine_that_leaves_the_adapter_out_is_seen_within_the_tolerance(tiny_model: Path) -> None:
+    trains = Lora(rank=4, alpha=8)
+    base: list[float] = []
+
+    def changed() -> None:
+        with torch.no_grad():
+            for _, parameter in trains.parameters(policy.model):
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+    async def work(engine: Watched) -> None:
+        async with Shared(tolerance=50.0).open(policy, engine, START, trains) as link:
+            first = policy.score(link._probe)
+            async with link.commit(1):
+                changed()
+            base[:] = first  # no longer that of the version before
+            with pytest.raises(StaleWeights, match="answers a probe as the model without its adapter does"):
+                async with link.commit(2):
+                    changed()
+
+    with live_policy(tiny_model, trains=trains) as policy:
+        run(policy, work, scored=lambda logprobs: base or logprobs)
 
 
 def test_a_probe_from_a_prefix_cache_is_refused(policy: Policy, tiny_model: Path) -> None:

@@ -20,6 +20,9 @@ Checksums = Mapping[str, int]
 PROBE = "The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36."
 """Scored on both sides after a publish."""
 
+_ENOUGH = 16
+"""Tokens of a probe, of which chance hardly ever puts nine tenths on one side."""
+
 
 def differing(mine: Checksums, theirs: Checksums) -> list[str]:
     """Names of the trainer's tensors that the engine holds otherwise, or not at all."""
@@ -61,14 +64,44 @@ async def compare_frozen(
             )
 
 
-def probe_gap(score: Callable[..., list[float]], tokens: Sequence[int], probe: Probe) -> dict[str, float]:
-    """Largest difference in nats between a probe's answer and the trainer's own ``score``, by what was asked."""
-    gaps = {"on a probe": gap(probe.scored, score(tokens))}
+def probe_gap(
+    score: Callable[..., list[float]], tokens: Sequence[int], probe: Probe, mine: Sequence[float]
+) -> dict[str, float]:
+    """Largest difference in nats between a probe's answer and the trainer's own ``score``, by what was asked.
+
+    Args:
+        score: the trainer's.
+        tokens: of the probe.
+        probe: an engine's answer.
+        mine: ``score(tokens)``.
+    """
+    gaps = {"on a probe": gap(probe.scored, mine)}
     if probe.sampled is not None:
         whole = [*tokens, *probe.sampled.tokens]
         ours = score(whole, probe.temperature)[len(tokens) - 1 :]
         gaps["on tokens sampled after a probe"] = gap(probe.sampled.logprobs, ours)
     return gaps
+
+
+def mistaken_for(engine: Sequence[float], mine: Sequence[float], others: Mapping[str, Sequence[float]]) -> str:
+    """Which other weights an engine samples from, judged by its logprobs of a probe; empty if it is none of them.
+
+    In bfloat16 the tolerance of a probe must be wide, and an adapter that is left out may stay within it. But numerics
+    know no weights: they put an engine as often on one side as on the other, while one that samples from other weights
+    is nearer to those at almost every token, and by far in all.
+
+    Args:
+        engine: what an engine answered.
+        mine: what the trainer computes with the weights that were published.
+        others: what it computed with others, by what they are.
+    """
+    for what, theirs in others.items():
+        from_mine = [abs(e - m) for e, m in zip(engine, mine, strict=True)]
+        from_theirs = [abs(e - t) for e, t in zip(engine, theirs, strict=True)]
+        nearer = sum(t < m for t, m in zip(from_theirs, from_mine, strict=True))
+        if nearer > 0.9 * len(engine) and sum(from_theirs) < 0.5 * sum(from_mine) and len(engine) >= _ENOUGH:
+            return what
+    return ""
 
 
 def gap(engine: Sequence[float], trainer: Sequence[float]) -> float:

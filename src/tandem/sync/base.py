@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -17,7 +17,7 @@ from tandem.engines.base import Adapter, Engine, EngineSpec
 from tandem.errors import EngineError, StaleWeights, TornWeights, UnsupportedPair
 from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
-from tandem.sync._proof import PROBE, Checksums, compare_frozen, differing, probe_gap
+from tandem.sync._proof import PROBE, Checksums, compare_frozen, differing, mistaken_for, probe_gap
 from tandem.sync._trained import Trained
 from tandem.types import PolicyVersion
 from tandem.weights.checksums import digest
@@ -192,6 +192,7 @@ class Link:
     _bound: int = -1
     _served: int = -1
     _probe: list[int] = field(default_factory=list)
+    _others: dict[str, list[float]] = field(default_factory=dict)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -352,15 +353,21 @@ class Link:
         await self.sync.compare(self, mine)
         if not self._probe:
             self._probe = self.policy.tokenizer.encode(PROBE)[:64]
+            if off := self.trains.untrained(self.policy.model):
+                self._others["the model without its adapter"] = await self.policy.compute(self._within, off)
+        mine_scored, probes = await asyncio.gather(
+            self.policy.compute(self.policy.score, self._probe), self.engine.probe(self._probe)
+        )
         allowed = self.sync.tolerance or (1e-3 if self.policy.dtype.itemsize == 4 else 0.3)
         worst = 0.0
-        for probe in await self.engine.probe(self._probe):
+        for probe in probes:
             if probe.cached:
                 raise StaleWeights(
                     f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
                     "their keys and values are of older weights"
                 )
-            for what, found in (await self.policy.compute(probe_gap, self.policy.score, self._probe, probe)).items():
+            gaps = await self.policy.compute(probe_gap, self.policy.score, self._probe, probe, mine_scored)
+            for what, found in gaps.items():
                 if not found <= allowed:
                     raise StaleWeights(
                         f"version {version.step} was moved, but {what} {probe.name} and the trainer differ by "
@@ -368,7 +375,17 @@ class Link:
                         "or is noisier than this model should be (deep ones with random weights are: sync.tolerance)"
                     )
                 worst = max(worst, found)
+            if other := mistaken_for(probe.scored, mine_scored, self._others):
+                raise StaleWeights(
+                    f"version {version.step} was moved, but {probe.name} answers a probe as {other} does, and samples "
+                    "from that"
+                )
+        self._others["the version before"] = mine_scored
         return worst
+
+    def _within(self, off: AbstractContextManager[None]) -> list[float]:
+        with off:
+            return self.policy.score(self._probe)
 
 
 def _name(thing: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -112,6 +113,10 @@ class Trains(ABC):
         Called after the optimizer's step, on the compute thread, while no token is sampled. Writes in place, in the
         storage that the weights have at that time.
         """
+
+    def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """Within it the model computes what it did before it was trained; None where it cannot."""
+        return None
 
     def base_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Every weight of the causal language model by its Hugging Face name, tied ones once; no adapter tensors."""

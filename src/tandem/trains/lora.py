@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -119,6 +120,13 @@ class Lora(Trains):
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
         for _, layer in _merged.layers(model):
             layer.fold()
+
+    def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """The adapter switched off; merged, W0 is not where the model computes."""
+        if self.merged:
+            return None
+        off: AbstractContextManager[None] = model.disable_adapter()  # type: ignore[operator]
+        return off
 
     def base_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The causal model's own weights, under the names they had before the adapter came."""
