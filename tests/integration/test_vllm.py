@@ -13,6 +13,7 @@ import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import (
     CUDA,
+    HEAD_DIM,
     KL,
     alive,
     engine,
@@ -64,7 +65,7 @@ is formed anew in broadcast-full and -lora, and an engine is started on what was
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose heads are wide enough for vLLM's attention."""
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", head_dim=32)
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", head_dim=HEAD_DIM)
 
 
 @needs_engine

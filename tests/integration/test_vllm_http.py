@@ -23,7 +23,7 @@ import pytest
 import torch
 import yaml
 from conftest import build_tiny_model
-from integration.vllm_runs import CUDA, DTYPE, GAP, alive, engine, needs_engine, published, recipe, until
+from integration.vllm_runs import CUDA, DTYPE, GAP, HEAD_DIM, alive, engine, needs_engine, published, recipe, until
 from tiny import reference
 
 from tandem import config, run
@@ -106,7 +106,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("serve")
-    model = build_tiny_model(place / "model", head_dim=32)
+    model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
     own = engine(api_key_variable="SERVE_KEY", max_num_seqs=16)
     lora = {"kind": "lora", "rank": 8, "alpha": 16}
     options = recipe(

@@ -16,6 +16,7 @@ import pytest
 from conftest import build_tiny_model
 from integration.vllm_runs import (
     DTYPE,
+    HEAD_DIM,
     Left,
     Trainer,
     alive,
@@ -43,7 +44,7 @@ PROMPTS = [[10, 20, 30], list(range(40, 90)), [7] * 12, list(b"1+2="), list(rang
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose heads are wide enough for vLLM's attention."""
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", head_dim=32)
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", head_dim=HEAD_DIM)
 
 
 def checked(folder: Path, *, steps: int, each: int = 4) -> None:

@@ -27,6 +27,8 @@ import yaml
 REPOSITORY = Path(__file__).parents[2]
 CUDA = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 DTYPE = "bfloat16" if CUDA else "float32"
+HEAD_DIM = 64 if CUDA else 32
+"""Of the tiny models: what vLLM's attention takes at least."""
 GAP = 0.3 if CUDA else 1e-4
 """Most by which a logprob may differ between engine and trainer on the same weights."""
 KL = 1e-3 if CUDA else 1e-8
