@@ -26,6 +26,7 @@ from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.optimizers.base import Optimizer
+from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
 from tandem.types import Group, Rollout, Sampling, Task, Turn
@@ -82,7 +83,14 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
         found["optimizer"] = args.optimizer
         optimizer, loss = OPTIMIZERS[args.optimizer], Grpo()
         stepper = await policy.compute(optimizer.bind, live.link.trains.parameters(policy.model))
-        step = Step(policy=policy, loss=loss, optimizer=optimizer, stepper=stepper, sampling=Sampling(), steps=100)
+        step = Step(
+            policy=policy,
+            objective=Objective(loss=loss),
+            optimizer=optimizer,
+            stepper=stepper,
+            sampling=Sampling(),
+            steps=100,
+        )
         pack = Packer(
             advantage=DrGrpo(),
             reduction=loss.reduction,

@@ -28,6 +28,7 @@ from tandem.advantages.dr_grpo import DrGrpo
 from tandem.losses.grpo import Grpo
 from tandem.optimizers.adamw import AdamW
 from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
@@ -77,7 +78,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = AdamW(lr=1e-6)
     named = list(model.named_parameters())
     stepper = await policy.compute(optimizer.bind, named)
-    step = Step(policy=policy, loss=Grpo(), optimizer=optimizer, stepper=stepper, sampling=Sampling(), steps=1)
+    step = Step(
+        policy=policy,
+        objective=Objective(loss=Grpo()),
+        optimizer=optimizer,
+        stepper=stepper,
+        sampling=Sampling(),
+        steps=1,
+    )
     took: list[float] = []
     for _ in range(args.repeat + 1):
         begin = time.perf_counter()

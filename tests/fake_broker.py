@@ -136,6 +136,9 @@ class FakeBroker:
     def _GET_batch(self, request: web.Request, said: Any) -> dict[str, Any]:
         return self.batches.popleft() if self.batches else {"batch": None}
 
+    def _POST_renew(self, request: web.Request, said: Any) -> dict[str, Any]:
+        return self._POST_ack(request, said)
+
     def _POST_ack(self, request: web.Request, said: Any) -> dict[str, Any]:
         return {"status": "success" if said["batch"] == "b" else "failure"}
 

@@ -84,6 +84,24 @@ def check(
     raise typer.Exit(check(recipe, overrides or [], tasks))
 
 
+@app.command()
+def certify(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    overrides: Overrides = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Prove that a recipe's gradient is the one it says.
+
+    On made-up answers, on the CPU: it must not depend on how a batch is cut, and must be that of the plain formulas.
+    """
+    from tandem.verbs.certify import prove
+
+    raise typer.Exit(prove(recipe, overrides or [], real=real, as_json=as_json))
+
+
 @app.command("list")
 def list_parts(
     slot: Annotated[str | None, typer.Argument(metavar="[SLOT]", help="losses, envs, ...; default: all slots.")] = None,

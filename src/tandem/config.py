@@ -12,26 +12,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem import resolve
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec, part, parts
 from tandem.recipe.encode import encode
+from tandem.recipe.objective import inert_objective
 from tandem.recipe.sections import Broker, Checkpoint, Evaluate, Grading, require
-from tandem.recipe.tree import SHELL, Branch, Leaf, Problems, from_plain, parse, render
+from tandem.recipe.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.recipe.tree import Branch, Problems, from_plain, parse, render
 from tandem.sinks.base import Sink
 from tandem.types import Json, Sampling
 
 if TYPE_CHECKING:
     from tandem.advantages.base import Advantage
+    from tandem.corrections.base import Correction
     from tandem.engines.base import EngineSpec
     from tandem.losses.base import Loss
     from tandem.optimizers.base import Optimizer
+    from tandem.references.base import Reference
     from tandem.sync.base import WeightSync
     from tandem.trains.base import Trains
 else:  # their bases import torch; a field made by ``part`` is built by its slot, not by its annotation
-    Advantage = EngineSpec = Loss = Optimizer = WeightSync = Trains = Any
+    Advantage = Correction = EngineSpec = Loss = Optimizer = Reference = WeightSync = Trains = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,10 @@ class RunConfig:
     """Hugging Face id or a local folder."""
     steps: int
     """Optimizer steps of the whole run."""
-    env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": "broker"})
+    env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": ("envs", "broker")})
     """Where tasks come from; with broker those to evaluate on, if any."""
+    envs: Mapping[str, Source] = field(default_factory=dict, metadata={"entries": Source})
+    """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
     broker: Broker | None = field(default=None, metadata={"shorthand": "url"})
     """Train on what environments elsewhere send to this broker: its address, or a mapping."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
@@ -66,6 +71,14 @@ class RunConfig:
     """How much better an answer was than its group."""
     loss: Loss = part("losses", "grpo")
     """The objective, per token."""
+    old_logprobs: Literal["sampled", "recomputed"] = "sampled"
+    """What ratios are against: the sampler's logprobs, or the policy's own as the step began (decoupled)."""
+    corrections: tuple[Correction, ...] = parts("corrections", ())
+    """Weights of tokens by how far their sampler was from the policy; several are multiplied."""
+    reference: Reference | None = field(default=None, metadata={"slot": "references"})
+    """An older policy whose KL is penalised; null: none."""
+    updates: int = 1
+    """Optimizer updates on each batch, all within one step; above 1 the policy leaves what sampled the batch."""
     optimizer: Optimizer = part("optimizers", "adamw")
     """How weights are updated, and the learning rate."""
     trains: Trains = part("trains", "full")
@@ -109,14 +122,22 @@ class RunConfig:
             groups_per_step=(self.groups_per_step >= 1, "at least 1"),
             group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
             env=(
-                self.env is not None or self.broker is not None,
-                "given, such as gsm8k (tandem list envs), or broker, where environments are elsewhere",
+                bool(self.env or self.envs or self.broker),
+                "given, such as gsm8k (tandem list envs), or envs, or broker, where environments are elsewhere",
             ),
+            envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
+            rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(
                 self.max_lag >= (self.broker is not None),
                 "at least 1 with broker, since its environments sample while a step is trained"
                 if self.broker
                 else "at least 0",
+            ),
+            updates=(self.updates >= 1, "at least 1"),
+            old_logprobs=(
+                self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
+                "recomputed for corrections that truncate: against the sampler the loss has the ratio inside; or choose"
+                " beyond: mask",
             ),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
             micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
@@ -126,6 +147,10 @@ class RunConfig:
             name=(self.name is None or _is_folder_name(self.name), "a folder's name, not a path"),
             runs=(bool(self.runs.strip()), "a folder"),
             **{
+                "reference.every": (
+                    getattr(self.reference, "every", 0) < self.steps,
+                    f"below steps ({self.steps}): the average would never move",
+                ),
                 "sampling.temperature": (0 < sampling.temperature < math.inf, "above 0: greedy answers are all alike"),
                 "sampling.top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
                 "sampling.top_k": (sampling.top_k >= 0, "at least 0"),
@@ -135,7 +160,12 @@ class RunConfig:
             },
         )
         if not self.rewards and self.env is not None:
-            object.__setattr__(self, "rewards", _default_rewards(self.env))
+            object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """Every environment with its rewards, by the name that its groups and metrics bear; one is a mixture of one."""
+        return self.envs if self.env is None else {self.env.name: Source(env=self.env, rewards=self.rewards)}
 
     @property
     def plays(self) -> bool:
@@ -146,21 +176,25 @@ class RunConfig:
     def evaluates(self) -> bool:
         """True if held-out tasks are looked at in this run."""
         asked = self.evaluate
-        return self.env is not None and asked.tasks > 0 and bool(asked.before or asked.after or asked.every)
+        return bool(self.sources) and asked.tasks > 0 and bool(asked.before or asked.after or asked.every)
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, given the others."""
-        unread: dict[str, str] = {}
+        unread: dict[str, str] = inert_objective(self)
+        if self.envs:
+            unread |= dict.fromkeys(("env", "rewards"), "envs names several environments, each with its rewards")
+        else:
+            unread["envs"] = "it names none"
         if self.truncated != "penalise":
             unread["truncated_penalty"] = "it is read by truncated: penalise alone"
         if self.broker is not None:
             unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
-        if self.broker is not None and self.env is None:
+        if self.broker is not None and not self.sources:
             elsewhere = "environments are elsewhere (broker) and there is no env to evaluate on"
             unread |= dict.fromkeys(("rewards", "evaluate", "grading", "sampling.stop"), elsewhere)
         elif self.broker is not None and not self.evaluates:
             nothing = "tasks come from elsewhere (broker) and nothing is evaluated"
-            unread |= dict.fromkeys(("env", "rewards", "grading", "sampling.stop"), nothing)
+            unread |= dict.fromkeys(("env", "envs", "rewards", "grading", "sampling.stop"), nothing)
         return unread
 
 
@@ -209,10 +243,11 @@ def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: 
 
 def _build(tree: Branch, source: Path, overrides: Sequence[str], problems: Problems) -> Loaded:
     """Overrides laid over a tree, and the whole of it built."""
-    own_rewards = "rewards" in tree.entries
+    spell_out(tree)
+    given = rewarded(tree)
     override.apply(tree, RunConfig, overrides, problems)
-    if not own_rewards:
-        _complete_rewards(tree)
+    spell_out(tree)
+    complete_rewards(tree, given)
     builder = Builder(problems)
     config = builder.dataclass(RunConfig, tree, "")
     problems.raise_if_any(str(source))
@@ -271,37 +306,3 @@ def digest(config: RunConfig) -> str:
 
 def _is_folder_name(name: str) -> bool:
     return bool(name.strip()) and name not in (".", "..") and not set(name) & set("/\\\0")
-
-
-def _default_rewards(env: Environment) -> Mapping[str, RewardSpec]:
-    """Reward specs of an environment's own choice."""
-    problems = Problems()
-    where = f"the default rewards of {env.name}"
-    specs = Builder(problems).rewards("rewards", from_plain(dict(env.default_rewards), where), "rewards")
-    problems.raise_if_any(where)
-    if not specs:
-        known = ", ".join(resolve.names("rewards"))
-        raise ValueError(f"rewards must name at least one, since {env.name} has none of its own; known: {known}")
-    return dict(specs)
-
-
-def _complete_rewards(tree: Branch) -> None:
-    """Overrides of single rewards change the environment's own set, so that set goes beneath them."""
-    changed, env_tree = tree.entries.get("rewards"), tree.entries.get("env")
-    if not isinstance(changed, Branch) or env_tree is None or changed.where == f"{SHELL}rewards":
-        return
-    env = Builder(Problems()).part("envs", env_tree, "env", None)
-    if not isinstance(env, Environment):
-        return  # the mistake in it is found when the whole recipe is built
-    merged = from_plain(dict(env.default_rewards), f"the default rewards of {env.name}")
-    assert isinstance(merged, Branch)
-    for name, value in changed.entries.items():
-        own = merged.entries.get(name)
-        if isinstance(own, Branch) and isinstance(value, Leaf):
-            own.put("weight", value, value.where)
-        elif isinstance(own, Branch) and isinstance(value, Branch):
-            for key, inner in value.entries.items():
-                own.put(key, inner, value.key_where[key])
-        else:
-            merged.put(name, value, changed.key_where[name])
-    tree.put("rewards", merged, tree.key_where["rewards"])

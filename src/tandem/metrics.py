@@ -80,6 +80,28 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """An effective sample size as a share of the sample: (sum w)^2 / (n sum w^2), 1 where all weights are alike."""
+
+    sum: float
+    """Total of the weights."""
+    squares: float
+    """Total of their squares."""
+    n: float
+    """How many weights there are."""
+
+    def merge(self, other: Share) -> Share:
+        """Of both samples together."""
+        return Share(self.sum + other.sum, self.squares + other.squares, self.n + other.n)
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """``{name: share}``; 0 where every weight is 0, nothing if n is 0."""
+        if not self.n:
+            return {}
+        return {name: self.sum * self.sum / (self.n * self.squares) if self.squares else 0.0}
+
+
+@dataclass(frozen=True, slots=True)
 class Histogram:
     """A population, kept whole within a step; written as mean, std and quartiles."""
 

@@ -17,7 +17,19 @@ from typing import Any
 
 from tandem.errors import ConfigError
 
-SLOTS = ("envs", "rewards", "advantages", "losses", "optimizers", "trains", "engines", "sync", "sinks")
+SLOTS = (
+    "envs",
+    "rewards",
+    "advantages",
+    "losses",
+    "corrections",
+    "references",
+    "optimizers",
+    "trains",
+    "engines",
+    "sync",
+    "sinks",
+)
 """Folders of ``tandem`` in which one file is one part."""
 
 

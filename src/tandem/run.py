@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,30 @@ import torch
 
 from tandem import config as recipes
 from tandem import memory
+from tandem.advantages.base import Advantage, Weighs
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest, CanLend, Engine, Needs
 from tandem.envs.base import Split
-from tandem.errors import EnvError, RewardError, UnsupportedPair
+from tandem.errors import UnsupportedPair
+from tandem.optimizers.base import Stepper
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
-from tandem.rewards._workers import Graders
-from tandem.rollout import prompts
+from tandem.references.base import Held
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Cursor, Supply
-from tandem.rollout.gold import check_environment
-from tandem.rollout.measure import Solved
-from tandem.rollout.worker import Worker
+from tandem.rollout.streams import Stream
 from tandem.sinks.base import RunInfo
 from tandem.sync.base import Link
 from tandem.telemetry import log as logs
 from tandem.telemetry.emit import Telemetry
-from tandem.trainer import lifetime, loop, supply
+from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
-from tandem.types import Json, PolicyVersion, Sampling, Task
+from tandem.types import Json, PolicyVersion, Sampling
 
 
 def check_pairs(config: RunConfig) -> None:
@@ -63,9 +62,9 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
         TandemError: anything else that ended it.
     """
     check_pairs(config)
-    tasks = {split: _tasks(config, split) for split in _splits(config)}
+    tasks = {split: players.tasks(config, split) for split in players.splits(config)}
     model = load_config(config.model)
-    longest = _longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
+    longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
     memory.plan(config, model, prompt_tokens=longest, resumed=resume).require()
     folder = resume or lifetime.new_folder(config)
     with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder):
@@ -92,14 +91,13 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
 
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
-    tasks = _tasks(config, "test")
-    async with _policy(config) as policy, _graders(config, None) as graders:
+    tasks = players.tasks(config, "test")
+    async with _policy(config) as policy, players.opened(config, config.sources, None) as playing:
         if weights is not None:
             await policy.compute(config.trains.load, policy.model, weights)
         async with _published(config, policy, fresh=weights is None) as engine:
-            worker = _worker(config, policy, engine, graders)
-            evaluator = _evaluator(config, worker, tasks, None, lambda record: None)
-            return await evaluator(0)
+            streams = playing.streams(engine, _template(config, policy), _first(config, tasks))
+            return await _evaluator(config, streams, None, lambda record: None)(0)
 
 
 @asynccontextmanager
@@ -122,65 +120,76 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
 
 @asynccontextmanager
 async def _assembled(
-    config: RunConfig, folder: Path, tasks: Mapping[Split, Sequence[Task]], telemetry: Telemetry
+    config: RunConfig, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
 ) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
     """Every part of a run, live, and the state it starts from."""
     async with AsyncExitStack() as stack:
         policy = await stack.enter_async_context(_policy(config))
-        graders = await stack.enter_async_context(_graders(config, folder)) if config.plays else None
-        if graders is not None:
-            await _check_gold(config, graders)
+        played = config.sources if config.plays else {}
+        playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
+        await playing.check_gold()
+        held = (
+            None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
+        )
         state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
         needs = engine_needs(config, folder, restored=state.step)
         context = memory.context(config, policy.config)
         engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
         link = Link(
-            sync=config.sync,
-            policy=policy,
-            engine=engine,
-            trains=config.trains,
-            folder=folder,
-            versions=needs.versions,
+            sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
         )
         # First: the weights may move into the engine's memory, and the optimizer writes where they are.
         await link.bind(fresh=_started_on_ours(config, engine, state.step))
         stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
-        checkpoints = Checkpoints(
-            folder=folder / "checkpoints",
-            every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            steps=config.steps,
-            policy=policy,
-            trains=config.trains,
-            stepper=stepper,
-            on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
-        )
+        checkpoints = _checkpoints(config, folder, policy, stepper, held, telemetry)
         await checkpoints.restore(state)
-        worker = None if graders is None else _worker(config, policy, engine, graders)
+        template = _template(config, policy)
+        held_out = playing.streams(engine, template, _first(config, tasks.get("test", {})))
         reached = supply.Reached(state.step)
         run = loop.Run(
             steps=config.steps,
             policy=policy,
             link=link,
-            feed=_supply(config, folder, policy, worker, tasks, reached, telemetry),
-            pack=_packer(config, policy),
+            feed=_supply(
+                config, folder, policy, playing.streams(engine, template, tasks.get("train", {})), reached, telemetry
+            ),
+            pack=packer(config, policy),
             step=Step(
                 policy=policy,
-                loss=config.loss,
+                objective=objective(config),
                 optimizer=config.optimizer,
                 stepper=stepper,
                 sampling=config.sampling,
                 steps=config.steps,
+                updates=config.updates,
+                held=held,
+                fold=lambda: config.trains.fold(policy.model),
             ),
             checkpoints=checkpoints,
-            evaluate=_looks(config, worker, tasks.get("test", ()), telemetry),
+            evaluate=_evaluator(config, held_out, telemetry, telemetry.evaluation).maybe,
             telemetry=telemetry,
-            records=lambda step, batch, stats: records(step, batch, stats, _template(config, policy)),
+            records=lambda step, batch, stats: records(step, batch, stats, template),
             stop=asyncio.Event(),
             reached=reached.set,
-            grading=graders.metrics if graders else dict,
+            grading=playing.metrics,
         )
         yield run, state
+
+
+def _checkpoints(
+    config: RunConfig, folder: Path, policy: Policy, stepper: Stepper, held: Held | None, telemetry: Telemetry
+) -> Checkpoints:
+    return Checkpoints(
+        folder=folder / "checkpoints",
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        steps=config.steps,
+        policy=policy,
+        trains=config.trains,
+        stepper=stepper,
+        held=held,
+        on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
+    )
 
 
 def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
@@ -219,22 +228,6 @@ def _started_on_ours(config: RunConfig, engine: Engine, restored: int) -> bool:
     return not restored or config.trains.folder_name == "model" or config.trains.travels == "adapter"
 
 
-async def _check_gold(config: RunConfig, graders: Graders) -> None:
-    """Grade the first gold replies: a reward that refuses the right answer teaches nothing.
-
-    Raises:
-        RewardError: one did not get full marks.
-    """
-    assert config.env is not None
-    failures = await check_environment(config.env, graders, 2)
-    if failures:
-        raise RewardError(
-            f"a gold reply did not get full marks: {failures[0]}; mend the reward or what the environment's check() "
-            "replies (tandem check looks at more of them)"
-        )
-    graders.metrics()  # these are nobody's rollouts
-
-
 def _fresh(config: RunConfig) -> TrainerState:
     return TrainerState(
         step=0,
@@ -268,43 +261,20 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not lent else "cpu")
 
 
-def _graders(config: RunConfig, folder: Path | None) -> Graders:
-    return Graders(
-        {name: (spec.reward, spec.weight) for name, spec in config.rewards.items()},
-        workers=config.grading.workers,
-        timeout=config.grading.timeout,
-        log=folder / "logs" / "graders.log" if folder else None,
-    )
-
-
-def _worker(config: RunConfig, policy: Policy, engine: Engine, graders: Graders) -> Worker:
-    assert config.env is not None
-    template = _template(config, policy)
-    return Worker(env=config.env, engine=engine, graders=graders, template=template, seed=config.seed)
-
-
 def _template(config: RunConfig, policy: Policy) -> Template:
     return Template(policy.tokenizer, config.chat_template_kwargs)
-
-
-def _solved(config: RunConfig, worker: Worker) -> Solved:
-    """Right answers by the first reward of the recipe; 1.0 where it does not say what full marks are."""
-    first = next(iter(config.rewards))
-    full = worker.graders.full_marks[first]
-    return Solved(reward=first, full_marks=1.0 if full is None else full)
 
 
 def _supply(
     config: RunConfig,
     folder: Path,
     policy: Policy,
-    worker: Worker | None,
-    tasks: Mapping[Split, Sequence[Task]],
+    streams: Sequence[Stream],
     reached: supply.Reached,
     telemetry: Telemetry,
 ) -> Supply:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
-    if config.broker is not None or worker is None:
+    if config.broker is not None:
         return supply.foreign(
             config,
             folder=folder,
@@ -314,12 +284,37 @@ def _supply(
             reached=reached,
             telemetry=telemetry,
         )
-    return supply.played(config, worker, tasks["train"], _solved(config, worker), reached, telemetry)
+    return supply.played(config, streams, reached, telemetry)
 
 
-def _packer(config: RunConfig, policy: Policy) -> Packer:
+def objective(config: RunConfig) -> Objective:
+    """What a recipe's step minimises."""
+    return Objective(
+        loss=config.loss,
+        corrections=config.corrections,
+        recomputed=config.old_logprobs == "recomputed",
+        reference=config.reference,
+    )
+
+
+def changing(config: RunConfig, policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
+    """The weights that training changes and the model computes with, as they are loaded: before any checkpoint."""
+    names = [meta.name for meta in config.trains.source(policy.model).manifest()]
+    return [(name, policy.model.get_parameter(name)) for name in names]
+
+
+def _advantage(config: RunConfig) -> Advantage:
+    if not isinstance(config.advantage, Weighs):
+        return config.advantage
+    return config.advantage.weighed(
+        {env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()}
+    )
+
+
+def packer(config: RunConfig, policy: Policy) -> Packer:
+    """What makes a recipe's micro-batches."""
     return Packer(
-        advantage=config.advantage,
+        advantage=_advantage(config),
         reduction=config.loss.reduction,
         max_tokens=config.sampling.max_tokens,
         budget=config.micro_batch_tokens,
@@ -330,8 +325,7 @@ def _packer(config: RunConfig, policy: Policy) -> Packer:
 
 def _evaluator(
     config: RunConfig,
-    worker: Worker,
-    tasks: Sequence[Task],
+    streams: Sequence[Stream],
     telemetry: Telemetry | None,
     record: Callable[[dict[str, Json]], None],
 ) -> Evaluator:
@@ -351,45 +345,15 @@ def _evaluator(
         return (step == config.steps and asked.after) or (asked.every > 0 and step % asked.every == 0)
 
     return Evaluator(
-        worker=worker,
-        tasks=tasks[: asked.tasks],
+        streams=streams,
         samples=asked.samples,
         sampling=sampling,
-        solved=_solved(config, worker),
         due=due,
         record=record,
         started=lambda step: telemetry.event("eval_started", step=step) if telemetry else None,
     )
 
 
-def _looks(
-    config: RunConfig, worker: Worker | None, tasks: Sequence[Task], telemetry: Telemetry
-) -> Callable[[int], Awaitable[None]]:
-    """What looks at held-out tasks between steps."""
-
-    async def nowhere(step: int) -> None:
-        return
-
-    if worker is None:
-        return nowhere
-    return _evaluator(config, worker, tasks, telemetry, telemetry.evaluation).maybe
-
-
-def _splits(config: RunConfig) -> tuple[Split, ...]:
-    """Splits that this process reads."""
-    train: tuple[Split, ...] = () if config.broker else ("train",)
-    return (*train, "test") if config.env is not None and config.evaluate.tasks else train
-
-
-def _tasks(config: RunConfig, split: Split) -> Sequence[Task]:
-    assert config.env is not None
-    tasks = config.env.tasks(split)
-    if not len(tasks):
-        raise EnvError(f"{config.env.name} has no {split} tasks; look at its options: tandem list envs")
-    return tasks
-
-
-def _longest_prompt(config: RunConfig, model: Any, tasks: Sequence[Task]) -> int:
-    """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
-    template = Template(load_tokenizer(config.model, chat_template=config.chat_template), config.chat_template_kwargs)
-    return prompts.longest(list(islice(tasks, prompts.FIRST)), template, memory.context(config, model))
+def _first(config: RunConfig, tasks: players.Tasks) -> players.Tasks:
+    """The held-out tasks that are looked at."""
+    return {name: some[: config.evaluate.tasks] for name, some in tasks.items()}

@@ -49,7 +49,7 @@ def _dataclass(cls: type) -> dict[str, Json]:
             properties[field.name]["default"] = plain_value(field.default)
     missing = dataclasses.MISSING
     required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
-    either = [name for f in fields if "unless" in f.metadata for name in (f.name, f.metadata["unless"])]
+    either = [name for f in fields if "unless" in f.metadata for name in (f.name, *f.metadata["unless"])]
     return {
         **({"anyOf": [{"required": [name]} for name in either]} if either else {}),
         "type": "object",
@@ -62,6 +62,10 @@ def _dataclass(cls: type) -> dict[str, Json]:
 
 def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
     slot = field.metadata.get("slot")
+    if "entries" in field.metadata:
+        # A number is a weight, and without an env the name is one.
+        entry = {**_dataclass(field.metadata["entries"]), "required": []}
+        return {"type": "object", "additionalProperties": {"anyOf": [_PLAIN[float], entry]}}
     if slot is None:
         described = _type(hints(cls)[field.name])
         return {"anyOf": [_PLAIN[str], *described["anyOf"]]} if field.metadata.get("shorthand") else described

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tandem.advantages.base import Advantage
+from tandem.advantages.base import Advantage, advantages
+from tandem.advantages.maxrl import MaxRl
 from tandem.resolve import find, names
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
@@ -40,9 +41,25 @@ def test_without_siblings_there_is_nothing_to_be_better_than(advantage: Advantag
     assert advantage(group(None, 3.0)) == [0.0]
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e6, -1e6])
 def test_equal_rewards_teach_nothing(advantage: Advantage, reward: float) -> None:
-    assert advantage(group(*[reward] * 7)) == pytest.approx([0.0] * 7, abs=1e-9)
+    if isinstance(advantage, MaxRl) and reward < 0:
+        pytest.skip("its mean is that of successes; it refuses negative rewards")
+    flat = group(*[reward] * 7)
+    assert advantage(flat) == pytest.approx([0.0] * 7, abs=1e-9)
+    assert advantages(advantage, [flat, flat]) == [pytest.approx([0.0] * 7, abs=1e-9)] * 2
+
+
+def test_over_a_step_every_group_keeps_its_place(advantage: Advantage) -> None:
+    """Groups of every size, one of failed siblings alone, and what each got: as many numbers, of the same signs."""
+    groups = [group(0.0, 1.0, 0.3), group(None, 2.0), group(None), group(0.0, 0.25, 0.5, 2.0), group()]
+    found = advantages(advantage, groups)
+    assert [len(mine) for mine in found] == [3, 1, 0, 4, 0]
+    assert all(math.isfinite(value) for mine in found for value in mine)
+    alone = [advantage(each) for each in groups]
+    for mine, before in zip(found, alone, strict=True):
+        assert [a > 0 for a in mine if abs(a) > 1e-9] == [b > 0 for b in before if abs(b) > 1e-9]
+    assert advantages(advantage, []) == []
 
 
 def test_better_siblings_get_more(advantage: Advantage) -> None:

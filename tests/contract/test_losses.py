@@ -65,7 +65,9 @@ def test_one_number_per_token_and_no_reduction(loss: Loss) -> None:
 
 def test_metrics_are_plain_numbers(loss: Loss) -> None:
     out, _ = gradient(loss, *micro_batch([3, 1, 5]))
-    assert {"kl_behavior", "ratio", "clip_fraction"} <= flatten(out.metrics).keys()
+    assert {"ratio", "ratio/max", "clip_fraction", "clip_fraction/low", "clip_fraction/high"} <= flatten(
+        out.metrics
+    ).keys()
     assert all(type(v) is float and math.isfinite(v) for v in flatten(out.metrics).values())
 
 

@@ -80,7 +80,8 @@ def recipe_problem(body: str) -> str | None:
     if not isinstance(options, dict) or OWN_PART.search(body):
         return None
     try:
-        config.from_options({"model": "m", "steps": 1, "env": "arithmetic", **options}, (), Path("docs.yaml"))
+        rest = {"model": "m", "steps": 1, **({} if "envs" in options else {"env": "arithmetic"})}
+        config.from_options({**rest, **options}, (), Path("docs.yaml"))
     except ConfigError as error:
         return str(error)
     return None

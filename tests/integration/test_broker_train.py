@@ -246,3 +246,42 @@ def test_broker_trainer_engine_and_environment_are_four_commands(place: Place) -
     assert [row["step"] for row in lines(place.run / "eval.jsonl")] == [3]
     for event in lines(place.run / "events.jsonl"):
         assert not (pid := event.get("pid")) or not alive(pid)
+
+
+@needs_engine
+@pytest.mark.slow
+def test_four_terminals_started_in_the_worst_order(place: Place) -> None:
+    """An engine of its own, and an environment by Atropos' flags: who needs another waits for it and says so."""
+    place.url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
+    model = build_tiny_model(place.path / "tiny", head_dim=32)
+    key = {"api_key_variable": "TANDEM_ENGINE_KEY"}
+    changes: dict[str, Any] = {"max_lag": 4, "flat_groups": "keep"}
+    path = train_recipe(place, model, **changes, engine=engine(port=int(url.rpartition(":")[2]), **key))
+    environment = place.start(
+        "env", "env", "arithmetic", "serve",
+        "--env.group_size", str(SIZE), "--env.max_token_length", "256", "--env.total_steps", "-1",
+        "--env.rollout_server_url", place.url, "--env.tokenizer_name", str(model), "--env.max_num_workers", "4",
+        "--openai.base_url", f"{url}/v1", "--openai.model_name", str(model), "--openai.server_type", "vllm",
+        "--openai.api_key", KEYS["TANDEM_ENGINE_KEY"], "--slurm", "False",
+        "broker.key_variable=TANDEM_BROKER_ENV_KEY", "env.max_number=4", "env.prompt='{expression}='",
+        "rewards={learns.shaping:letters: 1.0}", "sampling.max_tokens=12", "flat_groups=keep",
+    )  # fmt: skip
+    there = f"{{kind: vllm, urls: [{url}], api_key_variable: TANDEM_ENGINE_KEY}}"
+    trainer = place.start("train", "train", str(path), f"engine={there}")
+    place.until(lambda: "is it running?" in place.said("env"), environment)
+    place.until(lambda: "it is waited for" in place.said("train"), trainer)
+    served = place.start("engine", "serve", "engine", str(path))
+    place.until(lambda: f"{url} answers" in place.said("train"), trainer, 240)
+    place.broker()
+    assert trainer.wait(240) == 0, place.logs()
+    assert environment.wait(60) == 0, place.logs()
+    assert "Traceback" not in place.logs()
+    groups_once(place.run, each=2)
+    same_logprobs(place.run)
+    for step, row in metrics(place.run).items():
+        assert row["lag/max"] <= 4, step
+        assert row["tokens/trained"] > 0
+    served.send_signal(signal.SIGINT)
+    assert served.wait(60) == 0, place.logs()
+    assert "ended" in place.said("engine")

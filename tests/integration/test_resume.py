@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +150,27 @@ def uninterrupted(place: Place) -> Path:
     return folder
 
 
+MIXTURE: dict[str, Any] = {
+    **{key: value for key, value in RECIPE.items() if key not in ("env", "rewards")},
+    "groups_per_step": 4,
+    "seed": 5,
+    "envs": {
+        "small": {"env": {"kind": "arithmetic", "max_number": 12}, "rewards": {"marks:odd": 1.0}, "min_share": 0.25},
+        "large": {"env": {"kind": "arithmetic", "max_number": 99}, "rewards": {"marks:odd": 2.0}, "weight": 2.0},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(place: Place, tiny_model: Path) -> Path:
+    """A run of several environments that was never ended."""
+    (place.path / "mixture.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **MIXTURE}))
+    folder = place.run("mixture.yaml", "name=mixed", name="mixed")
+    dropped = {e["group"].partition("/")[0] for e in rows(folder / "events.jsonl") if e["event"] == "group_dropped"}
+    assert dropped == {"small", "large"}, "without drops and refills of each this proves less"
+    return folder
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
@@ -223,6 +245,25 @@ def test_killed_and_resumed_equals_uninterrupted(place: Place, uninterrupted: Pa
     same_run(uninterrupted, resumed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["after step three", "while generating"])
+def test_several_environments_killed_and_resumed_equal_uninterrupted(place: Place, mixed: Path, moment: str) -> None:
+    name = f"mixed-{moment.replace(' ', '-')}"
+    run = place.start("mixture.yaml", f"name={name}", name=name, slow=0.02)
+    MOMENTS[moment](run)
+    run.kill()
+    assert not run.has(STEPS), "it was too fast to be killed in time"
+    resumed = place.run(f"runs/{name}", name=name)
+    same_run(mixed, resumed)
+    made = [Counter(env for _, env in {(row["group"], row["env"]) for row in trained(resumed) if row["step"] == step})
+            for step in range(1, STEPS + 1)]  # fmt: skip
+    assert made == [{"large": 3, "small": 1}, {"large": 2, "small": 2}, {"large": 3, "small": 1}] * 2
+    for row in rows(resumed / "metrics.jsonl"):
+        assert row["metrics"]["env/small/trained"] == made[row["step"] - 1]["small"]
+    for row in rows(resumed / "eval.jsonl"):
+        assert row["mean"] == pytest.approx((row["envs"]["small"]["mean"] + row["envs"]["large"]["mean"]) / 2)
+
+
 SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {
     "Ctrl-C": (signal.SIGINT, lambda run: run.emitted() >= 2),
     "SIGTERM": (signal.SIGTERM, lambda run: run.emitted() >= 3),
@@ -276,9 +317,9 @@ def test_no_prompt_is_trained_twice_or_lost_with_sampling_ahead(place: Place) ->
 
     order = drawn()
     end = state(folder)["cursor"]
-    waiting = {order[draw] for draw in end["again"]} | {order[draw] for draw, _ in end["ready"]}
+    waiting = {order[number] for _, number in end["again"]} | {order[number] for (_, number), _ in end["ready"]}
     dropped = {e["group"] for e in rows(folder / "events.jsonl") if e["event"] == "group_dropped"}
-    admitted = {order[draw] for draw in range(end["drawn"])}
+    admitted = {order[number] for number in range(end["drawn"]["arithmetic"])}
     assert admitted == set(at) | dropped & admitted | waiting, "a group was lost"
     assert not set(at) & waiting
 

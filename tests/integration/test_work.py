@@ -23,7 +23,8 @@ from tandem.broker.client import Connection, Taken, TrainerClient
 from tandem.broker.convert import group_from_wire
 from tandem.broker.ledger import opened
 from tandem.broker.records import Options
-from tandem.broker.wire import RunParameters
+from tandem.broker.wire import RunParameters, ScoredGroup
+from tandem.errors import ConfigError
 from tandem.rollout.produce import Tally
 from tandem.verbs import _work_recipe, work
 
@@ -67,7 +68,7 @@ def test_a_trainer_gets_what_the_engine_sampled(
     tiny_model: Path, tmp_path: Path, dialect: Literal["tandem", "atropos", "openai"]
 ) -> None:
     async def go() -> None:
-        tally = Tally()
+        tallies: dict[str, Tally] = {}
         async with (
             asyncio.timeout(60),
             tandem_broker(tmp_path) as url,
@@ -78,7 +79,7 @@ def test_a_trainer_gets_what_the_engine_sampled(
             engine.version = 2
             await trainer.register(RUN)
             await trainer.batch()
-            working = tasks.create_task(work.run(config(tiny_model, url, engine), tally))
+            working = tasks.create_task(work.run(config(tiny_model, url, engine), tallies))
             taken = [await take(trainer, step) for step in range(4)]
             await working  # ends, since the trainer wanted four steps
             groups = [group for batch in taken for group in batch.groups]
@@ -94,7 +95,7 @@ def test_a_trainer_gets_what_the_engine_sampled(
                     assert len(set(turn.completion.logprobs)) == 1
                     if dialect == "tandem":
                         assert set(turn.completion.versions) == {2}
-            assert tally.groups["sent"] >= 8
+            assert tallies["arithmetic"].groups["sent"] >= 8
             assert (await trainer.status())["current_step"] == 4
 
     asyncio.run(go())
@@ -102,27 +103,81 @@ def test_a_trainer_gets_what_the_engine_sampled(
 
 def test_a_broker_that_is_restarted_loses_and_doubles_nothing(tiny_model: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        tally, seen = Tally(), []
+        tallies: dict[str, Tally] = {}
+        seen: list[ScoredGroup] = []
         async with asyncio.timeout(90), FakeEngine("tandem") as engine, asyncio.TaskGroup() as tasks:
             async with tandem_broker(tmp_path) as url, TrainerClient(Connection(url)) as trainer:
                 port = int(url.rpartition(":")[2])
                 await trainer.register(RUN)
                 await trainer.batch()
-                working = tasks.create_task(work.run(config(tiny_model, url, engine), tally))
+                working = tasks.create_task(work.run(config(tiny_model, url, engine), tallies))
                 seen += (await take(trainer, 0)).groups
             await asyncio.sleep(0.1)
             async with tandem_broker(tmp_path, port) as url, TrainerClient(Connection(url)) as trainer:
                 seen += [group for step in (1, 2, 3) for group in (await take(trainer, step)).groups]
                 await working
         assert len(Counter(str(group.tokens) for group in seen)) == 8, "a group came twice"
-        assert not {"lost", "refused", "failed"} & set(tally.groups)
+        assert not {"lost", "refused", "failed"} & set(tallies["arithmetic"].groups)
+
+    asyncio.run(go())
+
+
+SEVERAL = {
+    "sums": {"env": {"kind": "arithmetic"}, "weight": 1.0, "min_share": 0.5},
+    "more": {"env": {"kind": "arithmetic", "operators": ["-"]}, "weight": 3.0},
+}
+LENGTH = {"length": {"weight": 1.0, "target": 4}}
+
+
+def several(model: Path, broker: str, engine: FakeEngine, *more: str) -> _work_recipe.Work:
+    options = {
+        "model": str(model), "broker": broker, "engine": {"urls": [engine.url], "model": "m"}, "group_size": 4,
+        "sampling": {"max_tokens": 16}, "n": 8,
+        "envs": {name: {**one, "rewards": LENGTH} for name, one in SEVERAL.items()},
+    }  # fmt: skip
+    return _work_recipe.from_options(options, more, "a test")
+
+
+def test_several_environments_are_several_to_the_broker_and_fill_their_shares(tiny_model: Path, tmp_path: Path) -> None:
+    async def go() -> None:
+        tallies: dict[str, Tally] = {}
+        async with (
+            asyncio.timeout(60),
+            tandem_broker(tmp_path) as url,
+            FakeEngine("tandem") as engine,
+            TrainerClient(Connection(url)) as trainer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            await trainer.register(RUN)
+            await trainer.batch()
+            working = tasks.create_task(work.run(several(tiny_model, url, engine), tallies))
+            taken = [await take(trainer, step) for step in range(4)]
+            await working
+        read = [group_from_wire(group, id="g", version=0) for batch in taken for group in batch.groups]
+        for first, second in zip(read[::2], read[1::2], strict=True):
+            assert "sums" in (first.env, second.env), "half of every batch is owed to it"
+        assert {group.env for group in read} == {"sums", "more"}
+        assert tallies["sums"].groups["sent"] >= 4
+        assert tallies["more"].groups["sent"]
+        assert work.told(tallies).startswith("sums: ")
+
+    asyncio.run(go())
+
+
+def test_one_environment_that_fails_ends_the_others(tiny_model: Path) -> None:
+    async def go() -> None:
+        async with asyncio.timeout(30), FakeBroker(ours=True) as broker, FakeEngine("tandem") as engine:
+            broker.batch_size = 2
+            with pytest.raises(ConfigError, match="group_size is 4"):
+                await work.run(several(tiny_model, broker.url, engine), {})
+            assert not broker.envs, "all of them left"
 
     asyncio.run(go())
 
 
 def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     async def go() -> None:
-        tally = Tally()
+        tallies: dict[str, Tally] = {}
         async with (
             asyncio.timeout(60),
             FakeBroker(ours=True) as broker,
@@ -130,7 +185,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
             asyncio.TaskGroup() as tasks,
         ):
             engine.gate.clear()
-            working = tasks.create_task(work.run(config(tiny_model, broker.url, engine), tally))
+            working = tasks.create_task(work.run(config(tiny_model, broker.url, engine), tallies))
             await until(lambda: len(engine.asked) >= 16)
             await engine.down()
             engine.gate.set()
@@ -139,7 +194,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
             await until(lambda: len(broker.groups) >= 4)
             broker.step = 10
             await working
-        assert not {"failed", "lost", "refused"} & set(tally.groups)
+        assert not {"failed", "lost", "refused"} & set(tallies["arithmetic"].groups)
 
     asyncio.run(go())
 
@@ -185,7 +240,7 @@ def test_mistakes_are_told_in_one_line(tiny_model: Path) -> None:
         ):
             broker.batch_size = batch
             with pytest.raises(Exception, match=message) as caught:
-                await work.run(config(tiny_model, broker.url, engine, *more), Tally())
+                await work.run(config(tiny_model, broker.url, engine, *more), {})
             assert "\n" not in str(caught.value)
 
     asyncio.run(go("serves another, not m", served="another"))

@@ -10,6 +10,7 @@ import pytest
 
 from tandem import resolve
 from tandem.config import RunConfig, dump, load
+from tandem.recipe.sources import Source
 from tandem.rewards._workers import Graders
 from tandem.rollout.gold import check_environment
 
@@ -39,7 +40,7 @@ def test_a_recipe_says_what_it_is_for_and_loads(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines() if line.startswith("# ")]
     assert len(comment) >= 3
     config = recipe(path)
-    assert config.rewards
+    assert all(source.rewards for source in config.sources.values())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -53,17 +54,19 @@ def test_a_resolved_recipe_loads_to_an_equal_one(path: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem not in NEEDS_DOWNLOAD], ids=lambda path: path.stem)
 def test_a_recipes_gold_answers_get_full_marks(path: Path) -> None:
     config = recipe(path)
-    train, test = config.env.tasks("train"), config.env.tasks("test")
-    assert len(train) >= config.groups_per_step
-    assert len(test) >= min(config.evaluate.tasks, 12)
-    assert not {task.id for task in islice(train, 200)} & {task.id for task in islice(test, 200)}
+    assert config.sources
+    for source in config.sources.values():
+        train, test = source.env.tasks("train"), source.env.tasks("test")
+        assert len(train) >= config.groups_per_step
+        assert len(test) >= min(config.evaluate.tasks, 12)
+        assert not {task.id for task in islice(train, 200)} & {task.id for task in islice(test, 200)}
+        asyncio.run(grade(source))
 
-    async def grade() -> None:
-        specs = {name: (spec.reward, spec.weight) for name, spec in config.rewards.items()}
-        async with Graders(specs, timeout=30) as graders:
-            assert await check_environment(config.env, graders, 8) == []
 
-    asyncio.run(grade())
+async def grade(source: Source) -> None:
+    specs = {name: (spec.reward, spec.weight) for name, spec in source.rewards.items()}
+    async with Graders(specs, timeout=30) as graders:
+        assert await check_environment(source.env, graders, 8) == []
 
 
 def test_gsm8k_reads_a_local_file_by_an_override(tmp_path: Path) -> None:
@@ -76,5 +79,5 @@ def test_gsm8k_reads_a_local_file_by_an_override(tmp_path: Path) -> None:
 
 
 def test_recipes_together_show_every_environment() -> None:
-    used = {resolve.kind_of("envs", recipe(path).env) for path in RECIPES}
+    used = {resolve.kind_of("envs", source.env) for path in RECIPES for source in recipe(path).sources.values()}
     assert used == set(resolve.names("envs"))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.advantages.base import advantages
+from tandem.advantages.batch_std import BatchStd
 from tandem.advantages.dr_grpo import DrGrpo
+from tandem.advantages.gdpo import Gdpo
 from tandem.advantages.grpo import Grpo
+from tandem.advantages.maxrl import MaxRl
 from tandem.advantages.rloo import Rloo
+from tandem.errors import RewardError
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
@@ -64,10 +71,70 @@ def test_dr_grpo_is_rloo_scaled_by_a_constant(rewards: list[float]) -> None:
 
 
 def test_failed_siblings_are_in_no_mean_and_no_deviation() -> None:
-    for advantage in (Grpo(), DrGrpo(), Rloo()):
+    for advantage in (Grpo(), DrGrpo(), Rloo(), BatchStd(), Gdpo(), MaxRl()):
         assert advantage(group(1.0, None, 0.0, None, 0.5)) == advantage(group(1.0, 0.0, 0.5))
 
 
 def test_eps_must_be_positive() -> None:
     with pytest.raises(ValueError, match="eps"):
         Grpo(eps=0.0)
+
+
+def rewarded(*each: dict[str, float], weights: dict[str, float] | None = None, penalty: float = 0.0) -> Group:
+    """Siblings with several rewards; the first is penalised besides."""
+    weights = weights or {}
+    sums = [sum(weights.get(name, 1.0) * value for name, value in rewards.items()) for rewards in each]
+    plain = group(*(s - penalty * (i == 0) for i, s in enumerate(sums)))
+    rollouts = tuple(replace(r, rewards=rewards) for r, rewards in zip(plain.rollouts, each, strict=True))
+    return replace(plain, rollouts=rollouts)
+
+
+@given(st.lists(REWARDS, min_size=1, max_size=4))
+def test_batch_std_divides_by_the_deviation_of_all_rewards(rewards: list[list[float]]) -> None:
+    std = np.std([r for mine in rewards for r in mine], ddof=1)
+    want = [[(r - np.mean(mine)) / (std + 1e-4) for r in mine] for mine in rewards]
+    found = advantages(BatchStd(), [group(*mine) for mine in rewards])
+    for mine, theirs in zip(found, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.floats(-2, 2), st.floats(-50, 50)), min_size=2, max_size=6), min_size=1, max_size=3)
+)
+def test_gdpo_is_numpys_standardisation_of_each_reward_then_of_their_sum(step: list[list[tuple[float, float]]]) -> None:
+    weights = {"a": 1.0, "b": 0.3}
+    sums = []
+    for mine in step:
+        x = np.array(mine)
+        z = (x - x.mean(0)) / (x.std(0, ddof=1) + 1e-4)
+        sums.append(z @ np.array([1.0, 0.3]))
+    every = np.concatenate(sums)
+    groups = [rewarded(*({"a": a, "b": b} for a, b in mine), weights=weights) for mine in step]
+    found = advantages(Gdpo().weighed({"e": weights}), groups)
+    for got, total in zip(found, sums, strict=True):
+        want = (total - every.mean()) / (every.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not() -> None:
+    """The first and the second answer earn the same sum by different rewards of which one is rarer."""
+    each = ({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 0.0})
+    values = Gdpo()(rewarded(*each))
+    assert values[0] > values[1]
+    summed = DrGrpo()(rewarded(*each))
+    assert summed[0] == summed[1]
+
+
+def test_gdpo_counts_a_penalty_as_one_more_part() -> None:
+    each = ({"a": 1.0}, {"a": 1.0}, {"a": 0.0})
+    free, punished = Gdpo()(rewarded(*each)), Gdpo()(rewarded(*each, penalty=0.5))
+    assert free[0] == pytest.approx(free[1])
+    assert punished[0] < punished[1] - 0.5
+
+
+def test_maxrl_divides_by_the_share_that_was_solved() -> None:
+    assert MaxRl()(group(1.0, 0.0, 0.0, 0.0)) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert MaxRl()(group(1.0, 1.0, 1.0, 0.0)) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert MaxRl()(group(0.0, 0.0)) == [0.0, 0.0]
+    with pytest.raises(RewardError, match="has a reward of -1"):
+        MaxRl()(group(3.0, -1.0))

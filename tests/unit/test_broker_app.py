@@ -236,7 +236,15 @@ def test_the_latest_example_is_forgotten_with_the_rest() -> None:
 
 
 ROUTES = {
-    "trainer": ["POST /register", "GET /batch", "POST /ack", "POST /release", "GET /latest_example", "GET /reset_data"],
+    "trainer": [
+        "POST /register",
+        "GET /batch",
+        "POST /ack",
+        "POST /renew",
+        "POST /release",
+        "GET /latest_example",
+        "GET /reset_data",
+    ],
     "environment": [
         "GET /info",
         "GET /wandb_info",
@@ -290,7 +298,9 @@ def test_leases() -> None:
         lease = reply.json["tandem"]
         assert reply.headers["Tandem-Batch"] == lease["batch"]
         assert lease["versions"] == [1]
-        assert (await client.post("/release", {"batch": lease["batch"]})).json == {"status": "success"}
+        for done in ("/renew", "/release"):
+            assert (await client.post(done, {"batch": lease["batch"]})).json == {"status": "success"}
+        assert (await client.post("/renew", {"batch": lease["batch"]})).json["status"] == "failure"
         again = (await client.get("/batch?lease=60")).json
         assert again["tandem"]["versions"] == [1]
         assert again["tandem"]["ids"] == lease["ids"]
@@ -326,6 +336,8 @@ def test_a_batch_whose_trainer_is_gone_is_served_again(monkeypatch: pytest.Monke
 
         async def broken(self: Any, data: bytes = b"") -> None:
             monkeypatch.setattr(app.web.Response, "write_eof", real)
+            # Sending ends when nothing is left in this process, not when little is.
+            assert self._req.transport.get_write_buffer_limits() == (0, 0)
             raise ConnectionResetError("gone")
 
         monkeypatch.setattr(app.web.Response, "write_eof", broken)
@@ -482,5 +494,65 @@ def test_openapi_names_every_route() -> None:
         body = found["paths"]["/scored_data"]["post"]["requestBody"]["content"]
         assert set(body) == {"application/json", MSGPACK}
         assert set(found["components"]["schemas"]["ScoredGroup"]["required"]) == {"tokens", "masks", "scores"}
+
+    play(scene)
+
+
+def test_a_group_sent_again_after_a_lost_answer_is_taken_once() -> None:
+    """BaseEnv sends no key; but whether there was anybody to answer is known."""
+    gate, waiting = asyncio.Event(), asyncio.Event()
+
+    async def committed() -> None:
+        waiting.set()
+        await gate.wait()
+
+    async def scene(client: Client) -> None:
+        gate.set()
+        await client.begin(batch_size=4)
+        gate.clear()
+        waiting.clear()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        body = json.dumps(group()).encode()
+        head = f"POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        await waiting.wait()
+        writer.transport.abort()
+        for _ in range(20):  # until the broker's side of the connection knows it too
+            await asyncio.sleep(0)
+        gate.set()
+
+        async def held() -> int:
+            return int((await client.get("/status")).json["queue_size"])
+
+        assert await held() == 1
+        for sent, then in ((group(scores=[4, 3, 2, 1]), 2), (group(), 2), (group(), 3), (group(), 4)):
+            assert (await client.post("/scored_data", sent)).json == {"status": "received"}
+            assert await held() == then  # the first of its like is the repetition, later ones are new
+        assert (await client.get("/status?detail=1")).json["detail"]["counts"]["duplicate"] == 1
+
+    play(scene, committed=committed)
+
+
+def test_a_batch_is_out_only_when_all_of_it_was_sent() -> None:
+    """Else a kill, or a connection that breaks, would lose the rest of it with nobody knowing."""
+
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        await client.post("/scored_data", group(images="x" * (12 << 20)))  # more than a connection holds
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]), limit=1 << 10)
+        writer.write(b"GET /batch HTTP/1.1\r\nHost: b\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+
+        async def counted() -> tuple[int, int]:
+            detail = (await client.get("/status?detail=1")).json["detail"]
+            return detail["leased_groups"], detail["counts"].get("trained", 0)
+
+        assert await counted() == (1, 0)
+        writer.transport.abort()
+        while (await counted())[0]:
+            pass
+        assert await counted() == (0, 0)
+        assert len((await client.get("/batch")).json["batch"]) == 1
+        assert await counted() == (0, 1)
 
     play(scene)

@@ -304,6 +304,55 @@ def test_a_plain_batch_has_no_lease(caplog: pytest.LogCaptureFixture) -> None:
     assert "may be lost" in caplog.text
 
 
+def test_a_late_step_is_told_in_full() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, TrainerClient(connection(broker)) as client:
+            await client.batch(lease=600.0, policy=1_234_567, max_lag=2)
+            assert broker.seen[-1][0] == "/batch?lease=600.0&policy=1234567&max_lag=2"
+
+    run(go())
+
+
+def test_a_plain_batch_whose_connection_broke_is_asked_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=False) as broker, TrainerClient(connection(broker)) as client:
+            await client.info()  # the connection that breaks is one that was used before
+            broker.batches.extend([{"batch": []}, {"batch": []}])
+            broker.faults["/batch"].append("lose")
+            assert await client.batch() is None
+            assert len(broker.batches) == 1
+            assert [path for path, _, _ in broker.seen].count("/batch") == 1
+
+    run(go())
+    assert "a batch may be lost with it" in caplog.text
+
+
+def test_a_lease_is_renewed() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, TrainerClient(connection(broker)) as client:
+            assert await client.renew("b")
+            assert not await client.renew("gone")
+
+    run(go())
+
+
+def test_atropos_broker_is_spared_a_group_that_it_would_keep_for_ever() -> None:
+    apart = make_rollout("t@0/0", [([1], [2], [-1.0]), ([9], [2], [-1.0])], 1.0)
+    wide = make_group("t@0", [apart, make_rollout("t@0/1", [([1], [3], [-1.0])], 0.0)])
+
+    async def go(ours: bool) -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            await client.register()
+            try:
+                await client.submit(wide, "k")
+            finally:
+                assert len(broker.groups) == (1 if ours else 0)
+
+    run(go(True))
+    with pytest.raises(BrokerError, match=r"t@0 has 3 sequences.*larger than 2 for ever: use Tandem's"):
+        run(go(False))
+
+
 def test_waits_grow_and_differ() -> None:
     backoff = Backoff(first=1.0, most=6.0, draw=iter([0.0, 1.0, 0.0, 1.0, 0.5]).__next__)
     assert [backoff.next() for _ in range(5)] == [0.5, 2.0, 2.0, 6.0, 4.5]

@@ -50,7 +50,7 @@ def status_by_hand(store: Store, env_id: int) -> EnvStatus:
     mine = me.spec.max_token_length * me.spec.weight
     total = sum(tenant.spec.max_token_length * tenant.spec.weight for tenant in live)
     return EnvStatus(
-        current_step=store.step,
+        current_step=store.current_step,
         queue_size=(own + others) // size,
         self_queue_size=own // size,
         max_group_size=largest,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -530,3 +531,30 @@ def test_a_status_does_not_depend_on_the_queue() -> None:
 
     few, many = seconds(10), seconds(100_000)
     assert many < 3 * few + 1e-3
+
+
+def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:
+    """It may take several batches for one step; the last step is done when nothing is out any more."""
+    store = Store()
+    store.register(replace(run(1), num_steps=3), 0.0)
+    store.take(0.0, policy=0)
+    env = joined(store)
+    Names(store).put(*[1] * 8)
+
+    def told() -> int:
+        return store.status_env(env, 0.0).current_step
+
+    assert told() == 0
+    for policy, then in ((0, 1), (0, 1), (1, 2), (1, 2), (1, 2), (2, 2)):
+        assert store.take(0.0, lease=True, policy=policy) is not None
+        assert told() == then
+    assert store.step == 6
+    for lease in list(store.leases.out):
+        assert told() == 2
+        store.acknowledge(lease, 0.0)
+    assert told() == 3
+    store.take(0.0, policy=3)
+    assert told() == 4  # one more is being trained on
+    store.take(0.0, lease=True)
+    assert store.take(0.0, policy=4) is None
+    assert told() == 4, "nothing was served for this step yet"

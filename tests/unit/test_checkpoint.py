@@ -20,7 +20,7 @@ import torch
 from tandem.errors import CheckpointError
 from tandem.optimizers.adamw import AdamW
 from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.rollout.feed import Cursor
+from tandem.rollout.feed import Cursor, Draw
 from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.state import TrainerState
@@ -109,7 +109,13 @@ def state(step: int, digest: str = "recipe") -> TrainerState:
         step=step,
         version=PolicyVersion(step=step, digest="beef"),
         tokens_seen=17 * step,
-        cursor=Cursor(drawn=12, admitted=14, again=(9, 4), ready=((3, group()),)),
+        cursor=Cursor(
+            taken=3,
+            drawn={"e": 12},
+            admitted=14,
+            again=(Draw("e", 9), Draw("e", 4)),
+            ready=((Draw("e", 3), group()),),
+        ),
         config_digest=digest,
     )
 

@@ -59,7 +59,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         fake.calls.append((config, weights))
         return {
             "env": "arithmetic", "tasks": 40, "samples": 4, "mean": 0.25, "mean_ci": [0.2, 0.3], "tokens": 12.4,
-            "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05,
+            "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05, "envs": {"arithmetic": {}},
         }  # fmt: skip
 
     fake.train, fake.evaluate, fake.check_pairs = train, evaluate, lambda config: None
@@ -110,9 +110,19 @@ def test_reading_a_recipes_definition_imports_no_torch() -> None:
 def test_help_names_every_verb(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for verb in ("train", "check", "list", "new", "eval", "show", "export", "doctor", "schema"):
+    for verb in ("train", "check", "list", "new", "eval", "show", "export", "doctor", "schema", "serve", "run-api",
+                 "atropos-grpo", "work", "env"):  # fmt: skip
         assert f"\n  {verb} " in out
         assert run(verb, "--help")[0] == 0
+    code, out, _ = run("serve", "--help")
+    assert (code, "\n  broker " in out, "\n  engine " in out) == (0, True, True)
+
+
+def test_a_broker_says_where_it_cannot_keep_its_ledger(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, said = run("serve", "broker", "--port", "0", "--data", str(tmp_path / "file"))
+    assert (code, said.count("\n")) == (7, 1)
+    assert "file: File exists; give --data a folder to write to" in said
 
 
 def test_the_version(run: Run) -> None:
@@ -335,6 +345,28 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     assert "at the peak" in out
 
 
+def test_check_looks_at_each_of_several_environments(
+    run: Run, trainer: types.SimpleNamespace, tiny_model: Path
+) -> None:
+    Path("recipe.yaml").write_text(
+        "model: m\nsteps: 1\nenvs:\n  arithmetic: 2\n"
+        "  takes: {env: {kind: arithmetic, operators: ['-'], size: 12}, rewards: {exact: 1}, min_share: 0.5}\n"
+    )
+    code, out, err = run(
+        "check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12", "envs.takes.rewards={number: 1}"
+    )
+    told = " ".join(out.split())
+    assert code == 0, out + err
+    assert "env arithmetic, env takes (arithmetic)" in told
+    (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", told)
+    assert f"arithmetic 12 graded: number gives full marks; takes {count} graded: number" in told
+    assert "2 grader processes" in told
+    code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12",
+                       "envs.takes.rewards={format: {pattern: zzz}}")  # fmt: skip
+    assert code == 4
+    assert f"{count} gold replies of takes did not get full marks" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
@@ -344,7 +376,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
         (["env.path=empty.jsonl"], 3, "empty.jsonl"),
         (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "gives 0 on average"),
         (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact gives full marks"),
-        (["env.path=rows.jsonl", "rewards={format: {pattern: zzz}}"], 4, "gold replies did not get full marks"),
+        (["env.path=rows.jsonl", "rewards={format: {pattern: zzz}}"], 4, "replies of dataset did not get full marks"),
         (["env.path=long.jsonl"], 2, "no room is left for an answer"),
         (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
     ],

@@ -233,7 +233,9 @@ def test_an_empty_recipe_lacks_everything(here: Path) -> None:
 
 
 def test_an_environment_without_a_kind(here: Path) -> None:
-    assert "recipe.yaml:3: env needs a kind; known: agent, arithmetic, " in wrong(MINIMAL.replace("arithmetic", "{size: 3}"))
+    assert "recipe.yaml:3: env needs a kind; known: agent, arithmetic, " in wrong(
+        MINIMAL.replace("arithmetic", "{size: 3}")
+    )
 
 
 def test_an_unknown_kind(here: Path) -> None:
@@ -499,7 +501,98 @@ def test_dump_is_complete_and_loads_to_an_equal_config(here: Path) -> None:
     text = dump(config)
     assert read(text) == config
     for option in resolve.options(RunConfig):
-        assert f"{option.name}:" in text or option.name == "truncated_penalty"
+        assert f"{option.name}:" in text or option.name in ("truncated_penalty", "envs")
+
+
+# Several environments
+
+MIXED = """model: m
+steps: 3
+envs:
+  arithmetic: 2
+  small: {env: {kind: arithmetic, max_number: 5}, rewards: {exact: 1.0, repetition: 0.2}, weight: 0.5, min_share: 0.25}
+"""
+
+
+def test_several_environments_each_have_rewards_and_shares(here: Path) -> None:
+    config = read(MIXED)
+    assert config.env is None
+    assert not config.rewards
+    assert config.sources == config.envs
+    small = config.envs["small"]
+    assert config.envs["arithmetic"].env == Arithmetic(), "without an env the name is the kind"
+    assert (config.envs["arithmetic"].weight, config.envs["arithmetic"].min_share) == (2.0, 0.0)
+    assert list(config.envs["arithmetic"].rewards) == ["number"], "the environment's own"
+    assert (small.env, small.weight, small.min_share) == (Arithmetic(max_number=5), 0.5, 0.25)
+    assert {name: spec.weight for name, spec in small.rewards.items()} == {"exact": 1.0, "repetition": 0.2}
+    assert config.plays
+    assert config.evaluates
+
+
+def test_one_environment_is_a_mixture_of_one(here: Path) -> None:
+    config = read(MINIMAL)
+    ((name, source),) = config.sources.items()
+    assert (name, source.env, source.rewards) == ("arithmetic", config.env, config.rewards)
+
+
+def test_a_mixture_reads_back_what_it_writes(here: Path) -> None:
+    config = read(MIXED)
+    text = dump(config)
+    assert "\nenv:" not in text
+    assert read(text) == config
+    assert "\nenvs:" not in dump(read(MINIMAL))
+    assert digest(config) != digest(read(MIXED, "envs.small.weight=0.6"))
+    assert as_json(config)["envs"]["small"]["min_share"] == 0.25
+
+
+def test_an_entry_is_overridden_like_a_recipe(here: Path) -> None:
+    config = read(
+        MIXED, "envs.small=4", "envs.small.env.max_number=7", "envs.small.rewards.exact.ignore_case=true",
+        "envs.arithmetic.rewards.repetition=0.1", "envs.arithmetic.rewards.number=3", "envs.countdown=0.5",
+        "envs.tool.env=calculator", "envs.tool.min_share=0.1",
+    )  # fmt: skip
+    small, own = config.envs["small"], config.envs["arithmetic"]
+    assert (small.weight, small.min_share, small.env) == (4.0, 0.25, Arithmetic(max_number=7))
+    assert small.rewards["exact"].reward.ignore_case
+    assert small.rewards["exact"].weight == 1.0
+    assert {name: spec.weight for name, spec in own.rewards.items()} == {"number": 3.0, "repetition": 0.1}
+    assert list(config.envs) == ["arithmetic", "small", "countdown", "tool"]
+    assert (config.envs["countdown"].weight, config.envs["tool"].min_share) == (0.5, 0.1)
+    assert list(read(MIXED, "envs.arithmetic.rewards={exact: 1}").envs["arithmetic"].rewards) == ["exact"]
+    assert list(read(MIXED, "envs={arithmetic: {rewards: {exact: 1}}}").envs["arithmetic"].rewards) == ["exact"]
+    assert read(MIXED, "envs.small.env=calculator").envs["small"].env == resolve.find("envs", "calculator")()
+    (here / "own_marks.py").write_text("def mark(rollout): return 1.0\n")
+    assert "own_marks:mark" in read(MIXED, "envs.small.rewards.own_marks:mark=2").envs["small"].rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MIXED + "env: arithmetic\n", "recipe.yaml:3: envs must be left out where env is given: a run has one"),
+        (MIXED + "rewards: {exact: 1}\n", "recipe.yaml:6: rewards must be given in each entry of envs"),
+        (MIXED.replace("weight: 0.5", "weight: 0"), "recipe.yaml:5: envs.small.weight must be above 0"),
+        (MIXED.replace("0.25", "1.5"), "recipe.yaml:5: envs.small.min_share must be from 0 to 1"),
+        (MIXED.replace("0.25", "1"), "envs must be given a min_share below 1 together: nothing is left for arithmetic"),
+        (MIXED.replace("2\n", "{min_share: 0.8}\n"), "envs must be given a min_share of 1 at most together, and they"),
+        (
+            MIXED.replace("small:", "a.b:"),
+            "envs must be named by words of letters, digits, - and _, which 'a.b' is not",
+        ),
+        (MIXED.replace("small:", "arithmetic:"), "duplicate key 'arithmetic'"),
+        (MIXED.replace("min_share", "min_shre"), "unknown option 'min_shre' of envs.small; did you mean 'min_share'?"),
+        (MIXED.replace("arithmetic: 2", "sums: 2"), "recipe.yaml:4: envs.sums.env: there is no 'sums' in envs"),
+        (
+            MIXED.replace("arithmetic: 2", "arithmetic: much"),
+            "recipe.yaml:4: envs.arithmetic: expected a mapping of env",
+        ),
+        (MINIMAL + "envs: {}\n", "recipe.yaml:4: envs changes nothing: it names none; remove it"),
+        ("model: m\nsteps: 3\nenvs: {}\n", "env must be given, such as gsm8k"),
+        ("model: m\nsteps: 3\n", "missing 'env'"),
+        ("model: m\nsteps: 3\nenvs: 3\n", "recipe.yaml:3: envs: expected a mapping"),
+    ],
+)
+def test_mistakes_in_several_environments(here: Path, text: str, message: str) -> None:
+    assert message in wrong(text)
 
 
 def test_dump_leaves_out_what_is_inert_and_json_does_not(here: Path) -> None:

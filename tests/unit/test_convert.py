@@ -102,10 +102,76 @@ def test_untrained_and_given_advantages_travel() -> None:
     assert [r.advantages for r in back] == [r.advantages for r in given_.rollouts]
 
 
-def test_a_rollout_that_is_no_single_sequence_is_refused() -> None:
-    broken = make_rollout("t@1/0", [((1, 2), (3,), (-1.0,)), ((1, 9, 3), (4,), (-1.0,))], 1.0)
-    with pytest.raises(BrokerError, match="t@1/0 is no single sequence"):
-        group_to_wire(make_group("t@1", [broken]))
+BRANCHING = make_rollout(
+    "t@1/0",
+    [
+        ((1, 2), (3,), (-0.1,)),  # a conversation,
+        ((9,), (8, 7), (-0.2, -0.3)),  # another beside it,
+        ((1, 2, 3, 4), (5,), (-0.4,)),  # the first goes on,
+        ((1, 2, 3, 4, 5), (6,), (-0.5,)),  # at another temperature
+    ],
+    1.0,
+    temperature=[1.0, 1.0, 1.0, 0.5],
+)
+"""Three sequences."""
+
+
+def branching_group(**changed: Any) -> Group:
+    return make_group("t@1", [replace(BRANCHING, **changed), make_rollout("t@1/1", [((1, 2), (4,), (-1.0,))], 0.0)])
+
+
+def test_a_rollout_of_several_conversations_is_as_many_sequences_with_its_score() -> None:
+    wired = group_to_wire(branching_group(trained=False, advantages=(0.1, 0.2, 0.3, 0.4, 0.5)))
+    assert wired.tokens == [[1, 2, 3, 4, 5], [9, 8, 7], [1, 2, 3, 4, 5, 6], [1, 2, 4]]
+    assert wired.masks == [[-100, -100, 3, -100, 5], [-100, 8, 7], [*[-100] * 5, 6], [-100, -100, 4]]
+    assert wired.scores == [1.0, 1.0, 1.0, 0.0]
+    assert wired.overrides == [
+        {"temperature": 1.0, "set_advantage_to_zero": True},
+        {"temperature": 1.0, "set_advantage_to_zero": True},
+        {"temperature": 0.5, "set_advantage_to_zero": True},
+        {"temperature": 1.0},
+    ]
+    assert wired.advantages is None, "the other has none"
+    told = wired.group_overrides or {}
+    assert (told["group_size"], told["tandem_rollouts"]) == (4, [0, 0, 0, 1])
+    assert {"group_size", "tandem_rollouts"}.isdisjoint(group_to_wire(made_group()).group_overrides or {})
+    read_group(write(wired))
+
+
+def test_its_sequences_are_one_rollout_again() -> None:
+    group = branching_group(advantages=(0.1, 0.2, 0.3, 0.4, 0.5), rewards={"number": 1.0})
+    group = replace(group, rollouts=(group.rollouts[0], replace(group.rollouts[1], advantages=(0.9,))))
+    back = group_from_wire(
+        read(write(group_to_wire(group)), ScoredGroup), id="t@1", version=7, rules=Rules(given_advantages=True)
+    )
+    first, second = back.rollouts
+    turns = BRANCHING.turns
+    assert first.turns == (turns[0], turns[2], turns[1], turns[3])
+    assert first.advantages == (0.1, 0.4, 0.2, 0.3, 0.5)
+    assert (first.id, first.reward, first.rewards) == ("t@1/0", 1.0, {"number": 1.0})
+    assert (second.id, second.turns, second.advantages) == ("t@1/1", group.rollouts[1].turns, (0.9,))
+
+
+def test_a_turn_continues_the_longest_that_it_could() -> None:
+    """Two answers to one question, of which one begins as the other: the agent went on with the longer."""
+    said = [((1,), (2,), (-0.1,)), ((1,), (2, 3), (-0.2, -0.3)), ((1, 2, 3, 4), (5,), (-0.4,)), ((1,), (), ())]
+    wired = group_to_wire(make_group("t@1", [make_rollout("t@1/0", said, 1.0)]))
+    assert wired.tokens == [[1, 2], [1, 2, 3, 4, 5]]
+    assert wired.masks == [[-100, 2], [-100, 2, 3, -100, 5]]
+
+
+def test_one_bad_sequence_costs_its_rollout() -> None:
+    wired = group_to_wire(branching_group())
+    wired.masks[1] = wired.masks[1][:-1]
+    first, second = rollouts(wired)
+    assert (first.status, first.turns, first.reward, first.id) == ("error", (), None, "g/0")
+    assert "3 tokens have 2 masks" in first.error
+    assert second.status == "ok"
+
+
+@pytest.mark.parametrize("owners", [None, [0], [0, "x"], "00", [0, True], {}])
+def test_owners_that_are_none_leave_every_sequence_a_rollout(owners: Any) -> None:
+    assert [r.id for r in rollouts(scored(group_overrides={"tandem_rollouts": owners}))] == ["g/0", "g/1"]
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=40))

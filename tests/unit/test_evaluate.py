@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import math
 import random
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.rollout.measure import Solved, interval, measure, pass_at
+from tandem.rollout.streams import Stream
 from tandem.trainer.evaluate import Evaluator
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -81,7 +83,6 @@ class Player:
     def __init__(self, answers: dict[str, tuple[str, ...]]) -> None:
         self.answers = answers
         self.asked: list[tuple[str, int, Sampling]] = []
-        self.env = type("Env", (), {"name": "sums"})()
 
     async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         self.asked.append((id, size, sampling))
@@ -89,17 +90,26 @@ class Player:
         return Group(id=id, index=index, env="sums", rollouts=made)
 
 
-def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tuple[Evaluator, list[Any]]:
-    told: list[Any] = []
-    made = Evaluator(
+def stream(name: str, player: Player, label: str = "") -> Stream:
+    return Stream(
+        name=name,
+        label=label,
         worker=player,  # type: ignore[arg-type]
         tasks=[
             Task(id=id, env="sums", prompt=(Message(role="user", content=f"{id}?"),), answer="7")
             for id in player.answers
         ],
+        solved=Solved(reward="number", full_marks=1.0),
+        seed=0,
+    )
+
+
+def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tuple[Evaluator, list[Any]]:
+    told: list[Any] = []
+    made = Evaluator(
+        streams=[stream("sums", player)] if player.answers else [],
         samples=samples,
         sampling=Sampling(temperature=0.5),
-        solved=Solved(reward="number", full_marks=1.0),
         due=due,
         record=told.append,
         started=told.append,
@@ -135,6 +145,22 @@ def test_summary_counts_failed_answers_as_wrong() -> None:
     assert record["mean_ci"] == list(interval([1.0, 0.25, 0.25, 0.0]))
     assert record["pass_ci"] == list(interval([1.0, 1.0, 1.0, 0.0]))
     assert record["rollouts"][1] == {"task": "b", "prompt": "b?", "answer": "7", "text": "wrong", "reward": 0.5}
+
+
+def test_several_environments_are_told_together_and_each_by_itself() -> None:
+    easy, hard = Player({"a": ("right",) * 4}), Player({name: ANSWERS[name] for name in ("a", "b", "d")})
+    made, _ = evaluator(easy, 4)
+    one, other = stream("easy", easy, "easy/"), stream("hard", hard, "hard/")
+    other.solved = Solved(reward="length", full_marks=0.5)
+    record = asyncio.run(dataclasses.replace(made, streams=[one, other])(3))
+    assert (record["env"], record["tasks"]) == ("easy+hard", 4)
+    assert {name: of["tasks"] for name, of in record["envs"].items()} == {"easy": 1, "hard": 3}
+    assert record["envs"]["easy"]["mean"] == 1.0
+    assert record["envs"]["hard"]["mean"] == pytest.approx((4 + 4 + 0) / 12), "by its own first reward"
+    assert record["mean"] == pytest.approx((4 + 4 + 4 + 0) / 16), "over all tasks"
+    assert record["envs"]["hard"]["mean_ci"] == list(interval([1.0, 1.0, 0.0]))
+    assert [id for id, *_ in hard.asked] == ["hard/a@eval", "hard/b@eval", "hard/d@eval"]
+    assert [row["task"] for row in record["rollouts"]] == ["easy/a", "hard/a", "hard/b", "hard/d"]
 
 
 def test_every_evaluation_asks_the_same() -> None:
@@ -198,3 +224,32 @@ def test_measure_tells_scored_from_failed() -> None:
     assert found["reward"] == pytest.approx(1.1)
     assert found["tokens/generated"] == 4 * 10 + 8
     assert found["rollouts/truncated"] == pytest.approx(1 / 10)
+
+
+def test_measure_tells_environments_apart() -> None:
+    def group(env: str, kinds: tuple[str, ...], **metrics: float) -> Group:
+        task = Task(id="t", env="e", prompt=(), answer="")
+        made = [dataclasses.replace(rollout(task, f"t/{n}", kind), metrics=metrics) for n, kind in enumerate(kinds)]
+        return Group(id="t@0", index=0, env=env, rollouts=tuple(made))
+
+    groups = [
+        group("a", ("right", "wrong"), calls=2.0),
+        group("a", ("wrong", "wrong"), calls=4.0),
+        group("a", ("dead", "right")),
+        group("b", ("right", "right"), calls=9.0),
+    ]
+    values = measure(groups, Solved(reward="number", full_marks=1.0))
+    found = {name: number for metric, value in values.items() for name, number in value.scalars(metric).items()}
+    told = {name: number for name, number in found.items() if name.startswith("env/")}
+    assert told == {
+        "env/a/reward": pytest.approx((1.5 + 0.5 + 0.5 + 0.5 + 1.5) / 5),
+        "env/a/accuracy": pytest.approx(2 / 5),
+        "env/a/groups": 3.0,
+        "env/a/flat": pytest.approx(1 / 2),
+        "env/a/calls": 3.0,
+        "env/b/reward": 1.5,
+        "env/b/accuracy": 1.0,
+        "env/b/groups": 1.0,
+        "env/b/flat": 1.0,
+        "env/b/calls": 9.0,
+    }

@@ -18,6 +18,7 @@ from tandem.errors import EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.feed import (
     Cursor,
+    Draw,
     Feed,
     FeedOptions,
     Judge,
@@ -27,6 +28,7 @@ from tandem.rollout.feed import (
     penalise_truncated,
 )
 from tandem.rollout.measure import Solved
+from tandem.rollout.streams import Stream, Timetable
 from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 T = TypeVar("T")
@@ -99,6 +101,17 @@ class Trainer:
         """Who was played together: whoever ends first in a wave has seen all of it."""
         return {id: max((c for c in self.company if id in c), key=len) for id in self.started}
 
+    def stream(self, name: str, count: int, **options: Any) -> Stream:
+        return Stream(
+            name=name,
+            label=options.pop("label", ""),
+            seed=options.pop("seed", 7),
+            worker=self,  # type: ignore[arg-type]
+            tasks=tasks(count),
+            solved=Solved(reward="mark", full_marks=1.0),
+            **options,
+        )
+
     def feed(
         self,
         count: int = 1000,
@@ -111,8 +124,7 @@ class Trainer:
         seed: int = 7,
     ) -> Feed:
         return Feed(
-            worker=self,  # type: ignore[arg-type]
-            tasks=tasks(count),
+            streams=[self.stream("fake", count, seed=seed)],
             options=FeedOptions(
                 groups_per_step=n,
                 group_size=2,
@@ -120,12 +132,10 @@ class Trainer:
                 behind=self.behind,
                 drop_flat=drop_flat,
                 sampling=Sampling(),
-                seed=seed,
                 patience=patience,
             ),
             version=lambda: self.step,
             judge=judge,
-            solved=Solved(reward="mark", full_marks=1.0),
             on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
         )
 
@@ -357,7 +367,7 @@ def test_stale_groups_are_dropped_and_played_again() -> None:
     young = group_of("t6@0", index=1, version=3)
 
     async def go() -> list[list[Group]]:
-        cursor = Cursor(drawn=50, admitted=2, ready=((draw, old), (draw_of(feed, "t6"), young)))
+        cursor = Cursor(drawn={"fake": 50}, admitted=2, ready=((draw, old), (draw_of(feed, "t6"), young)))
         async with feed.open(cursor) as opened:
             return await trainer.train(opened, 3)
 
@@ -375,8 +385,10 @@ def group_of(id: str, *, index: int, version: int) -> Group:
     return Group(id=id, index=index, env="fake", rollouts=made)
 
 
-def draw_of(feed: Feed, task: str) -> int:
-    return next(draw for draw in range(len(feed.tasks)) if feed._task(draw)[0].id == task)
+def draw_of(feed: Feed, task: str) -> Draw:
+    (stream,) = feed.streams
+    found = (number for number in range(len(stream.tasks)) if stream.draw(number)[0].id == task)
+    return Draw(stream.name, next(found))
 
 
 @pytest.mark.parametrize(("kind", "says"), [("flat", "rewards [1.0, 1.0]"), ("failed", "it broke")])
@@ -420,6 +432,114 @@ def test_what_is_in_flight_is_cancelled_at_the_end() -> None:
         assert len(asyncio.all_tasks()) <= 2
 
     run(go())
+
+
+# Several streams
+
+
+@dataclass
+class Mixture(Trainer):
+    """Two streams of which ``hard`` is mostly flat, in shares of 1 to 2."""
+
+    least: float = 0.0
+
+    def feed(self, count: int = 1000, **options: Any) -> Feed:
+        feed = super().feed(count, **options)
+        easy = self.stream("easy", count, label="easy/", weight=1.0, min_share=self.least)
+        return replace(feed, streams=[easy, self.stream("hard", count, label="hard/", weight=2.0)])
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        hard = replace(task, id=f"{int(task.id[1:]) % 3}9") if id.startswith("hard/") else replace(task, id="t1")
+        named = replace(hard, id=f"t{hard.id.lstrip('t')}")
+        group = await super().group(named, id=id, index=index, size=size, sampling=sampling)
+        return replace(group, env=id.partition("/")[0])
+
+
+def mostly_flat(task: Task) -> str:
+    return "ok" if task.id in ("t1", "t9", "t09") else "flat"
+
+
+def makeup(batches: Sequence[Sequence[Group]]) -> list[dict[str, int]]:
+    return [dict(Counter(group.env for group in batch)) for batch in batches]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_every_batch_is_mixed_as_the_timetable_says_whatever_is_dropped(max_lag: int) -> None:
+    for seed in range(5):
+        trainer = Mixture(mostly_flat, seed)
+        batches = trained(trainer, 9, n=3, max_lag=max_lag)
+        assert makeup(batches) == [{"easy": 1, "hard": 2}] * 9
+        assert {id.partition("/")[0] for _, id in trainer.dropped} == {"hard"}, "a drop is made up for by its own"
+        for step, batch in enumerate(batches):
+            assert max(step - group.version_min for group in batch) <= max_lag
+        for name in ("easy", "hard"):
+            indices = [group.index for batch in batches for group in batch if group.env == name]
+            assert indices == sorted(indices), "each stream in order of admission"
+
+
+def test_a_least_share_is_in_every_batch() -> None:
+    batches = trained(Mixture(mostly_flat, least=0.6), 8, n=5, max_lag=1)
+    assert makeup(batches) == [{"easy": 3, "hard": 2}] * 8
+
+
+def test_mixed_waves_do_not_depend_on_who_is_fast() -> None:
+    waves = []
+    for seed in range(5):
+        trainer = Mixture(mostly_flat, seed)
+        trained(trainer, 8)
+        waves.append((trainer.started, trainer.waves()))
+    assert all(wave == waves[0] for wave in waves)
+
+
+def test_a_mixture_is_told_environment_by_environment() -> None:
+    trainer = Mixture(mostly_flat)
+
+    async def go() -> dict[str, float]:
+        async with trainer.feed().open(Cursor()) as feed:
+            await trainer.train(feed, 4)
+            return flatten(feed.metrics())
+
+    found = run(go())
+    assert (found["env/easy/trained"], found["env/hard/trained"]) == (4, 8)
+    assert found["env/easy/flat"] == 0.0
+    hard = found["env/hard/groups"]
+    assert found["env/hard/flat"] == pytest.approx(found["groups/dropped_flat"] / hard)
+    assert found["env/hard/reward"] == pytest.approx(((hard - found["groups/dropped_flat"]) * 0.5
+                                                      + found["groups/dropped_flat"]) / hard)  # fmt: skip
+
+
+def test_a_mixture_goes_on_where_it_stood_in_the_middle_of_a_cycle_of_shares() -> None:
+    """Batches of four in shares of 1 to 2 differ from each other: 1 and 3, 2 and 2, 1 and 3."""
+    whole = trained(Mixture(mostly_flat), 7, n=4)
+    assert len({tuple(sorted(one.items())) for one in makeup(whole)}) == 2
+    trainer = Mixture(mostly_flat)
+
+    async def first(steps: int) -> Cursor:
+        async with trainer.feed(n=4).open(Cursor()) as feed:
+            await trainer.train(feed, steps)
+            return feed.cursor()
+
+    for steps in (1, 2, 3):
+        trainer = Mixture(mostly_flat)
+        cursor = run(first(steps))
+        assert cursor.taken == steps
+        again = trained(Mixture(mostly_flat, step=steps), 7 - steps, cursor, n=4)
+        assert [[group.id for group in batch] for batch in again] == [[g.id for g in batch] for batch in whole[steps:]]
+
+
+def test_a_draw_that_is_played_again_takes_a_place_of_its_own_stream() -> None:
+    trainer = Mixture()
+    easy = trainer.feed().streams[0]
+    cursor = Cursor(drawn={"easy": 4}, admitted=4, again=(Draw("easy", 3),))
+    (batch,) = trained(trainer, 1, cursor, n=3)
+    assert len(trainer.started) == 3, "nothing is played that has no place"
+    assert makeup([batch]) == [{"easy": 1, "hard": 2}]
+    assert [group.id for group in batch if group.env == "easy"] == [easy.draw(3)[1]]
+
+
+def test_starved_names_the_environment() -> None:
+    with pytest.raises(Starved, match="Make hard easier or harder"):
+        trained(Mixture(lambda task: "ok" if task.id == "t1" else "flat"), 2, patience=4)
 
 
 # Resume
@@ -487,6 +607,31 @@ MOVES = st.lists(
 )
 
 
+@settings(max_examples=60)
+@given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), n=st.integers(1, 5))
+def test_no_interleaving_unmixes_a_mixture(moves: list[tuple[str, int]], seed: int, max_lag: int, n: int) -> None:
+    """Crash, stop and go on at will: every batch is what the timetable says of its number, and no group comes twice."""
+    trainer = Mixture(mostly_flat, seed, least=0.2)
+    story = Story(trainer, {"count": 60, "n": n, "max_lag": max_lag, "patience": 1000})
+
+    async def go() -> None:
+        life: list[tuple[str, int]] = []
+        for move in moves:
+            if move[0] in ("crash", "stop"):
+                await story.live([*life, ("save", 0)] if move[0] == "stop" else life)
+                life = []
+            else:
+                life.append(move)
+        await story.live(life)
+
+    run(go())
+    timetable = Timetable(trainer.feed().streams, n)
+    assert len(set(story.done)) == len(story.done)
+    for number in range(len(story.done) // n):
+        batch = Counter(id.partition("/")[0] for id in story.done[number * n : (number + 1) * n])
+        assert batch == Counter(dict(timetable.counts(number)))
+
+
 @settings(max_examples=150)
 @given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), behind=st.integers(0, 2), n=st.integers(1, 3))
 def test_no_interleaving_loses_or_doubles_a_task(
@@ -509,9 +654,10 @@ def test_no_interleaving_loses_or_doubles_a_task(
         return await story.live(life)
 
     end = run(go())
-    order = {draw: trainer.feed(**story.options)._task(draw) for draw in range(end.drawn)}
-    good = Counter(f"{task.id}@{visit}" for task, visit in order.values() if mixed(task) == "ok")
-    name = {draw: f"{task.id}@{visit}" for draw, (task, visit) in order.items()}
+    (stream,) = trainer.feed(**story.options).streams
+    order = {Draw("fake", number): stream.draw(number) for number in range(end.drawn.get("fake", 0))}
+    good = Counter(id for task, id in order.values() if mixed(task) == "ok")
+    name = {draw: id for draw, (_, id) in order.items()}
     held = Counter(name[draw] for draw in (*end.again, *(draw for draw, _ in end.ready)))
     assert max(held.values(), default=0) <= 1
     kept = Counter({id: count for id, count in held.items() if id in good})

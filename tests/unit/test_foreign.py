@@ -71,6 +71,8 @@ class Local:
     malformed: tuple[str, ...] = ()
     on_empty: Callable[[], None] = lambda: None
     batch_size: int | None = None
+    renewals: int = 0
+    away: bool = False
 
     async def __aenter__(self) -> Local:
         return self
@@ -121,6 +123,12 @@ class Local:
             versions=[entry.version if self.leases else None for entry in taken.entries],
             malformed=self.malformed,
         )
+
+    async def renew(self, batch: str) -> bool:
+        self.renewals += 1
+        if self.away:
+            raise BrokerError("the broker does not answer")
+        return self.store.renew(batch, self.now)
 
     async def acknowledge(self, batch: str) -> bool:
         done = bool(self.store.acknowledge(batch, self.now))
@@ -415,7 +423,45 @@ def test_a_lease_that_ran_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING):
         run(go())
-    assert "raise broker.lease_seconds (60)" in caplog.text
+    assert "did not hear of this trainer for broker.lease_seconds (60)" in caplog.text
+
+
+def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes as it is slept through: five leases long, in which nobody else is served the batch."""
+    broker = filled(2)
+    wait, stolen = asyncio.sleep, []
+
+    async def passing(seconds: float) -> None:
+        if seconds and broker.polls:
+            broker.now += seconds
+            broker.away = 70 < broker.now < 90
+            stolen.append(broker.store.take(broker.now, lease=True))
+        await wait(0)
+
+    monkeypatch.setattr(asyncio, "sleep", passing)
+
+    async def go() -> None:
+        async with Trainer(broker).feed(lease_seconds=60.0).open(Cursor()) as feed:
+            await feed.take()
+            while broker.now < 300:
+                await wait(0)
+            assert set(stolen) == {None}
+            await feed.saved(feed.cursor())
+            assert broker.refused == []
+            assert feed.cursor().batches == ()
+        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "leases"] == []
+
+    run(go())
+    assert broker.renewals >= 14
+
+
+def test_a_step_has_the_sequences_of_a_batch_though_rollouts_are_several() -> None:
+    broker = Local()
+    told = {"tandem_task": "wide", "tandem_rollouts": [0, 0, 0, 1]}
+    tokens = [[1, 2, 3], [8, 2, 3], [9, 2, 3], [1, 2, 3]]
+    broker.put(sent("", 1.0, 1.0, 1.0, 0.0, tokens=tokens, group_overrides=told), sent("g0"), sent("g1"))
+    batches, _ = taken(broker, 2)
+    assert batches == [["wide"], ["g0", "g1"]]
 
 
 class EmptyHanded(Exception):

@@ -11,7 +11,7 @@ import torch
 
 from tandem.losses.base import MicroBatch, TokenLoss
 from tandem.losses.grpo import Grpo
-from tandem.metrics import Max, Mean, flatten, merge
+from tandem.metrics import flatten, merge
 
 RATIOS = (0.1, 0.5, 0.79, 0.81, 1.0, 1.2, 1.27, 1.29, 2.0, 2.9, 3.1, 4.0)
 
@@ -93,7 +93,6 @@ def test_extreme_ratios_are_finite(advantage: float, dual: float | None, gap: fl
     assert bool(out.loss_N.isfinite().all())
     assert bool(logprobs.grad.isfinite().all())
     assert all(math.isfinite(v) for v in flatten(out.metrics).values())
-    assert out.metrics["logprob_gap/max"] == Max(abs(gap))
 
 
 def test_metrics() -> None:
@@ -105,39 +104,11 @@ def test_metrics() -> None:
             "ratio": sum(ratios) / 6,
             "ratio/max": 4.0,
             "clip_fraction": 4 / 6,
-            "kl_behavior": sum(r - 1 - math.log(r) for r in ratios) / 6,
-            "logprob_gap/max": math.log(4.0),
+            "clip_fraction/low": 1 / 6,
+            "clip_fraction/high": 3 / 6,
         },
         rel=1e-5,
     )
-
-
-def test_kl_of_nearly_equal_policies_keeps_its_digits() -> None:
-    """At a gap of 1e-4 the estimate is 5e-9: exp(x) - 1 - x in float32 would be noise."""
-    gap = 1e-4
-    micro = MicroBatch(
-        behavior_logprobs_N=torch.zeros(1),
-        advantages_N=torch.ones(1),
-        sample_N=torch.zeros(1, dtype=torch.int64),
-        num_samples=1,
-    )
-    kl = Grpo()(torch.tensor([gap]), micro).metrics["kl_behavior"]
-    assert isinstance(kl, Mean)
-    assert kl.sum == pytest.approx(math.expm1(gap) - gap, rel=1e-3)
-
-
-def test_kl_estimates_the_divergence_of_behavior_from_policy() -> None:
-    torch.manual_seed(0)
-    behavior, policy = torch.randn(5).log_softmax(-1), torch.randn(5).log_softmax(-1)
-    tokens = torch.multinomial(behavior.exp(), 200_000, replacement=True)
-    micro = MicroBatch(
-        behavior_logprobs_N=behavior[tokens],
-        advantages_N=torch.ones(len(tokens)),
-        sample_N=torch.zeros(len(tokens), dtype=torch.int64),
-        num_samples=1,
-    )
-    got = flatten(Grpo()(policy[tokens], micro).metrics)["kl_behavior"]
-    assert got == pytest.approx(float((behavior.exp() * (behavior - policy)).sum()), rel=0.02)
 
 
 def test_metrics_of_parts_merge_to_those_of_the_whole() -> None:

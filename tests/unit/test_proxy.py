@@ -180,6 +180,21 @@ def test_requests_say_how_to_sample(template: Template) -> None:
     served(template, engine, talk, temperature=0.7)
 
 
+def test_logprobs_are_told_of_each_sampled_token(template: Template) -> None:
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        assert (await post(USER))["choices"][0]["logprobs"] is None
+        told = (await post(USER, logprobs=True, top_logprobs=0))["choices"][0]["logprobs"]["content"]
+        assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in told[:2]] == [
+            ("a", -0.5, [97]),
+            ("b", -0.5, [98]),
+        ]
+        assert len(told) == 3, "the end token was sampled too"
+        events = (await post(USER, logprobs=True, stream=True)).split("\n\n")
+        assert json.loads(events[0].removeprefix("data: "))["choices"][0]["logprobs"] == {"content": told}
+
+    served(template, Scripted([A, B, END]), talk)
+
+
 def test_a_stream_has_the_whole_answer(template: Template) -> None:
     async def talk(post: Any, session: Session, _: Proxy) -> str:
         text: str = await post(USER, stream=True)
@@ -197,6 +212,7 @@ def test_a_stream_has_the_whole_answer(template: Template) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"n": 0}, "n"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -264,6 +280,39 @@ def test_sessions_are_made_listed_and_ended_over_http(template: Template) -> Non
             assert (await response.json())["error"]["type"] == "invalid_request_error"
 
     served(template, Scripted([A, END]), talk)
+
+
+def test_abandoned_sessions_end(template: Template) -> None:
+    now = 0.0
+
+    async def go() -> None:
+        nonlocal now
+        engine: Any = Scripted([A, END])
+        proxy = Proxy(engine, template, Sampling(max_tokens=8), model="m", clock=lambda: now)
+        async with asyncio.timeout(20), proxy.serving() as url, aiohttp.ClientSession() as http:
+
+            async def begun() -> str:
+                async with http.post(f"{url}/sessions/create") as response:
+                    name: str = (await response.json())["uuid"]
+                    return name
+
+            async def names() -> set[str]:
+                async with http.get(f"{url}/sessions") as response:
+                    return {entry["uuid"] for entry in (await response.json())["sessions"]}
+
+            owned, _ = proxy.create()
+            talks = [await begun(), await begun()][1]
+            now = 3000.0
+            async with http.get(f"{url}/{talks}/nodes") as response:
+                assert response.status == 200
+            now = 3601.0
+            newest = await begun()
+            assert await names() == {owned, talks, newest}
+            now = 1e6
+            last = await begun()
+            assert await names() == {owned, last}
+
+    asyncio.run(go())
 
 
 def test_a_real_engine_of_fakes(template: Template) -> None:

@@ -232,6 +232,50 @@ def test_the_latest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
     assert not summary["beyond_interval"], "no interval, no claim"
 
 
+def mixed_run(folder: Path) -> Path:
+    """A run of two environments."""
+    make_run(folder, steps=4)
+    (folder / "config.yaml").write_text(
+        "steps: 4\nmodel: m\nenvs:\n  sums: {env: {kind: arithmetic}, weight: 2.0, min_share: 0.25}\n"
+        "  tool: {env: calculator, weight: 1.5}\n"
+    )
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in metrics:
+        for name, reward in (("sums", 0.25), ("tool", 0.75)):
+            row["metrics"] |= {f"env/{name}/{key}": reward for key in ("reward", "flat", "groups", "accuracy")}
+            row["metrics"][f"env/{name}/trained"] = 4.0
+    write(folder / "metrics.jsonl", metrics)
+    looks = [
+        {"step": step, "env": "sums+tool", "mean": 0.5, "tasks": 8, "samples": 2, "pass_at": {"1": 0.5, "2": 0.6},
+         "envs": {"sums": {"mean": 0.25, "tasks": 4, "mean_ci": [0.1, 0.4], "pass_at": {"1": 0.25, "2": 0.4}},
+                  "tool": {"mean": 0.75, "tasks": 4}}}
+        for step in (0, 4)
+    ]  # fmt: skip
+    write(folder / "eval.jsonl", looks)
+    return folder
+
+
+def test_several_environments_are_shown_together_and_each_by_itself(tmp_path: Path) -> None:
+    run = load(mixed_run(tmp_path / "run"))
+    summary = summarise(run)
+    assert dict(summary["facts"])["environment"] == "sums 2 (at least 25%) + tool 1.5"
+    assert summary["before"]
+    assert (summary["before"]["env"], summary["before"]["mean"]) == ("sums+tool", 0.5)
+    shown = page.payload(run, summary)["evaluations"]
+    assert [(row["step"], row["env"], row["mean"], row["tasks"], row["pass"]) for row in shown[:3]] == [
+        (0, "sums+tool", 0.5, 8, 0.6), (0, "sums", 0.25, 4, 0.4), (0, "tool", 0.75, 4, None),
+    ]  # fmt: skip
+    assert len(shown) == 6
+
+
+def test_one_environment_is_not_shown_twice(tmp_path: Path) -> None:
+    look = {"step": 0, "env": "e", "mean": 0.1, "envs": {"e": {"mean": 0.1}}}
+    write(tmp_path / "eval.jsonl", [look])
+    (tmp_path / "config.yaml").write_text("steps: 4")
+    run = load(tmp_path)
+    assert len(page.payload(run, summarise(run))["evaluations"]) == 1
+
+
 def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:
     pairs = samples.answers(load(run_folder))
     assert len(pairs) == 10
@@ -258,14 +302,14 @@ CHROMIUM = next(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to draw the page with")
-@pytest.mark.parametrize("kind", ["whole", "hostile", "empty"])
+@pytest.mark.parametrize("kind", ["whole", "hostile", "empty", "mixed"])
 def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "run"
     if kind == "empty":
         folder.mkdir()
         (folder / "config.yaml").write_text("steps: 3\nmodel: m\n")
     else:
-        make_run(folder, steps=4)
+        mixed_run(folder) if kind == "mixed" else make_run(folder, steps=4)
     if kind == "hostile":
         record = made_rollouts(random.Random(1), 4, 4, groups=1, size=1)[0]
         record |= {
@@ -283,6 +327,7 @@ def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> Non
     assert 'data-ready="yes"' in root[0]
     assert "data-error" not in root[0]
     assert "data-hacked" not in root[0]
+    assert (">Environments</h" in drawn) == (kind == "mixed")
     if kind == "whole":
         assert drawn.count("<article") >= 13
         assert 'class="tok"' in drawn

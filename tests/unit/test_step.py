@@ -22,6 +22,7 @@ from tandem.losses.grpo import Grpo
 from tandem.metrics import flatten
 from tandem.optimizers.adamw import AdamW
 from tandem.policy.policy import Policy
+from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step, StepStats
 from tandem.trains.lora import Lora
@@ -72,7 +73,8 @@ def gradient(
         device=policy.device,
     )
     keep = Keep()
-    step = Step(policy=policy, loss=loss, optimizer=AdamW(), stepper=keep, sampling=sampling, steps=1)
+    objective = Objective(loss=loss)
+    step = Step(policy=policy, objective=objective, optimizer=AdamW(), stepper=keep, sampling=sampling, steps=1)
     hooks = []
     for parameter in policy.model.parameters():
         register = parameter.register_post_accumulate_grad_hook
@@ -245,16 +247,20 @@ def test_apply_moves_the_weights_by_the_clipped_gradient(tiny_model: Path, exact
     with live_policy(tiny_model) as policy:
         optimizer = AdamW(lr=1e-3, eps=0.0, max_grad_norm=norm / 2)
         stepper = optimizer.bind([(n, p) for n, p in policy.model.named_parameters()])
-        step = Step(policy=policy, loss=loss, optimizer=optimizer, stepper=stepper, sampling=sampling, steps=1)
+        objective = Objective(loss=loss)
+        step = Step(
+            policy=policy, objective=objective, optimizer=optimizer, stepper=stepper, sampling=sampling, steps=1
+        )
         pack = Packer(
             advantage=DrGrpo(), reduction="token", max_tokens=16, budget=30, mask_truncated=False, device=policy.device
         )
         before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
 
         async def main() -> dict[str, float]:
-            await step.forward_backward(pack(groups, version=0))
+            batch = pack(groups, version=0)
+            stats = await step.forward_backward(batch)
             assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters()), "not before apply"
-            return flatten(await step.apply(1))
+            return flatten(await step.apply(1, batch, stats))
 
         applied = asyncio.run(main())
         assert applied["grad_norm"] == pytest.approx(norm, rel=1e-6)

@@ -235,6 +235,11 @@ def test_an_evaluation_is_kept_whole_and_its_numbers_are_shown(tmp_path: Path) -
     }
     assert writer.calls[0] == ("evaluation", (2, expected))
     assert evaluation_scalars({"step": 0, "mean": 1}) == {"eval/mean": 1.0}
+    parts = {"a": {"mean": 0.5, "pass_at": {"2": 0.75}}, "b": {"mean": 1, "mean_ci": [0.5, 1]}}
+    assert evaluation_scalars({"step": 0, "mean": 0.75, "envs": parts}) == {
+        "eval/mean": 0.75, "eval/a/mean": 0.5, "eval/a/pass@2": 0.75,
+        "eval/b/mean": 1.0, "eval/b/mean/low": 0.5, "eval/b/mean/high": 1.0,
+    }  # fmt: skip
     assert not (tmp_path / "metrics.jsonl").read_text(), "one line a step there, nothing else"
 
 

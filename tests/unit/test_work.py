@@ -90,6 +90,36 @@ def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:
         _work_recipe.load(Path("nowhere.yaml"), words)
 
 
+ENVS = "envs: {sums: {env: arithmetic, weight: 3, min_share: 0.25}, calculator: 1}\n"
+
+
+def test_several_environments_are_played_or_one_of_them(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: m\nsteps: 3\n{ENVS}")
+    config = _work_recipe.load(recipe, PLACES)
+    assert {name: (s.weight, s.min_share) for name, s in config.sources.items()} == {
+        "sums": (3.0, 0.25), "calculator": (1.0, 0.0),
+    }  # fmt: skip
+    assert list(_work_recipe.load(recipe, [*PLACES, "env_name=calculator"]).sources) == ["calculator"]
+    assert _work_recipe.load(recipe, [*PLACES, "envs.sums=5"]).sources["sums"].weight == 5.0
+    for override, message in {
+        "env_name=other": r"env_name must be an entry of envs \(sums, calculator\)",
+        "weight=2": "weight changes nothing: each entry of envs has its own",
+        "known_as=x": "known_as changes nothing",
+        "rewards.number=1": "rewards must be given in each entry",
+        "env=arithmetic": "envs must be left out where env is given",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            _work_recipe.load(recipe, [*PLACES, override])
+    alone = _work_recipe.load(
+        None, ["model=m", "env=arithmetic", *PLACES, "known_as=mine", "weight=2", "min_share=0.5"]
+    )
+    ((name, source),) = alone.sources.items()
+    assert (name, source.weight, source.min_share) == ("mine", 2.0, 0.5)
+    with pytest.raises(ConfigError, match="there is none"):
+        _work_recipe.load(None, ["model=m", "env=arithmetic", *PLACES, "env_name=arithmetic"])
+
+
 def test_shared_options_have_the_recipes_defaults() -> None:
     """The same recipe means the same to both sides."""
     ours, theirs = (vars_of(cls) for cls in (_work_recipe.Work, RunConfig))

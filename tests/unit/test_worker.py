@@ -78,6 +78,7 @@ def play(
     async def go() -> Group:
         async with Fake(vocab=258).open(None, context=context) as fake:  # the last id is the tokenizer's end token
             worker = Worker(
+                name="talks",
                 env=Talk(),
                 engine=engine or fake,
                 graders=marks,  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ def tokens(group: Group) -> list[tuple[int, ...]]:
 
 def test_group_holds_scored_siblings_in_order(template: Template) -> None:
     group, marks = play(template, two=True, max_tokens=500)
-    assert (group.id, group.index, group.env) == ("t@0", 4, "test_worker")
+    assert (group.id, group.index, group.env) == ("t@0", 4, "talks")
     assert [r.id for r in group.rollouts] == ["t@0/0", "t@0/1", "t@0/2"]
     assert len(marks.seen) == 1, "siblings are graded together"
     assert marks.seen[0] == [replace(r, rewards={}, reward=None) for r in group.rollouts]

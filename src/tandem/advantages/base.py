@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol, Self, runtime_checkable
 
 from tandem.types import Group
 
@@ -15,6 +17,41 @@ class Advantage(Protocol):
         ...
 
 
+@runtime_checkable
+class Rescales(Protocol):
+    """An advantage that looks at all groups of a step once each has its own."""
+
+    def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The groups' advantages, given what each got by itself."""
+        ...
+
+
+@runtime_checkable
+class Weighs(Protocol):
+    """An advantage that looks at single rewards, and so needs their weights."""
+
+    def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
+        """The same with the weight of each reward, by environment and by its name."""
+        ...
+
+
+def advantages(advantage: Advantage, groups: Sequence[Group]) -> list[list[float]]:
+    """Of every group of one step."""
+    values = [advantage(group) for group in groups]
+    return advantage.rescale(groups, values) if isinstance(advantage, Rescales) else values
+
+
 def scores(group: Group) -> list[float]:
     """Rewards of the scored rollouts: failed ones are in no mean and no deviation."""
     return [rollout.reward for rollout in group.scored if rollout.reward is not None]
+
+
+def centred(values: Sequence[float]) -> list[float]:
+    """Deviations from the mean."""
+    mean = math.fsum(values) / max(1, len(values))
+    return [value - mean for value in values]
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation (squares over n - 1); 0 for fewer than two values."""
+    return math.sqrt(math.fsum(d * d for d in centred(values)) / max(1, len(values) - 1))

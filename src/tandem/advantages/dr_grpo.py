@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from tandem.advantages.base import scores
+from tandem.advantages.base import centred, scores
 from tandem.types import Group
 
 
@@ -18,6 +17,4 @@ class DrGrpo:
 
     def __call__(self, group: Group) -> list[float]:
         """Deviations from the mean; they sum to 0."""
-        rewards = scores(group)
-        mean = math.fsum(rewards) / max(1, len(rewards))
-        return [reward - mean for reward in rewards]
+        return centred(scores(group))

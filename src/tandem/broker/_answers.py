@@ -22,6 +22,22 @@ from tandem.broker.records import Batch
 GZIP_BYTES = 1000
 """Answers of this size and more are compressed for clients elsewhere that accept it."""
 
+EMPTY_EXAMPLE = dict.fromkeys(
+    (
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "generation_params",
+        "inference_logprobs",
+        "messages",
+        "images",
+    ),
+    (),
+)
+"""``GET /latest_example`` before there is one."""
+
 
 def told(request: web.Request, value: Any) -> web.Response:
     """A message in the encoding that the client asks for."""

@@ -32,6 +32,10 @@ class AnswerLost(BrokerError):
     """The connection broke after the request was sent: whether it was carried out is not known."""
 
 
+class _Broken(aiohttp.ClientError):
+    """As aiohttp says it, but nothing that aiohttp mends."""
+
+
 class Answered(BrokerError):
     """The broker answered with an error."""
 
@@ -161,8 +165,18 @@ class Http:
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers, middlewares=(_once,))
         return self._session
+
+
+async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """Send once: of itself aiohttp sends a GET again whose connection broke, and a batch may have gone with it."""
+    try:
+        return await send(request)
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+        raise
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise _Broken(_said(error)) from error
 
 
 def _said(error: BaseException) -> str:

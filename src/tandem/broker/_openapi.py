@@ -38,6 +38,7 @@ _ROUTES: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/scored_data_list", "post", "Hand in groups, all or none.", list[wire.ScoredGroup], None),
     ("/batch", "get", "Take the next batch; null if there is none.", None, None),
     ("/ack", "post", "A leased batch was trained on.", wire.BatchName, None),
+    ("/renew", "post", "The lease of a batch begins anew.", wire.BatchName, None),
     ("/release", "post", "A leased batch was not trained on and goes back.", wire.BatchName, None),
     ("/status", "get", "Step and queue; with ?detail=1 everything.", None, None),
     ("/metrics", "get", "Prometheus' text.", None, None),

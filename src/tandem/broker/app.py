@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import socket
 import time
@@ -22,11 +21,13 @@ from aiohttp import web
 
 from tandem import __version__
 from tandem.broker import _openapi, wire
-from tandem.broker._answers import compressed, done, encoded, idempotency_key, lease, number, page, told
+from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
 from tandem.broker._bodies import Answer, Bodies, Limits, wants
 from tandem.broker._keys import Keys, Role
 from tandem.broker._lax import Malformed
+from tandem.broker._listen import BACKLOG, listening
 from tandem.broker._meter import Meter
+from tandem.broker._resent import Resent
 from tandem.broker.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
 from tandem.broker.store import Store
 from tandem.errors import BrokerError
@@ -37,25 +38,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 READ_BYTES = 1 << 20
 """How much of a body may lie unread before its client is held back."""
-BACKLOG = 1024
-"""Connections that may wait to be accepted: environments open a new one for every request."""
 RETRY_SECONDS = 5.0
 """When to come back after a failure of our own, such as a full disk."""
-EMPTY_EXAMPLE = dict.fromkeys(
-    (
-        "tokens",
-        "masks",
-        "scores",
-        "advantages",
-        "ref_logprobs",
-        "generation_params",
-        "inference_logprobs",
-        "messages",
-        "images",
-    ),
-    (),
-)
-"""``GET /latest_example`` before there is one."""
 
 
 async def _nothing() -> None:
@@ -93,6 +77,8 @@ class Broker:
         """Who may call."""
         self._committed = committed
         self._clock = clock
+        self._resent = Resent()
+        self._resent.restored((item.entry for item in store.waiting), clock())
         self._polled = 0.0
         self._started = clock()
 
@@ -114,6 +100,7 @@ class Broker:
             ("POST", "/scored_data_list", self._scored_data_list, both),
             ("GET", "/batch", self._batch, "trainer"),
             ("POST", "/ack", self._acknowledge, "trainer"),
+            ("POST", "/renew", self._renew, "trainer"),
             ("POST", "/release", self._release, "trainer"),
             ("GET", "/status", self._status, both),
             ("GET", "/metrics", self._metrics, both),
@@ -234,8 +221,7 @@ class Broker:
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         submission = await self.bodies.read(request, wire.read_group)
-        (receipt,) = self._put([submission], idempotency_key(request))
-        await self._committed()
+        (receipt,) = await self._put([submission], request)
         if receipt.kind == "buffered":
             return told(request, {"status": "buffered", "buffer_size": receipt.buffered})
         return told(request, {"status": "received"})
@@ -243,21 +229,20 @@ class Broker:
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         most = self.bodies.limits.list_groups
         submissions = await self.bodies.read(request, partial(wire.read_groups, most=most))
-        receipts = self._put(submissions, idempotency_key(request))
-        await self._committed()
+        receipts = await self._put(submissions, request)
         found: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:
             found |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
         return told(request, found)
 
-    def _put(self, submissions: Sequence[wire.Submission], key: str | None) -> list[Receipt]:
-        """Hand groups to the store, all or none."""
-        now = self._clock()
+    async def _put(self, submissions: Sequence[wire.Submission], request: web.Request) -> list[Receipt]:
+        """Hand groups to the store, all or none, and wait until they are safe."""
+        key, now = idempotency_key(request), self._clock()
         entries = [
             Entry(
                 id=secrets.token_hex(12),
-                env=submission.group.env_id,
+                env=submission.env_id,
                 size=submission.size,
                 version=submission.version,
                 received=now,
@@ -266,9 +251,17 @@ class Broker:
             for submission in submissions
         ]
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
-        receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
-        self.meter.accepted_bytes += sum(entry.num_bytes for entry in entries)
-        return receipts
+        payloads = [submission.payload for submission in submissions]
+        again = {} if key is not None else self._resent.among(payloads, now)
+        fresh = [(entry, keys[i]) for i, entry in enumerate(entries) if i not in again]
+        taken = iter(self.store.put_all(fresh, now))
+        self._resent.forget(again.values())
+        self.store.counts["duplicate"] += len(again)
+        self.meter.accepted_bytes += sum(entry.num_bytes for entry, _ in fresh)
+        await self._committed()
+        if key is None and (request.transport is None or request.transport.is_closing()):
+            self._resent.note(payloads, self._clock())
+        return [Receipt(kind="duplicate") if i in again else next(taken) for i in range(len(entries))]
 
     async def _batch(self, request: web.Request) -> web.StreamResponse:
         self._polled = now = self._clock()
@@ -306,6 +299,8 @@ class Broker:
 
     async def _deliver(self, request: web.Request, response: web.Response, batch: Batch) -> None:
         """Send a batch; one whose client is gone returns to the queue."""
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)  # sent is what has left this process: a kill cannot cut it off
         try:
             await response.prepare(request)
             await response.write_eof()
@@ -319,6 +314,11 @@ class Broker:
         found = self.store.acknowledge(body.batch, self._clock())
         await self._committed()
         return told(request, done(bool(found), found.reason))
+
+    async def _renew(self, request: web.Request) -> web.StreamResponse:
+        body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
+        found = self.store.renew(body.batch, self._clock())
+        return told(request, done(found, f"no batch {body.batch} is leased"))
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
         body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
@@ -373,8 +373,14 @@ def _read(body: bytes, encoding: wire.Encoding, *, kind: Any) -> Any:
 
 
 @asynccontextmanager
-async def serving(broker: Broker, host: str, port: int) -> AsyncIterator[str]:
+async def serving(broker: Broker, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> AsyncIterator[str]:
     """Answer requests at an address; port 0 is a free one. Gives the URL.
+
+    Args:
+        broker: what answers.
+        host: for the URL, and to listen at if there are no ``sockets``.
+        port: the same.
+        sockets: made beforehand by ``listening``.
 
     Raises:
         BrokerError: the address cannot be had.
@@ -384,13 +390,8 @@ async def serving(broker: Broker, host: str, port: int) -> AsyncIterator[str]:
     )
     await runner.setup()
     try:
-        site: web.BaseSite = web.TCPSite(runner, host, port, backlog=BACKLOG)
-        if os.environ.get("LISTEN_PID") == str(os.getpid()):  # systemd holds a socket for us: nobody is turned away
-            site = web.SockSite(runner, socket.socket(fileno=3), backlog=BACKLOG)
-        try:
-            await site.start()
-        except OSError as error:
-            raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+        for one in sockets or listening(host, port):
+            await web.SockSite(runner, one, backlog=BACKLOG).start()
         found = runner.addresses[0]
         yield f"http://{f'[{host}]' if ':' in host else host}:{found[1]}"
     finally:

@@ -164,9 +164,16 @@ class EnvClient(_Client):
 
         Raises:
             Refused: the broker will not have this group.
-            BrokerError: it cannot be written down for a broker; says why.
+            BrokerError: this broker could never serve it; says why.
         """
         scored = group_to_wire(group)
+        if len(scored.tokens) > self.spec.group_size and self.connection.speaks != "tandem":
+            raise BrokerError(
+                f"group {group.id} has {len(scored.tokens)} sequences, since a rollout of it holds several "
+                f"conversations or temperatures; {self.connection.name} would keep a group larger than "
+                f"{self.spec.group_size} for ever: use Tandem's (tandem serve broker), or have each prompt begin with "
+                "all that was said before"
+            )
         if scored.group_overrides and scored.group_overrides.get("tandem_version", 0) < 0:
             # An engine of others does not say: then the broker's own guess is the better one.
             for name in ("tandem_version", "tandem_versions"):
@@ -229,14 +236,20 @@ class EnvClient(_Client):
                 return
             found = await self._ask_status()
             if found is None or found.current_step < self._step:
-                log.warning("%s does not know this environment any more; registering again", self.connection.name)
+                log.warning(
+                    "%s does not know this environment any more, or went back to an earlier step; registering again",
+                    self.connection.name,
+                )
                 await self.register()
             self._known = outages
 
     async def _register_again(self, registrations: int) -> None:
         async with self._registering:
             if self.registrations == registrations:
-                log.warning("%s does not know this environment any more; registering again", self.connection.name)
+                log.warning(
+                    "%s does not know this environment any more, or went back to an earlier step; registering again",
+                    self.connection.name,
+                )
                 await asyncio.sleep(self._poll)
                 await self.register()
 
@@ -295,7 +308,7 @@ class TrainerClient(_Client):
         headers, query = {}, ""
         if self.leases:
             asked = {"lease": lease, "policy": policy, "max_lag": max_lag}
-            query = "&".join(f"{name}={value:g}" for name, value in asked.items() if value is not None)
+            query = "&".join(f"{name}={value}" for name, value in asked.items() if value is not None)
             headers = {"Accept": MIME["msgpack"]}
         path = f"/batch?{query}" if query else "/batch"
         try:
@@ -315,6 +328,10 @@ class TrainerClient(_Client):
     async def acknowledge(self, batch: str) -> bool:
         """A leased batch was trained on; False if the broker had given it to somebody else by then."""
         return await self._settle("/ack", batch)
+
+    async def renew(self, batch: str) -> bool:
+        """The lease of a batch begins anew; False if it has run out."""
+        return await self._settle("/renew", batch)
 
     async def release(self, batch: str) -> bool:
         """A leased batch was not trained on and goes back to the front of the queue."""

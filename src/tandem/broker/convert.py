@@ -5,7 +5,8 @@ failed rollout that says why, and its siblings stay.
 
 Our own keys of ``group_overrides``: ``tandem_version`` (oldest policy step of the group), ``tandem_versions`` (for each
 sequence ``[[step, tokens], ...]``), ``tandem_env``, ``tandem_task``, ``tandem_rewards`` (for each sequence by name) and
-``tandem_finish`` (for each sequence). Any broker and trainer may ignore them.
+``tandem_finish`` (for each sequence). Where a rollout is several sequences, each has its score, and ``tandem_rollouts``
+(for each sequence which rollout it is of) has them joined again. Any broker and trainer may ignore all of these.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any, get_args
 
+from tandem.broker.sequences import Wired, sequences
 from tandem.broker.wire import MASKED, NO_LOGPROB, ScoredGroup
 from tandem.errors import BrokerError
 from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
@@ -54,85 +56,53 @@ class Notes:
 
 
 def group_to_wire(group: Group) -> ScoredGroup:
-    """The scored rollouts of a group as one sequence each; ``env_id`` is the client's to set.
-
-    Raises:
-        BrokerError: a rollout is no single sequence, since a later turn does not continue an earlier one.
-    """
-    rollouts = group.scored
-    sequences = [_sequence(rollout) for rollout in rollouts]
-    temperatures = [rollout.turns[-1].temperature for rollout in rollouts]
-    alike = len(set(temperatures)) == 1
-    given = [rollout.advantages for rollout in rollouts]
+    """The scored rollouts of a group as sequences, mostly one each; ``env_id`` is the client's to set."""
+    pairs = [(rollout, wired) for rollout in group.scored for wired in sequences(rollout)]
+    alike = len({wired.temperature for _, wired in pairs}) == 1
     overrides: list[dict[str, Json]] = [
         {
-            **({} if alike else {"temperature": temperature}),
+            **({} if alike else {"temperature": wired.temperature}),
             **({} if rollout.trained else {"set_advantage_to_zero": True}),
         }
-        for rollout, temperature in zip(rollouts, temperatures, strict=True)
+        for rollout, wired in pairs
     ]
     return ScoredGroup(
-        tokens=[list(s.tokens) for s in sequences],
-        masks=[[t if on else MASKED for t, on in zip(s.tokens, s.mask, strict=True)] for s in sequences],
-        scores=[rollout.reward or 0.0 for rollout in rollouts],
-        advantages=None
-        if None in given
-        else [s.spread(values or (), 0.0) for s, values in zip(sequences, given, strict=True)],
-        inference_logprobs=[s.spread(s.logprobs, NO_LOGPROB) for s in sequences],
-        messages=[[{"role": m.role, "content": m.content} for m in rollout.messages] for rollout in rollouts],
-        generation_params={"temperature": temperatures[0]} if rollouts and alike else None,
+        tokens=[wired.tokens for _, wired in pairs],
+        masks=[wired.spread([t for turn in wired.turns for t in turn.completion.tokens], MASKED) for _, wired in pairs],
+        scores=[rollout.reward or 0.0 for rollout, _ in pairs],
+        advantages=_given(pairs),
+        inference_logprobs=[wired.spread(wired.logprobs, NO_LOGPROB) for _, wired in pairs],
+        messages=[[{"role": m.role, "content": m.content} for m in rollout.messages] for rollout, _ in pairs],
+        generation_params={"temperature": pairs[0][1].temperature} if alike else None,
         overrides=overrides if any(overrides) else None,
-        group_overrides=_told(group, sequences),
+        group_overrides=_told(group, pairs),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequence:
-    """A rollout as the wire has it."""
-
-    tokens: tuple[int, ...]
-    mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-
-    def spread(self, values: Sequence[float], elsewhere: float) -> list[float]:
-        """One value for each sampled token, laid out over all of them."""
-        each = iter(values)
-        return [next(each) if sampled else elsewhere for sampled in self.mask]
+def _given(pairs: Sequence[tuple[Rollout, Wired]]) -> list[list[float]] | None:
+    """Advantages for each token, if every rollout has them."""
+    rows = []
+    for rollout, wired in pairs:
+        if rollout.advantages is None:
+            return None
+        rows.append(wired.spread([rollout.advantages[place] for place in wired.places], 0.0))
+    return rows
 
 
-def _sequence(rollout: Rollout) -> _Sequence:
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    turns = [turn for turn in rollout.turns if turn.completion.tokens]
-    for turn in turns:
-        if tuple(tokens) != turn.prompt[: len(tokens)] or turn.temperature != turns[0].temperature:
-            raise BrokerError(
-                f"rollout {rollout.id} is no single sequence: a turn does not continue the one before it, or was "
-                "sampled at another temperature, and a broker takes one sequence for each rollout; play it so that "
-                "every prompt begins with all that was said before"
-            )
-        new, completion = turn.prompt[len(tokens) :], turn.completion
-        tokens.extend((*new, *completion.tokens))
-        mask.extend([False] * len(new) + [True] * len(completion.tokens))
-        logprobs.extend(completion.logprobs)
-        versions.extend(completion.versions)
-    return _Sequence(tokens=tuple(tokens), mask=tuple(mask), logprobs=tuple(logprobs), versions=tuple(versions))
-
-
-def _told(group: Group, sequences: Sequence[_Sequence]) -> dict[str, Json]:
+def _told(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Json]:
     """What the wire has no field for."""
-    if not sequences:
+    if not pairs:
         return {}
+    owners = {id(rollout): place for place, rollout in enumerate(group.scored)}
+    several = len(pairs) > len(owners)
     return {
         "tandem_version": group.version_min,
-        "tandem_versions": [[[step, len(list(run))] for step, run in groupby(s.versions)] for s in sequences],
+        "tandem_versions": [[[step, len(list(run))] for step, run in groupby(w.versions)] for _, w in pairs],
         "tandem_env": group.env,
         "tandem_task": group.scored[0].task.id,
-        "tandem_rewards": [rollout.rewards for rollout in group.scored],
-        "tandem_finish": [rollout.turns[-1].completion.finish for rollout in group.scored],
+        "tandem_rewards": [rollout.rewards for rollout, _ in pairs],
+        "tandem_finish": [wired.turns[-1].completion.finish for _, wired in pairs],
+        **({"group_size": len(pairs), "tandem_rollouts": [owners[id(r)] for r, _ in pairs]} if several else {}),
     }
 
 
@@ -159,7 +129,7 @@ def group_from_wire(
         BrokerError: sampling logprobs are missing, and ``rules`` allow nothing in their place.
     """
     reading = _Reading(scored, id, version, rules or Rules(), notes or Notes())
-    rollouts = tuple(reading.rollout(at) for at in range(len(scored.tokens)))
+    rollouts = tuple(reading.joined(n, places) for n, places in enumerate(reading.owned()))
     return Group(id=id, index=index, env=reading.env, rollouts=rollouts)
 
 
@@ -193,6 +163,26 @@ class _Reading:
         for entry in (self._told, *(scored.overrides or ())):
             if isinstance(entry, Mapping) and entry.get("sft"):
                 notes.unread.add("sft")
+
+    def owned(self) -> list[list[int]]:
+        """Places of each rollout's sequences: one each, unless the sender says which belong together."""
+        places = range(len(self._scored.tokens))
+        owners = self._told.get("tandem_rollouts")
+        if not isinstance(owners, list) or len(owners) != len(places) or not all(type(o) is int for o in owners):
+            owners = places
+        return [[at for at in places if owners[at] == owner] for owner in dict.fromkeys(owners)]
+
+    def joined(self, n: int, places: Sequence[int]) -> Rollout:
+        """A rollout of one or several sequences; one that cannot be trained on costs the others."""
+        parts = [self.rollout(at) for at in places]
+        failed = next((part for part in parts if part.status == "error"), None)
+        given = [part.advantages for part in parts]
+        return replace(
+            failed or parts[0],
+            id=f"{self._id}/{n}",
+            turns=() if failed else tuple(turn for part in parts for turn in part.turns),
+            advantages=None if failed or None in given else tuple(value for row in given for value in row or ()),
+        )
 
     def rollout(self, at: int) -> Rollout:
         """One sequence; one that cannot be trained on has its error and no reward."""

@@ -58,6 +58,7 @@ class Ledger:
         self._promise: Future[None] = _promise()
         self._last: Future[None] = _promise()
         self._last.set_result(None)
+        self._shared: tuple[Future[None], asyncio.Future[None]] | None = None  # all who wait for a promise wake at once
         self._failed: BrokerError | None = None
         self._closing = False
         self.transactions = 0
@@ -104,7 +105,12 @@ class Ledger:
         Raises:
             BrokerError: it could not be written. The ledger takes nothing more; restart the broker when there is room.
         """
-        await asyncio.wrap_future(self.settled())
+        promise = self.settled()
+        if promise.done():
+            return promise.result()
+        if self._shared is None or self._shared[0] is not promise:
+            self._shared = (promise, asyncio.wrap_future(promise))
+        await asyncio.shield(self._shared[1])  # one waiter's end is not the others'
 
     # --- what the store tells ---
 

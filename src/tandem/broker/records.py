@@ -99,7 +99,7 @@ class EnvTicket:
     name: str
     """Desired name and ``_<how many environments of that name came before>``."""
     starting_step: int
-    """The broker's step now."""
+    """The step that environments are told now."""
     run: Run
     """The trainer's registration."""
 
@@ -109,7 +109,7 @@ class EnvStatus:
     """What an environment polls; the six numbers of the wire."""
 
     current_step: int
-    """Batches served, counted from the run's starting step."""
+    """Where the trainer tells its steps the one it works for, else batches served; from the run's starting step."""
     queue_size: int
     """Own queued sequences and the visible ones of others, in groups of its own size."""
     self_queue_size: int

@@ -35,6 +35,7 @@ def restore(
         store.tenants.batch_size = store.run.batch_size
     store.started, store.step = progress.get("started", False), progress.get("step", 0)
     store.policy, store.returned = progress.get("policy"), progress.get("returned", 0)
+    store.took = progress.get("took", False)
     store.tenants.names.update(progress.get("names", {}))
     for key, at in keys:
         store.seen.add(key, at)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from tandem.broker._report import report
 from tandem.broker.leases import Lease, Leases
 from tandem.broker.records import (
     Acknowledgement,
@@ -53,6 +54,8 @@ class Store:
         self.seen = Seen(self.options)
         self.policy: int | None = None
         """Policy step that the trainer last told."""
+        self.took = False
+        """A batch was served since the trainer told that step."""
         self.returned = 0
         """Batches that came back and will be served again without counting as a step."""
         self.order = 0
@@ -75,7 +78,8 @@ class Store:
         if not 1 <= run.batch_size <= MAX_BATCH:
             raise Refused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
         self._return(list(self.leases.out.values()))
-        self.run, self.started, self.step, self.policy, self.returned = run, False, run.starting_step, None, 0
+        self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
+        self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
         self.tenants.recount()
         self._drop([item for item in self.waiting if item.size > run.batch_size])
@@ -89,7 +93,8 @@ class Store:
         fresh = self.tenants.after_reset()
         self.tenants, self.leases, self.seen = fresh, Leases(), Seen(self.options)
         self.waiting = Waiting(fresh, self.journal, self.options)
-        self.run, self.started, self.step, self.policy, self.returned = None, False, 0, None, 0
+        self.run, self.started, self.step, self.returned = None, False, 0, 0
+        self.policy, self.took = None, False
         self.journal.cleared()
         for tenant in fresh.by_id.values():
             self._note_tenant(tenant)
@@ -99,6 +104,19 @@ class Store:
     def policy_step(self) -> int:
         """What a group without a version of its own is stamped with: the policy step last told, else the step."""
         return self.step if self.policy is None else self.policy
+
+    @property
+    def current_step(self) -> int:
+        """What environments are told: batches served, or where the trainer tells its steps, the one it works for.
+
+        A trainer that drops groups takes several batches for a step. The last step counts as done only when nothing is
+        out: environments leave then, and the trainer may need another batch.
+        """
+        if self.policy is None or self.run is None:
+            return self.step
+        if self.took and self.leases.out and self.policy + 1 == self.run.num_steps:
+            return self.policy
+        return self.policy + self.took
 
     def register_env(self, env: EnvSpec, now: float, *, key: str | None = None) -> EnvTicket | None:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
@@ -118,7 +136,7 @@ class Store:
         self.note_progress()
         self._note_tenant(tenant)
         assert tenant.env_id is not None
-        return EnvTicket(env_id=tenant.env_id, name=tenant.name, starting_step=self.step, run=self.run)
+        return EnvTicket(env_id=tenant.env_id, name=tenant.name, starting_step=self.current_step, run=self.run)
 
     def disconnect(self, env_id: int, now: float) -> bool:
         """It holds no share any more; what it queued is served. False: nobody has this id."""
@@ -147,7 +165,7 @@ class Store:
         if tenant is None:
             raise Refused(f"no environment has env_id {env_id}; register it with /register-env")
         self.heartbeat(env_id, now)
-        return self.tenants.status(tenant, self.step)
+        return self.tenants.status(tenant, self.current_step)
 
     def put(self, entry: Entry, now: float, *, key: str | None = None) -> Receipt:
         """Accept one group. A ``key`` that was accepted before adds nothing.
@@ -205,7 +223,9 @@ class Store:
             return None
         self._advance(now)
         if not self.started or policy not in (None, self.policy):
-            self.policy, self.started = self.policy if policy is None else policy, True
+            if policy not in (None, self.policy):
+                self.policy, self.took = policy, False
+            self.started = True
             self.note_progress()
         if not lease:
             for earlier in self.leases.of_plain(trainer):
@@ -280,22 +300,7 @@ class Store:
     def status(self, now: float) -> Report:
         """Everything for people and metrics. Takes time in the number of environments."""
         self._advance(now)
-        everybody = list(self.tenants)
-        return Report(
-            step=self.step,
-            policy=self.policy_step,
-            run=self.run,
-            started=self.started,
-            queued_groups=self.queued_groups,
-            queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
-            buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
-            leased_groups=sum(len(lease.items) for lease in self.leases.out.values()),
-            held_bytes=self.waiting.bytes,
-            leases=len(self.leases.out),
-            counts=dict(self.counts),
-            waits_for=self.waiting.waits_for(),
-            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
-        )
+        return report(self)
 
     @property
     def queued_groups(self) -> int:
@@ -343,6 +348,7 @@ class Store:
             self.waiting.lift(item)
             item.state, item.batch = "leased", lease.id
         self.leases.out[lease.id] = lease
+        self.took = True
         self._served = (now, now - self._served[0])
         self.journal.moved([item.order for item in chosen], "leased", lease.id)
         self.journal.noted(f"lease:{lease.id}", lease.facts())
@@ -380,6 +386,7 @@ class Store:
             "started": self.started,
             "step": self.step,
             "policy": self.policy,
+            "took": self.took,
             "returned": self.returned,
             "next_id": self.tenants.next_id,
             "order": self.order,

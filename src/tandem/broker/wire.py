@@ -1,21 +1,25 @@
 """Atropos' messages: their types, and how bytes become them. ``-100`` and the logprob 1.0 exist on this wire alone.
 
 A message is JSON or MessagePack, chosen by its content type. It is decoded once, strictly and typed, by msgspec; only
-if that fails is it read again leniently (``_lax``), which either understands it or says what is wrong. A group keeps
-the bytes it came in, with the optional keys that it lacks added as null: a batch is a join of such payloads.
+if that fails is it read again leniently (``_lax``), which either understands it or says what is wrong. Of groups in
+JSON the long lists of numbers are checked without making objects of them (``_skim``); what is unusual there is decoded
+like the rest. A group keeps the bytes of its values, with the optional keys that it lacks added as null: a batch is a
+join of such payloads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from tandem.broker._checks import check
+from tandem.broker._complete import completed, flat_advantages
 from tandem.broker._lax import Malformed, coerce, refuse
+from tandem.broker._skim import rows
 
 Encoding = Literal["json", "msgpack"]
 T = TypeVar("T")
@@ -167,6 +171,11 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
 FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
 """The 14 keys of a group, in the order in which answers give them."""
 _OPTIONAL = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if not field.required)
+_INTS, _REALS = ("tokens", "masks"), ("inference_logprobs", "advantages", "ref_logprobs")
+_HEAVY = frozenset(_INTS + _REALS)
+
+# Each key's value as the bytes that were sent.
+_Slices: Any = msgspec.defstruct("_Slices", [(name, msgspec.Raw | UnsetType, UNSET) for name in FIELDS])
 
 # The same with absent told from null, and without room for unknown fields: what it takes can be kept as it came.
 _Sent: Any = msgspec.defstruct(
@@ -202,22 +211,16 @@ def read(body: bytes, kind: type[T], encoding: Encoding = "json") -> T:
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """A group that was accepted: what it says, and the bytes to keep."""
+    """A group that was accepted: what the broker needs to know of it, and the bytes to keep."""
 
-    group: ScoredGroup
-    """Every length agrees and every number is finite."""
     payload: bytes
-    """The group with all 14 keys, in the encoding it came in."""
-
-    @property
-    def size(self) -> int:
-        """Sequences."""
-        return len(self.group.tokens)
-
-    @property
-    def version(self) -> int | None:
-        """Oldest policy step that sampled a token of it, if its maker said."""
-        return (self.group.group_overrides or {}).get("tandem_version")
+    """The group with all 14 keys, in the encoding it came in. Every length agrees and every number is finite."""
+    size: int
+    """Sequences."""
+    env_id: int | None
+    """Who made it; None: anonymous."""
+    version: int | None
+    """Oldest policy step that sampled a token of it, if its maker said."""
 
 
 def read_group(body: bytes, encoding: Encoding = "json") -> Submission:
@@ -233,17 +236,63 @@ def read_group(body: bytes, encoding: Encoding = "json") -> Submission:
     Raises:
         Malformed: a field is missing, of another type or not finite, or lengths disagree.
     """
+    skimmed = _skimmed(body) if encoding == "json" else None
+    return skimmed or _read_group(body, encoding)
+
+
+def _read_group(body: bytes, encoding: Encoding) -> Submission:
+    """The same with every number decoded: what decides where ``_skimmed`` does not."""
     try:
         group = _decoder(_Sent, encoding).decode(body)
     except (ValueError, RecursionError):
         group = _understood(body, encoding)
-        check(group)
-        return Submission(group, write(group, encoding))
+        return _checked(group, write(group, encoding))
     missing = [name for name in _OPTIONAL if getattr(group, name) is UNSET]
     for name in missing:
         setattr(group, name, None)
+    return _checked(group, completed(body, missing, encoding))
+
+
+def _checked(group: ScoredGroup, payload: bytes) -> Submission:
     check(group)
-    return Submission(group, _completed(body, missing, encoding))
+    version = (group.group_overrides or {}).get("tandem_version")
+    return Submission(payload=payload, size=len(group.tokens), env_id=group.env_id, version=version)
+
+
+def _skimmed(body: bytes) -> Submission | None:
+    """A group in JSON whose long lists are checked by their bytes; None if anything about it is unusual.
+
+    Raises:
+        Malformed: its lengths disagree, or a free field holds what it may not.
+    """
+    try:
+        slices = _decoder(_Slices, "json").decode(body)
+    except (ValueError, RecursionError):
+        return None
+    values: dict[str, bytes] = {
+        name: b"null" if (raw := getattr(slices, name)) is UNSET else bytes(raw) for name in FIELDS
+    }
+    lengths: dict[str, list[range]] = {}
+    for name in _HEAVY:
+        if name in _REALS and values[name] in (b"null", b"[]"):
+            continue
+        found = rows(values[name], reals=name in _REALS, negative=name != "tokens")
+        if found is None:
+            return None
+        lengths[name] = found
+    try:
+        light = _object({**values, **dict.fromkeys(lengths, b"[]")})
+        group: ScoredGroup = _decoder(ScoredGroup, "json").decode(light)
+    except (ValueError, RecursionError):
+        return None
+    for name, found in lengths.items():
+        setattr(group, name, found)  # all that is looked at is how long they are
+    return _checked(group, _object(values))
+
+
+def _object(values: Mapping[str, bytes]) -> bytes:
+    """A JSON object of values that are JSON already."""
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in values.items())
 
 
 def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:
@@ -251,7 +300,7 @@ def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:
     try:
         group: ScoredGroup = _decoder(ScoredGroup, encoding).decode(body)
     except (ValueError, RecursionError):
-        fields = coerce(_flat_advantages(_plain(body, encoding)), ScoredGroup, _known)
+        fields = coerce(flat_advantages(_plain(body, encoding)), ScoredGroup, _known)
         group = msgspec.convert(fields, ScoredGroup)
     return group
 
@@ -335,36 +384,3 @@ def _plain(body: bytes, encoding: Encoding) -> Any:
         if encoding == "json" and (b"NaN" in body or b"Infinity" in body):
             why += "; NaN and Infinity are no numbers of JSON, and every number must be finite"
         raise refuse(f"{encoding}_invalid", loc, f"{name} decode error", {}, why) from None
-
-
-def _flat_advantages(value: Any) -> Any:
-    """One advantage per sequence instead of per token, which a known client sends, spread over the tokens."""
-    if not isinstance(value, dict):
-        return value
-    given, tokens = value.get("advantages"), value.get("tokens")
-    if not (isinstance(given, list) and isinstance(tokens, list) and len(given) == len(tokens) > 0):
-        return value
-    if any(isinstance(one, list) for one in given) or not all(isinstance(one, list) for one in tokens):
-        return value
-    return {**value, "advantages": [[one] * len(ids) for one, ids in zip(given, tokens, strict=True)]}
-
-
-def _completed(body: bytes, missing: Sequence[str], encoding: Encoding) -> bytes:
-    """A group's own bytes, with the keys that it lacks in front."""
-    if encoding == "json":
-        start = body.index(b"{")  # only whitespace can precede it
-        if not missing and start == 0:
-            return body
-        return b"".join((b"{", *(f'"{name}":null,'.encode() for name in missing), memoryview(body)[start + 1 :]))
-    size, start = _map_head(body)
-    head = b"\xde" + (size + len(missing)).to_bytes(2, "big")
-    return b"".join((head, *(write(name, encoding) + b"\xc0" for name in missing), memoryview(body)[start:]))
-
-
-def _map_head(body: bytes) -> tuple[int, int]:
-    """Pairs of a MessagePack map, and where the first begins."""
-    if body[0] == 0xDE:
-        return int.from_bytes(body[1:3], "big"), 3
-    if body[0] == 0xDF:
-        return int.from_bytes(body[1:5], "big"), 5
-    return body[0] & 0x0F, 1

@@ -25,6 +25,10 @@ class Fallen(Unreachable):
     """Its HTTP process says that the engine behind it has died; that process will end too, in a few seconds."""
 
 
+class Denied(EngineError):
+    """It wants another API key."""
+
+
 class Server:
     """An engine's HTTP process, and our child if we started it."""
 
@@ -101,6 +105,9 @@ class Server:
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 said = str(error) or type(error).__name__
                 raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
+        if response.status in (401, 403):
+            variable = "engine.api_key_variable names the environment variable that holds it"
+            raise Denied(f"{self.name} answers {path} with {response.status}: {_detail(found)}; {variable}")
         if response.status >= 400:
             said = f"{_detail(found)}{self._last_words()}"
             error_kind = Fallen if b'"EngineDeadError"' in found else EngineError  # the title of the problem

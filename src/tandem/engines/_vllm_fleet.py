@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +13,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_client import Server, Unreachable
+from tandem.engines._vllm_client import Denied, Server, Unreachable
 from tandem.engines._vllm_process import EngineProcess, EngineRecord
 from tandem.engines.base import Needs
 from tandem.errors import EngineError
 from tandem.weights import sharing
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether a server of somebody else's is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +70,28 @@ class Fleet:
 
     async def _begin(self, index: int) -> None:
         if self._launch is None:
-            await self._greet(self.servers[index])
+            await self._arrival(self.servers[index])
         elif not await self._adopt(self._launch, index):
+            _unused(self.servers[index].url)
             await self._spawn(index)
+
+    async def _arrival(self, server: Server) -> None:
+        """Greet a server that somebody else runs, or is about to: who is started first does not matter."""
+        deadline, told = time.monotonic() + self._options.start_seconds, False
+        while True:
+            try:
+                await self._greet(server)
+                break
+            except Unreachable as error:
+                said = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
+                if time.monotonic() >= deadline:
+                    raise EngineError(f"{said} (engine.start_seconds: {self._options.start_seconds:g})") from error
+                if not told:
+                    log.warning("%s; it is waited for", said)
+                    told = True
+            await asyncio.sleep(LOOK_SECONDS)
+        if told:
+            log.warning("%s answers", server.name)
 
     async def _adopt(self, launch: Launch, index: int) -> bool:
         """Go on with an engine that an earlier trainer of this run left behind, if it still answers."""
@@ -119,8 +143,8 @@ class Fleet:
     async def _greet(self, server: Server) -> None:
         try:
             info = await server.info()
-        except Unreachable as error:
-            raise EngineError(f"{error}; is it running? Start one by: tandem serve engine RECIPE") from error
+        except (Unreachable, Denied):
+            raise
         except EngineError as error:
             raise EngineError(
                 f"{error}; stock vLLM lacks the routes that engine.urls need; start it by: tandem serve engine RECIPE"
@@ -209,6 +233,24 @@ class Fleet:
             if isinstance(answer, BaseException):
                 raise answer
         return list(found)
+
+
+def _unused(url: str) -> None:
+    """See that nobody listens where an engine is about to: it would say so at the end of a long start.
+
+    Raises:
+        EngineError: somebody does.
+    """
+    place = urlsplit(url)
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 0), timeout=1.0):
+            pass
+    except OSError:
+        return
+    raise EngineError(
+        f"somebody else listens at {url}, where the engine is to; if that is an engine for this trainer, name it by "
+        f"engine.urls: [{url}], otherwise choose another engine.port"
+    )
 
 
 def _record(folder: Path, index: int) -> Path:

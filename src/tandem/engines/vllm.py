@@ -81,7 +81,7 @@ class Vllm(EngineSpec):
     api_key_variable: str = ""
     """Environment variable with the engines' API key; without one, started engines get a random key."""
     start_seconds: float = 900.0
-    """How long a start may take; the first on a machine compiles."""
+    """How long a start may take, and one at urls may not be there yet; the first on a machine compiles."""
     request_seconds: float = 3600.0
     """How long one answer may take."""
     control_seconds: float = 300.0
@@ -308,7 +308,7 @@ def _flag(name: str, value: Any) -> list[str]:
 _STARTING = (
     "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
     "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args",
-    "start_seconds", "restarts", "linger_seconds",
+    "restarts", "linger_seconds",
 )  # fmt: skip
 _OURS = frozenset((
     "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from tandem.metrics import Metrics
@@ -25,9 +26,34 @@ class MicroBatch:
     sample_N: Tensor
     """int64; which sample of this micro-batch a token belongs to, ascending from 0."""
     num_samples: int
-    """Samples in this micro-batch."""
+    """Samples in this micro-batch; all tokens of a sample are in one micro-batch."""
+    recomputed_logprobs_N: Tensor | None = None
+    """float32; the trained policy's own logprobs when the step began, where ratios are to be against those."""
     ref_logprobs_N: Tensor | None = None
     """float32; a reference policy's, where an objective needs them."""
+
+    @property
+    def old_logprobs_N(self) -> Tensor:
+        """What a ratio is against: the recomputed logprobs where there are any, else the sampling policy's."""
+        return self.behavior_logprobs_N if self.recomputed_logprobs_N is None else self.recomputed_logprobs_N
+
+    def totals(self, values_N: Tensor) -> Tensor:
+        """Sum over the tokens of each sample; one entry per sample, differentiable."""
+        if self.num_samples == 0:
+            return values_N.sum().expand(0)
+        # Not index_add: on a GPU that adds in no fixed order.
+        sums: Tensor = torch.segment_reduce(values_N, "sum", lengths=self._lengths(), unsafe=True)
+        return sums
+
+    def means(self, values_N: Tensor) -> Tensor:
+        """Mean over the tokens of each sample; one entry per sample, 0 for a sample without tokens."""
+        return self.totals(values_N) / self._lengths().clamp(min=1)
+
+    def _lengths(self) -> Tensor:
+        """Tokens of each sample."""
+        # Not bincount, which makes the host wait for a GPU.
+        none = torch.zeros(self.num_samples, dtype=torch.int64, device=self.sample_N.device)
+        return none.scatter_add_(0, self.sample_N, torch.ones_like(self.sample_N))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +67,10 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A frozen dataclass whose fields are its options."""
+    """A frozen dataclass whose fields are its options.
+
+    It may say by class variables which of its options change nothing when; ``recipe/objective.py`` reads them.
+    """
 
     @property
     def reduction(self) -> Reduction:

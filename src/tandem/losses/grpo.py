@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from tandem.losses._ratio import clipped, ratio
 from tandem.losses.base import MicroBatch, Reduction, TokenLoss
-from tandem.metrics import Max, Mean, Value
-
-_MOST = 80.0
-"""Log ratios are held within this, so that exp stays finite in float32; beyond it every ratio is absurd alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
     """GRPO's surrogate (arXiv 2402.03300), per token, against the policy that sampled it.
 
-    With r = exp(logprob - behavior logprob) the objective is min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and
+    With r = exp(logprob - old logprob) the objective is min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and
     where A < 0 at least dual_clip A (arXiv 1912.09729); the loss is its negative. The higher clip_high is DAPO's
-    (arXiv 2503.14476).
+    (arXiv 2503.14476). By ``reduction`` it is GRPO (sequence), DAPO and BNPO (token) or Dr. GRPO (constant).
     """
+
+    at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
 
     clip_low: float = 0.2
     """A token of negative advantage stops pushing once its ratio is below 1 - clip_low."""
@@ -44,36 +43,6 @@ class Grpo:
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss; the gradient is -r A where nothing clips and exactly 0 where something does."""
-        advantages_N = micro.advantages_N
-        gap_N = logprobs_N - micro.behavior_logprobs_N
-        ratio_N = gap_N.clamp(-_MOST, _MOST).exp()
-        # The ratio is clamped, not the loss: where a clamp binds, its gradient is 0 and nothing infinite meets a 0.
-        high = math.inf if self.dual_clip is None else self.dual_clip
-        lowest_N = torch.where(advantages_N < 0, 1.0 - self.clip_low, 0.0)
-        highest_N = torch.where(advantages_N < 0, high, 1.0 + self.clip_high)
-        loss_N = -advantages_N * ratio_N.clamp(lowest_N, highest_N)
-        with torch.no_grad():
-            clipped_N = ((ratio_N < lowest_N) | (ratio_N > highest_N)) & (advantages_N != 0)
-            metrics = _metrics(gap_N, ratio_N, clipped_N)
+        ratio_N = ratio(logprobs_N - micro.old_logprobs_N)
+        loss_N, metrics = clipped(ratio_N, micro.advantages_N, self.clip_low, self.clip_high, self.dual_clip)
         return TokenLoss(loss_N=loss_N, metrics=metrics)
-
-
-def _metrics(gap_N: Tensor, ratio_N: Tensor, clipped_N: Tensor) -> dict[str, Value]:
-    """What the step reports, with one wait for the device.
-
-    kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is
-    never negative (k3 of http://joschu.net/blog/kl-approx.html).
-    """
-    n = gap_N.numel()
-    if n == 0:
-        return {}
-    k3_N = torch.expm1(gap_N.clamp(-_MOST, _MOST)) - gap_N
-    sums = torch.stack([ratio_N.sum(), k3_N.sum(), clipped_N.float().sum(), ratio_N.max(), gap_N.abs().max()])
-    ratio, k3, clipped, ratio_max, gap_max = sums.tolist()
-    return {
-        "ratio": Mean(ratio, n),
-        "ratio/max": Max(ratio_max),
-        "clip_fraction": Mean(clipped, n),
-        "kl_behavior": Mean(k3, n),
-        "logprob_gap/max": Max(gap_max),
-    }

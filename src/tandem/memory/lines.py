@@ -63,6 +63,7 @@ def plan(
         *_weights(config, counts, machine, engines),
         *_buckets(config, counts, machine, engines),
         _optimizer(config, counts, machine),
+        *_reference(config, counts),
         Line(
             name="gradients",
             bytes=2 * counts.largest * width,
@@ -91,7 +92,10 @@ def checkpoint_bytes(config: RunConfig, model_config: Any) -> int:
     """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
     _, trainable, _ = count(config, model_config)
     width = _width(config)
-    return trainable * width + config.optimizer.state_bytes(trainable, width)
+    reference = (
+        _reference(config, _counts(config, model_config, True)) if getattr(config.reference, "saved", False) else []
+    )
+    return trainable * width + config.optimizer.state_bytes(trainable, width) + sum(line.bytes for line in reference)
 
 
 def count(config: RunConfig, model_config: Any) -> tuple[int, int, int]:
@@ -167,7 +171,8 @@ def _working(
 ) -> list[Line]:
     """What a training pass and, in this process, sampling take."""
     text = model_config.get_text_config()
-    turns = getattr(config.env, "max_turns", 1)  # what environments of several turns call their limit
+    # What environments of several turns call their limit.
+    turns = max((getattr(source.env, "max_turns", 1) for source in config.sources.values()), default=1)
     length = min(context(config, model_config), prompt_tokens + turns * config.sampling.max_tokens)
     tokens = max(config.micro_batch_tokens, length)
     width = _width(config)
@@ -199,6 +204,14 @@ def _optimizer(config: RunConfig, counts: _Counts, machine: Machine) -> Line:
         when="running",
         beside=config.optimizer.states_on == "host" and not machine.is_host,
     )
+
+
+def _reference(config: RunConfig, counts: _Counts) -> list[Line]:
+    """A second copy of what the model computes with and training changes."""
+    if config.reference is None:
+        return []
+    amount = (counts.kept + counts.kept_on_host) or counts.trainable * _width(config)
+    return [Line(name="reference", bytes=amount, why="a second copy of the weights that training changes")]
 
 
 def _weights(config: RunConfig, counts: _Counts, machine: Machine, engines: Engines) -> list[Line]:
@@ -246,7 +259,7 @@ def _buckets(config: RunConfig, counts: _Counts, machine: Machine, engines: Engi
 
 
 def _programs(config: RunConfig, machine: Machine, engines: Engines) -> list[Line]:
-    workers = config.grading.workers
+    workers = config.grading.workers * max(1, len(config.sources))
     parts = ["Python and its libraries", f"{workers} grader process{'es' * (workers > 1)}"]
     if engines.started:
         parts.append(f"{engines.started} engine{'s' * (engines.started > 1)} of {readable(ENGINE)}")

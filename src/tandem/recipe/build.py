@@ -6,7 +6,8 @@ A dataclass's fields are the only truth about its options. Beyond their types it
   with an option's name is shown where that option was written);
 - ``inert()`` maps options that change nothing, given the others, to the reason; giving one is a mistake;
 - a field with a ``slot`` in its metadata holds another part, chosen by its ``kind``;
-- one with a ``shorthand`` holds a mapping of which a single text is that option.
+- one with a ``shorthand`` holds a mapping of which a single text is that option;
+- one with an ``unless`` must be given unless one of the fields that it names is.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Builder:
             bad = bad or values[key] is BAD
         for name, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            required = required or field.metadata.get("unless", name) not in {name, *tree.entries}
+            others = field.metadata.get("unless")
+            required = required or (others is not None and not set(others) & set(tree.entries))
             if required and name not in tree.entries:
                 doc = resolve.field_docs(cls).get(name, "")
                 self.problems.add(

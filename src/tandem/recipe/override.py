@@ -10,7 +10,8 @@ from typing import Any
 from tandem.recipe.build import opened
 from tandem.recipe.tree import SHELL, Branch, Leaf, Problems, Tree, parse_override
 
-_IMPORT_PATH = re.compile(r"([\w.]+:\w+)(?:\.(.+))?$")
+_IMPORT_PATH = re.compile(r"((?:envs\.[\w-]+\.)?rewards)\.([\w.]+:\w+)(?:\.(.+))?$")
+"""A reward that is named by where it is imported from, and an option of it."""
 
 
 def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems) -> None:
@@ -34,10 +35,9 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
 
 def _split(key: str) -> list[str]:
     """Path of an option; the name of a reward may be an import path, which has dots of its own."""
-    first, _, rest = key.partition(".")
-    match = _IMPORT_PATH.match(rest) if first == "rewards" else None
+    match = _IMPORT_PATH.match(key)
     if match:
-        return [first, match[1], *([match[2]] if match[2] else [])]
+        return [*match[1].split("."), match[2], *([match[3]] if match[3] else [])]
     return key.split(".")
 
 
@@ -47,7 +47,9 @@ def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, prob
     if metadata.get("many") and len(path) > 1:
         problems.add(where, f"{path[0]} is a list; give the whole of it, such as {path[0]}=[console]")
         return
-    if metadata.get("weighted") and len(path) > 1:
+    if "entries" in metadata and len(path) > 1:
+        _lay_entry(tree, metadata["entries"], path, value, where, problems)
+    elif metadata.get("weighted") and len(path) > 1:
         _lay_reward(tree, path, value, where, problems)
     elif "slot" in metadata and not metadata.get("many"):
         _lay_part(tree, path, value, where, metadata.get("default"), problems)
@@ -73,6 +75,22 @@ def _lay_part(tree: Branch, path: list[str], value: Tree, where: str, default: s
     assert isinstance(value, Leaf)
     if not isinstance(old, Branch) or old_kind != value.value:
         tree.put(path[0], value, where)
+
+
+def _lay_entry(tree: Branch, cls: type, path: list[str], value: Tree, where: str, problems: Problems) -> None:
+    """A number sets an entry's weight and keeps the rest; what is deeper is laid over the entry as over a recipe."""
+    if path[0] not in tree.entries:
+        tree.put(path[0], Branch(where=where), where)
+    entries = tree.entries[path[0]]
+    old = entries.entries.get(path[1]) if isinstance(entries, Branch) else None
+    if len(path) == 2 and isinstance(old, Branch) and isinstance(value, Leaf):
+        old.put("weight", value, where)
+    elif len(path) > 2 and isinstance(entries, Branch) and (old is None or isinstance(old, Branch)):
+        entry = old or Branch(where=where)
+        entries.put(path[1], entry, entries.key_where.get(path[1], where))
+        _lay(entry, cls, path[2:], value, where, problems)
+    else:
+        _set(tree, path, value, where, problems)
 
 
 def _lay_reward(tree: Branch, path: list[str], value: Tree, where: str, problems: Problems) -> None:

@@ -71,7 +71,7 @@ class Grading:
     """How rewards are computed: in processes that can be killed."""
 
     workers: int = 1
-    """Grader processes."""
+    """Grader processes of each environment."""
     timeout: float = 10.0
     """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
 
@@ -87,8 +87,8 @@ class Broker:
     """Its address, such as http://127.0.0.1:8000 (tandem serve broker, or Atropos' run-api)."""
     key_variable: str = ""
     """Environment variable with the trainer's key, where the broker asks for one."""
-    lease_seconds: float = 86_400.0
-    """How long the broker keeps a batch for a trainer that says nothing more; then it is served again."""
+    lease_seconds: float = 600.0
+    """How long the broker keeps a batch for a trainer that it does not hear of; then it is served again."""
     missing_logprobs: Literal["refuse", "policy"] = "refuse"
     """Groups without sampling logprobs: end with an error, or train as if the policy of now had sampled them."""
     given_advantages: bool = False

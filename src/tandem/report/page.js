@@ -136,14 +136,29 @@ function evaluationPlot() {
   const environments = [...new Set(DATA.evaluations.map((e) => e.env))], tints = ["blue", "teal", "pink", "gold"];
   const series = environments.flatMap((env, i) => {
     const rows = DATA.evaluations.filter((e) => e.env === env), k = rows.length ? rows[rows.length - 1].pass_k : null, label = environments.length > 1 ? `${env} ` : "";
-    const passes = rows.filter((e) => k > 1 && e.pass_k === k && isNumber(e.pass));
+    const passes = rows.filter((e) => !i && k > 1 && e.pass_k === k && isNumber(e.pass)); // of several, that of all together
     return [
       { kind: "points", name: `${label}mean`, x: rows.map((e) => e.step), y: rows.map((e) => e.mean), ci: rows.map((e) => e.ci), color: tints[i % 4] },
-      passes.length && { kind: "points", name: `${label}pass@${k}`, x: passes.map((e) => e.step), y: passes.map((e) => e.pass), ci: passes.map((e) => e.pass_ci), color: i ? tints[(i + 1) % 4] : "orange", shift: 3 },
+      passes.length && { kind: "points", name: `${label}pass@${k}`, x: passes.map((e) => e.step), y: passes.map((e) => e.pass), ci: passes.map((e) => e.pass_ci), color: "orange", shift: 3 },
     ].filter(Boolean);
   });
   const training = line("accuracy", "training", "grey", { faint: true });
   return plot("Held-out evaluation", "answers with full marks; bars are 95 % confidence intervals", [{ unit: "share of answers, %", percent: true, zero: true, height: 230, series: [...training, ...series] }]);
+}
+
+/** How each of several environments does; null where there is but one. */
+function environmentPlot() {
+  const names = Object.keys(DATA.series.values).map((name) => /^env\/(.+)\/trained$/.exec(name)).filter(Boolean).map((found) => found[1]);
+  names.forEach((name) => use(`env/${name}/trained`, `env/${name}/groups`));
+  if (names.length < 2) return null;
+  const palette = ["blue", "orange", "teal", "violet", "pink", "gold"], tint = (i) => palette[i % 6];
+  const each = (metric) => names.flatMap((name, i) => line(`env/${name}/${metric}`, name, tint(i)));
+  const trained = names.map((name, i) => ({ name, color: tint(i), y: column(`env/${name}/trained`).map((v) => v || 0) }));
+  const total = VIEW.steps.map((_, i) => trained.reduce((sum, { y }) => sum + y[i], 0));
+  return plot("Environments", "mean reward of every rollout sampled; groups whose rewards are all equal; what batches were made of", [
+    { unit: "reward per rollout", height: 140, series: each("reward") },
+    { unit: "flat, % of groups", percent: true, zero: true, height: 74, series: each("flat") },
+    { unit: "trained groups per step", zero: true, height: 74, series: [{ kind: "stack", bars: true, name: "trained", parts: trained, total }] }]);
 }
 
 function timePlot() {
@@ -165,6 +180,7 @@ function curves() {
   const plots = [
     plot("Reward", "of every rollout sampled since the step before, dropped groups included; weighted sum", [{ unit: "reward per rollout", height: 230, series: spread("reward", "blue") }]),
     evaluationPlot(),
+    environmentPlot(),
     plot("Answer length", null, [{ unit: "tokens per answer", zero: true, height: 140, series: spread("length", "teal") }, { unit: "cut at the limit, % of answers", percent: true, zero: true, height: 74, series: line("rollouts/truncated", "truncated", "orange") }]),
     plot("Drift between sampler and trainer", "KL(sampling policy ‖ trained policy), estimated on the sampled tokens", [{ unit: "nats per token", log: true, height: 216, series: line("kl_behavior", "kl_behavior", "violet") }]),
     plot("Probability ratio", null, [{ unit: "trainer ÷ sampler, per token", include: [1], robust: true, height: 140, series: [...line("ratio/max", "largest", "orange", { faint: true }), ...line("ratio", "mean", "blue")] }, { unit: "clipped, % of tokens", percent: true, zero: true, height: 74, series: line("clip_fraction", "clipped", "violet") }]),

@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.report import samples, series
 from tandem.report.folder import Row, RunFolder, load
-from tandem.report.summary import Summary, evaluation, summarise
+from tandem.report.summary import Summary, evaluations, summarise
 
 SCRIPTS = ("charts.js", "page.js", "rollouts.js")
 """Inlined in this order."""
@@ -75,7 +75,7 @@ def payload(run: RunFolder, summary: Summary) -> Row:
         "made": time.time(),
         "summary": summary,
         "series": series.columns(run),
-        "evaluations": [evaluation(row) for row in run.evaluations if isinstance(row.get("mean"), (int, float))],
+        "evaluations": evaluations(run),
         "resumed": [event["step"] for event in run.events if event.get("event") == "resumed" and "step" in event],
         "events": events,
         "event_counts": counts,

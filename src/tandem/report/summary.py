@@ -90,9 +90,19 @@ def column(run: RunFolder, metric: str) -> list[float]:
 
 
 def headline_evaluations(run: RunFolder) -> list[Row]:
-    """Evaluations of the run's first environment, in the shape of ``Summary.before``."""
+    """Evaluations of what the first one was of, all environments together, in the shape of ``Summary.before``."""
     rows = [row for row in run.evaluations if isinstance(row.get("mean"), (int, float))]
     return [evaluation(row) for row in rows if row.get("env") == rows[0].get("env")]
+
+
+def evaluations(run: RunFolder) -> list[Row]:
+    """Every evaluation in the shape of ``Summary.before``: of all environments together, then of each of several."""
+    rows = []
+    for row in run.evaluations:
+        envs, shared = row.get("envs") or {}, {key: row.get(key) for key in ("step", "samples")}
+        parts = [{**shared, **numbers, "env": name} for name, numbers in envs.items()] if len(envs) > 1 else []
+        rows += [evaluation(each) for each in (row, *parts) if isinstance(each.get("mean"), (int, float))]
+    return rows
 
 
 def evaluation(row: Row) -> Row:
@@ -121,7 +131,7 @@ def facts(config: Row) -> list[tuple[str, str]]:
     optimizer = config.get("optimizer")
     found = {
         "model": config.get("model"),
-        "environment": _kind(config.get("env")),
+        "environment": _kind(config.get("env")) or _mixture(config.get("envs")),
         "trains": _kind(config.get("trains")),
         "weights travel": _kind(config.get("sync")),
         "engine": _kind(config.get("engine")),
@@ -140,6 +150,15 @@ def facts(config: Row) -> list[tuple[str, str]]:
 
 def _kind(part: Json) -> Json:
     return part.get("kind") if isinstance(part, dict) else part
+
+
+def _mixture(envs: Json) -> str:
+    """Several environments and their weights, such as ``gsm8k 2 + sums 1 (at least 25 %)``."""
+    told = []
+    for name, entry in envs.items() if isinstance(envs, dict) else ():
+        least = entry.get("min_share") or 0.0
+        told.append(f"{name} {entry.get('weight', 1.0):g}" + (f" (at least {least:.0%})" if least else ""))
+    return " + ".join(told)
 
 
 def _status(run: RunFolder, steps: int, planned: Json) -> str:

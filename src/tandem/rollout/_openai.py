@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -56,6 +56,8 @@ class Chat(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
+    """Tell the logprob of each sampled token."""
+    top_logprobs: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -70,9 +72,11 @@ class Chat(msgspec.Struct, kw_only=True):
             asked = msgspec.json.decode(body, type=cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Wrong(f"the body is no chat completion's: {error}") from error
-        for name in ("tools", "functions", "logit_bias", "logprobs", "presence_penalty", "frequency_penalty"):
+        for name in ("tools", "functions", "logit_bias", "presence_penalty", "frequency_penalty"):
             if getattr(asked, name):
                 raise Wrong(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
+        if asked.top_logprobs:
+            raise Wrong("top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs")
         if (asked.response_format or {}).get("type", "text") != "text":
             raise Wrong("response_format cannot be obeyed: the policy answers in plain text", param="response_format")
         if not asked.messages:
@@ -107,8 +111,22 @@ class Chat(msgspec.Struct, kw_only=True):
         return made
 
 
-def answer(model: str, answers: Sequence[tuple[str, Completion]], prompt_tokens: int, now: int) -> dict[str, Json]:
-    """Body of the answer; of each choice its text and how it was sampled."""
+def answer(
+    model: str,
+    answers: Sequence[tuple[str, Completion]],
+    prompt_tokens: int,
+    now: int,
+    pieces: Callable[[Sequence[int]], list[str]] | None = None,
+) -> dict[str, Json]:
+    """Body of the answer; of each choice its text and how it was sampled.
+
+    Args:
+        model: what the policy is called.
+        answers: of each choice.
+        prompt_tokens: of the one prompt of all.
+        now: seconds since 1970.
+        pieces: text of each token, where logprobs are asked for.
+    """
     sampled = sum(len(completion.tokens) for _, completion in answers)
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -120,7 +138,7 @@ def answer(model: str, answers: Sequence[tuple[str, Completion]], prompt_tokens:
                 "index": index,
                 "message": {"role": "assistant", "content": text},
                 "finish_reason": "length" if completion.finish == "length" else "stop",
-                "logprobs": None,
+                "logprobs": None if pieces is None else {"content": _logprobs(completion, pieces)},
             }
             for index, (text, completion) in enumerate(answers)
         ],
@@ -139,13 +157,21 @@ async def streamed(request: web.Request, body: dict[str, Json]) -> web.StreamRes
     head = {**body, "object": "chat.completion.chunk"}
     del head["usage"]
     for choice in body["choices"]:
-        delta = {"index": choice["index"], "delta": choice["message"], "finish_reason": None}
+        delta = {k: choice[k] for k in ("index", "logprobs")} | {"delta": choice["message"], "finish_reason": None}
         last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         for part in (delta, last):
             await response.write(b"data: " + msgspec.json.encode({**head, "choices": [part]}) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _logprobs(completion: Completion, pieces: Callable[[Sequence[int]], list[str]]) -> list[Json]:
+    """Of each sampled token, an end token too. A token that is no whole character has no text of its own."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(pieces(completion.tokens), completion.logprobs, strict=True)
+    ]
 
 
 def _text(message: _Said) -> str:

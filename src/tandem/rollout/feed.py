@@ -1,8 +1,9 @@
 """Decides which task is played when, and hands out batches. Slots bound the lag by construction.
 
-A task holds a slot from admission until its group was trained or dropped. There are
-``(max_lag + 1) * groups_per_step`` slots and batches are formed in order of admission, so a group is trained at
-most ``max_lag`` optimizer steps after its oldest token was sampled.
+A task holds a slot from admission until its group was trained or dropped. The slots are the places of the next
+``max_lag + 1`` batches, and the timetable says which stream each place belongs to. A stream's groups are trained in
+order of admission, so a group is trained at most ``max_lag`` optimizer steps after its oldest token was sampled. A
+group that is dropped leaves its place to the next task of its stream: every batch is mixed as the timetable says.
 
 With ``max_lag`` 0 tasks are admitted in waves: the next one starts when the last has been judged. What is sampled
 together then depends on nothing but the state, which is what makes a resumed run equal the run it continues.
@@ -12,19 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tandem import waits
 from tandem.errors import Starved
 from tandem.metrics import Sum, Value, merge
-from tandem.rollout.measure import Solved, measure
-from tandem.rollout.worker import Worker
-from tandem.types import Group, Json, Sampling, Task
+from tandem.rollout.measure import measure
+from tandem.rollout.streams import Stream, Timetable
+from tandem.types import Group, Json, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +32,28 @@ Judge = Callable[[Group], Group]
 """Last word on a group's rewards before it is judged flat (truncation penalties, for instance)."""
 
 
+class Draw(NamedTuple):
+    """A task of a stream, by its place in the stream's shuffled epochs."""
+
+    stream: str
+    """The stream's name."""
+    number: int
+    """Tasks of the stream drawn before it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
     """Where the feed stands: all of it that a resume needs."""
 
-    drawn: int = 0
-    """Tasks drawn from the shuffled epochs so far."""
+    taken: int = 0
+    """Batches handed out so far."""
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    """Tasks drawn so far from the shuffled epochs of each stream, by its name."""
     admitted: int = 0
     """Groups admitted so far, repeats of stale ones included."""
-    again: tuple[int, ...] = ()
+    again: tuple[Draw, ...] = ()
     """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
-    ready: tuple[tuple[int, Group], ...] = ()
+    ready: tuple[tuple[Draw, Group], ...] = ()
     """Groups judged and not yet trained, each with its draw."""
     batches: tuple[str, ...] = ()
     """A broker's batches whose groups were trained or dropped, or are in ``ready``, and that it was not told of."""
@@ -92,8 +103,6 @@ class FeedOptions:
     """Replace groups whose rewards are all equal."""
     sampling: Sampling
     """How answers are sampled."""
-    seed: int
-    """Order of the tasks."""
     patience: int = 50
     """Batches' worth of groups dropped in a row before giving up."""
 
@@ -108,7 +117,7 @@ class _Entry:
     """One admitted task."""
 
     index: int
-    draw: int
+    draw: Draw
     group: Group | None = None
     judged: bool = False
     taken: bool = False
@@ -118,9 +127,7 @@ class _Entry:
 class Feed:
     """Tasks in, batches of groups out. ``version`` tells the policy step that training has reached."""
 
-    worker: Worker
-    """Plays."""
-    tasks: Sequence[Task]
+    streams: Sequence[Stream]
     """What there is to train on."""
     options: FeedOptions
     """How."""
@@ -128,26 +135,33 @@ class Feed:
     """Optimizer steps taken."""
     judge: Judge
     """Adjusts rewards before a group is judged."""
-    solved: Solved
-    """What counts as a right answer."""
     on_drop: Callable[[str, Group], None]
     """Told of every dropped group and why: flat, stale or failed."""
+    _streams: dict[str, Stream] = field(init=False)
+    _timetable: Timetable = field(init=False)
     _entries: list[_Entry] = field(default_factory=list)
-    _again: list[int] = field(default_factory=list)
-    _drawn: int = 0
+    _again: list[Draw] = field(default_factory=list)
+    _drawn: Counter[str] = field(default_factory=Counter)
+    _taken: int = 0
+    _released: int = 0
     _admitted: int = 0
     _dropped: Counter[str] = field(default_factory=Counter)
+    _trained: Counter[str] = field(default_factory=Counter)
     _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _in_a_row: int = 0
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None
-    _order: tuple[int, list[int]] = (-1, [])
+
+    def __post_init__(self) -> None:
+        self._streams = {stream.name: stream for stream in self.streams}
+        self._timetable = Timetable(self.streams, self.options.groups_per_step)
 
     @asynccontextmanager
     async def open(self, cursor: Cursor) -> AsyncIterator[Feed]:
         """Start playing where ``cursor`` stands; whatever is in flight at the end is cancelled."""
-        self._drawn, self._admitted, self._again = cursor.drawn, cursor.admitted, list(cursor.again)
+        self._drawn, self._admitted, self._again = Counter(cursor.drawn), cursor.admitted, list(cursor.again)
+        self._taken = self._released = cursor.taken
         self._entries = [_Entry(group.index, draw, group, judged=True) for draw, group in cursor.ready]
         self._admit()
         try:
@@ -158,20 +172,21 @@ class Feed:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def take(self) -> list[Group]:
-        """The next batch: the ``groups_per_step`` groups admitted first. They keep their slots until ``release``.
+        """The next batch: of each stream the groups admitted first. They keep their slots until ``release``.
 
         Raises:
             Starved: group after group was dropped.
             EngineError: the engine failed.
         """
-        n = self.options.groups_per_step
         while True:
             self._raise_failure()
             self._drop_stale()
-            first = [entry for entry in self._entries if not entry.taken][:n]
-            if len(first) == n and all(entry.judged for entry in first):
+            first = self._first()
+            if len(first) == self.options.groups_per_step and all(entry.judged for entry in first):
                 for entry in first:
                     entry.taken = True
+                self._taken += 1
+                self._trained.update(entry.draw.stream for entry in first)
                 return [entry.group for entry in first if entry.group is not None]
             self._changed.clear()
             pending = sum(entry.group is None for entry in self._entries)
@@ -182,13 +197,15 @@ class Feed:
         """Free the slots of a batch that was trained, and admit what fits."""
         done = {group.index for group in groups}
         self._entries = [entry for entry in self._entries if entry.index not in done]
+        self._released = self._taken
         self._admit()
 
     def cursor(self) -> Cursor:
         """Where the feed stands now. Groups being played are noted to be played again."""
         waiting = [entry for entry in self._entries if not entry.taken]
         return Cursor(
-            drawn=self._drawn,
+            taken=self._taken,
+            drawn=dict(self._drawn),
             admitted=self._admitted,
             again=(*(entry.draw for entry in waiting if not entry.judged), *self._again),
             ready=tuple((entry.draw, entry.group) for entry in waiting if entry.judged and entry.group is not None),
@@ -198,39 +215,68 @@ class Feed:
         """Nobody else need know: the cursor is all there is."""
 
     def metrics(self) -> Mapping[str, Value]:
-        """What was played since the last call, trained or dropped: rewards, lengths, and drops by reason."""
+        """What was played since the last call, trained or dropped, drops by reason, and what batches were made of."""
         counts, self._dropped = self._dropped, Counter()
+        trained, self._trained = self._trained, Counter()
         measured, self._measured = self._measured, []
         drops = {f"groups/dropped_{reason}": Sum(float(counts[reason])) for reason in ("flat", "stale", "failed")}
-        return merge([*measured, drops])
+        taken = {f"env/{name}/trained": Sum(float(trained[name])) for name in self._streams}
+        return merge([*measured, drops, taken])
+
+    def _first(self) -> list[_Entry]:
+        """What the next batch is made of, as far as it is admitted."""
+        wanted = Counter(self._timetable.counts(self._taken))
+        first = []
+        for entry in self._entries:
+            if not entry.taken and wanted[entry.draw.stream]:
+                wanted[entry.draw.stream] -= 1
+                first.append(entry)
+        return first
 
     def _admit(self) -> None:
-        """Give every free slot to a task: those to be played again first, then the next of the epoch."""
+        """Give every free slot to a task of its stream."""
         if self._failure is not None or self._wave_is_out():
             return
-        slots = (self.options.ahead + 1) * self.options.groups_per_step
-        while len(self._entries) < slots:
-            if self._again:
-                draw = self._again.pop(0)
-            else:
-                draw, self._drawn = self._drawn, self._drawn + 1
-            entry = _Entry(self._admitted, draw)
+        for stream in self._free():
+            entry = _Entry(self._admitted, self._next(stream))
             self._admitted += 1
             self._entries.append(entry)
             task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
+    def _free(self) -> list[str]:
+        """Streams of the free slots, in the order in which they will be trained on."""
+        held = Counter(entry.draw.stream for entry in self._entries)
+        free = []
+        for batch in range(self._released, self._released + self.options.ahead + 1):
+            for stream in self._timetable.batch(batch):
+                if held[stream]:
+                    held[stream] -= 1
+                else:
+                    free.append(stream)
+        return free
+
+    def _next(self, stream: str) -> Draw:
+        """The next draw of a stream: those to be played again first."""
+        for draw in self._again:
+            if draw.stream == stream:
+                self._again.remove(draw)
+                return draw
+        draw = Draw(stream, self._drawn[stream])
+        self._drawn[stream] += 1
+        return draw
+
     async def _play(self, entry: _Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
-        task, visit = self._task(entry.draw)
-        options = self.options
+        stream, options = self._streams[entry.draw.stream], self.options
+        task, id = stream.draw(entry.draw.number)
         try:
-            group = await self.worker.group(
-                task, id=f"{task.id}@{visit}", index=entry.index, size=options.group_size, sampling=options.sampling
+            group = await stream.worker.group(
+                task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
             )
             entry.group = self.judge(group)
-            self._measured.append(measure([entry.group], self.solved))
+            self._measured.append(measure([entry.group], stream.solved))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -282,15 +328,6 @@ class Feed:
         if self._failure is not None:
             raise self._failure
 
-    def _task(self, draw: int) -> tuple[Task, int]:
-        """The task of a draw and its epoch: every epoch is one shuffle of all tasks, fixed by the seed."""
-        epoch, place = divmod(draw, len(self.tasks))
-        if self._order[0] != epoch:
-            order = list(range(len(self.tasks)))
-            random.Random(f"{self.options.seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self.tasks[self._order[1][place]], epoch
-
 
 def _starved(count: int, reason: str, group: Group) -> str:
     example = group.rollouts[0]
@@ -300,7 +337,7 @@ def _starved(count: int, reason: str, group: Group) -> str:
     else:
         detail += f"; its first answer was {example.text[:200]!r}"
     return (
-        f"{count} groups in a row could not be trained on ({reason}); {detail}. Make the task easier or harder, "
+        f"{count} groups in a row could not be trained on ({reason}); {detail}. Make {group.env} easier or harder, "
         "sample more answers (group_size), raise the temperature, or keep such groups (flat_groups: keep)"
     )
 

@@ -9,6 +9,7 @@ on from its checkpoint; what it took after that comes again, for its training wa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,10 +22,11 @@ import msgspec
 from tandem import waits
 from tandem.broker.client import NotRegistered, Taken
 from tandem.broker.convert import Notes, Rules, group_from_wire
+from tandem.broker.sequences import sequences
 from tandem.broker.wire import Info, RunParameters
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
-from tandem.rollout.feed import Cursor
+from tandem.rollout.feed import Cursor, Draw
 from tandem.rollout.measure import measure
 from tandem.types import Group, Rollout
 
@@ -55,6 +57,10 @@ class Broker(AbstractAsyncContextManager[Any], Protocol):
         """It need not be served again; False if it has been."""
         ...
 
+    async def renew(self, batch: str) -> bool:
+        """Its lease begins anew; False if it has run out."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignOptions:
@@ -69,7 +75,7 @@ class ForeignOptions:
     drop_flat: bool
     """Leave out groups whose rewards are all equal."""
     lease_seconds: float
-    """How long the broker waits for a trainer that says nothing more."""
+    """How long the broker waits for a trainer that says nothing more; what is held is renewed long before."""
     rules: Rules
     """How a group is read."""
     poll_seconds: float = 0.25
@@ -118,7 +124,12 @@ class BrokerFeed:
             # First: registering sends back every batch that is still leased, and these were trained on.
             await self.saved(cursor)
             await self._register()
-            yield self
+            renewing = asyncio.create_task(self._renew(), name="leases")
+            try:
+                yield self
+            finally:
+                renewing.cancel()
+                await asyncio.gather(renewing, return_exceptions=True)
 
     async def take(self) -> list[Group]:
         """The groups that arrived first, as many as make up a batch.
@@ -141,7 +152,7 @@ class BrokerFeed:
         """Where it stands now."""
         return Cursor(
             admitted=self._received,
-            ready=tuple((group.index, group) for group in self._ready),
+            ready=tuple((Draw(group.env, group.index), group) for group in self._ready),
             batches=tuple(self._held),
         )
 
@@ -150,8 +161,8 @@ class BrokerFeed:
         for batch in cursor.batches:
             if batch in self._held and not await self.broker.acknowledge(batch):
                 log.warning(
-                    "the broker gave batch %s to be trained again before this run's checkpoint was saved; raise "
-                    "broker.lease_seconds (%g) or lower checkpoint.every",
+                    "the broker gave batch %s to be trained again before this run's checkpoint was saved, for it did "
+                    "not hear of this trainer for broker.lease_seconds (%g); raise them",
                     batch,
                     self.options.lease_seconds,
                 )
@@ -183,6 +194,14 @@ class BrokerFeed:
                 f"{run.batch_size} (groups_per_step × group_size); restart the broker, or GET /reset_data, which also "
                 "drops what is queued"
             )
+
+    async def _renew(self) -> None:
+        """Keep what is held from being served to others. Each lease is renewed twice before it would run out."""
+        while True:
+            await asyncio.sleep(self.options.lease_seconds / 3)
+            for batch in tuple(self._held):
+                with contextlib.suppress(BrokerError):  # one that is away is told of by whoever needs a batch
+                    await self.broker.renew(batch)
 
     async def _next(self) -> Taken:
         """Poll until there is a batch."""
@@ -277,13 +296,18 @@ class BrokerFeed:
     def _batch(self) -> list[Group] | None:
         """The first groups that have the sequences of a batch together; None if there are too few."""
         batch: list[Group] = []
-        sequences = 0
+        found = 0
         for group in self._ready:
-            if sequences >= self.options.sequences:
+            if found >= self.options.sequences:
                 break
             batch.append(group)
-            sequences += len(group.rollouts)
-        return batch if sequences >= self.options.sequences else None
+            found += _num_sequences(group)
+        return batch if found >= self.options.sequences else None
+
+
+def _num_sequences(group: Group) -> int:
+    """What the broker counted it as."""
+    return sum(max(1, len(sequences(rollout))) for rollout in group.rollouts)
 
 
 def full_marks(rollout: Rollout) -> bool:

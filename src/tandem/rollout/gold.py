@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tandem.envs.base import Environment
+from tandem.errors import RewardError
 from tandem.rewards._workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
@@ -52,6 +53,20 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
     if unknown:
         logger.warning("%s knows no gold reply to %d of %d tasks: they were not checked", env.name, unknown, tasks)
     return failures
+
+
+async def require_full_marks(name: str, env: Environment, graders: Graders) -> None:
+    """Grade the first two gold replies of an environment, called ``name`` in this run.
+
+    Raises:
+        RewardError: one did not get full marks.
+    """
+    if failures := await check_environment(env, graders, 2):
+        raise RewardError(
+            f"a gold reply of {name} did not get full marks: {failures[0]}; mend the reward or what the environment's "
+            "check() replies (tandem check looks at more of them)"
+        )
+    graders.metrics()  # these are nobody's rollouts
 
 
 def gold_rollout(task: Task, reply: str) -> Rollout:

@@ -26,7 +26,7 @@ class Solved:
 
 
 def measure(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[str, Value]:
-    """Metrics of groups that were just scored."""
+    """Metrics of groups that were just scored: of all together, and of each environment under ``env/<name>/``."""
     every = [r for group in groups for r in group.rollouts]
     scored = [r for group in groups for r in group.scored]
     out: dict[str, Value] = {
@@ -39,9 +39,23 @@ def measure(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[
     }
     for name in sorted({name for r in scored for name in r.rewards}):
         out[f"reward/{name}"] = Mean.of(r.rewards[name] for r in scored if name in r.rewards)
-    for name in sorted({name for r in scored for name in r.metrics}):
-        out[f"env/{name}"] = Mean.of(r.metrics[name] for r in scored if name in r.metrics)
+    for env in sorted({group.env for group in groups}):
+        of = _environment([group for group in groups if group.env == env], solved)
+        out |= {f"env/{env}/{name}": value for name, value in of.items()}
     return out
+
+
+def _environment(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[str, Value]:
+    """Metrics of one environment's groups, those of its own among them."""
+    scored = [r for group in groups for r in group.scored]
+    own = sorted({name for r in scored for name in r.metrics})
+    return {
+        **{name: Mean.of(r.metrics[name] for r in scored if name in r.metrics) for name in own},
+        "reward": Mean.of(r.reward for r in scored if r.reward is not None),
+        "accuracy": Mean.of(float(solved(r)) for r in scored),
+        "groups": Sum(float(len(groups))),
+        "flat": Mean.of(float(group.is_flat) for group in groups if len(group.scored) >= 2),
+    }
 
 
 def pass_at(solved: int, samples: int, k: int) -> float:

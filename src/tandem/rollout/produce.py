@@ -136,7 +136,8 @@ class Producer:
             status = self._status = await self.client.status()
             await self._inform()
             if self._over(status):
-                log.info("the trainer has taken %d steps: %s", status.current_step, self.tally.line())
+                name = self.client.spec.desired_name
+                log.info("%s: the trainer has taken %d steps: %s", name, status.current_step, self.tally.line())
                 return
             for _ in range(self.wanted(status) - len(self._running)):
                 self._start()
@@ -264,8 +265,8 @@ class Producer:
         (count, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
         mean = f"; mean reward {total / count:.3f}" if count else ""
         queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"
-        log.info("step %d: %s; %d being played, %s%s", status.current_step, self.tally.line(), len(self._running),
-                 queued, mean)  # fmt: skip
+        log.info("%s at step %d: %s; %d being played, %s%s", self.client.spec.desired_name, status.current_step,
+                 self.tally.line(), len(self._running), queued, mean)  # fmt: skip
 
 
 async def _unless(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> bool:

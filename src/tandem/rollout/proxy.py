@@ -12,7 +12,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 64 << 20
 """Largest request."""
+IDLE_SECONDS = 3600.0
+"""A session that was begun over HTTP and is not heard of for this long has been abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,23 @@ def _alike(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 class Proxy:
     """Sessions on one engine."""
 
-    def __init__(self, engine: Engine, template: Template, sampling: Sampling, *, model: str):
-        """``model`` is what requests call the policy; they may say anything."""
+    def __init__(
+        self,
+        engine: Engine,
+        template: Template,
+        sampling: Sampling,
+        *,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """``model`` is what requests call the policy; they may say anything. ``clock`` gives seconds."""
         self._engine = engine
         self._template = template
         self._sampling = sampling
         self._model = model
+        self._clock = clock
         self._sessions: dict[str, Session] = {}
+        self._heard: dict[str, float] = {}  # when, of those begun over HTTP: the others have an owner who ends them
 
     def create(self, stream: str = "") -> tuple[str, Session]:
         """Begin a session; its name in URLs, which nobody can guess, and itself."""
@@ -179,7 +191,11 @@ class Proxy:
         return web.json_response({"sessions": found})
 
     async def _create(self, request: web.Request) -> web.Response:
+        late = self._clock() - IDLE_SECONDS
+        for abandoned in [name for name, heard in self._heard.items() if heard < late]:
+            self._end(abandoned)
         name, _ = self.create()
+        self._heard[name] = self._clock()
         return web.json_response({"uuid": name, "base_url": f"{request.scheme}://{request.host}/{name}/v1"})
 
     async def _nodes(self, request: web.Request) -> web.Response:
@@ -187,21 +203,28 @@ class Proxy:
 
     async def _delete(self, request: web.Request) -> web.Response:
         self._session(request)
-        del self._sessions[request.match_info["session"]]
+        self._end(request.match_info["session"])
         return web.json_response({"status": "deleted"})
+
+    def _end(self, name: str) -> None:
+        del self._sessions[name]
+        self._heard.pop(name, None)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, asked = self._session(request), Chat.read(await request.read())
         sampling, messages = asked.sampling(self._sampling), asked.said()
         found = await asyncio.gather(*(session.reply(messages, sampling) for _ in range(asked.n or 1)))
         answers: list[tuple[str, Completion]] = [(text, turn.completion) for text, turn in found]
-        body = answer(self._model, answers, len(found[0][1].prompt), int(time.time()))
+        pieces = self._template.pieces if asked.logprobs else None
+        body = answer(self._model, answers, len(found[0][1].prompt), int(time.time()), pieces)
         return await streamed(request, body) if asked.stream else web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
             raise Wrong("there is no such session; POST /sessions/create begins one", status=404)
+        if request.match_info["session"] in self._heard:
+            self._heard[request.match_info["session"]] = self._clock()
         return session
 
 

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 class Worker:
     """Everything that playing needs."""
 
+    name: str
+    """What the environment is called in this run: its groups bear it."""
     env: Environment
     """Plays."""
     engine: Engine
@@ -40,7 +42,7 @@ class Worker:
         """
         played = await asyncio.gather(*(self._play(task, f"{id}/{i}", sampling) for i in range(size)))
         rollouts = await self.graders.grade(played)
-        return Group(id=id, index=index, env=self.env.name, rollouts=tuple(rollouts))
+        return Group(id=id, index=index, env=self.name, rollouts=tuple(rollouts))
 
     async def _play(self, task: Task, id: str, sampling: Sampling) -> Rollout:
         chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}")
@@ -52,7 +54,7 @@ class Worker:
         except Exception as error:
             # The boundary of one rollout: whatever the environment did wrong becomes data on it.
             said = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-            log.warning("rollout %s: environment %s failed: %s", id, self.env.name, said, exc_info=True)
+            log.warning("rollout %s: environment %s failed: %s", id, self.name, said, exc_info=True)
             return dataclasses.replace(
                 rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {said}"
             )

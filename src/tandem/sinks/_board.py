@@ -102,7 +102,8 @@ class Board:
 
 def settings(config: Mapping[str, Json]) -> list[str]:
     """What a person wants to be reminded of about a recipe: model, environment, shape of a step."""
-    kinds = [_kind(config.get(slot)) for slot in ("env", "trains", "sync")]
+    envs = _kind(config.get("env")) or "+".join(config.get("envs") or ())
+    kinds = [envs, *(_kind(config.get(slot)) for slot in ("trains", "sync"))]
     shape = f"{config['groups_per_step']} × {config['group_size']} a step" if "groups_per_step" in config else ""
     lag = f"lag ≤ {config['max_lag']}" if config.get("max_lag") else ""
     return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]

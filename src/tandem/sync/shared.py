@@ -129,9 +129,10 @@ def _check(own: Mapping[str, nn.Parameter], lent: Mapping[str, Any]) -> None:
             raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")
         view = lent[name]
         if view.shape != parameter.shape or view.dtype != parameter.dtype:
+            what = "dtype" if view.dtype != parameter.dtype else "model"
             raise UnsupportedPair(
                 f"sync shared: {name!r} is {tuple(parameter.shape)} of {parameter.dtype} here and {tuple(view.shape)} "
-                f"of {view.dtype} in the engine; give both the same dtype"
+                f"of {view.dtype} in the engine; give both the same {what}"
             )
     if rest := differing(dict.fromkeys(lent, 0), dict.fromkeys(own, 0)):
         raise UnsupportedPair(f"sync shared: the engine samples from {rest[0]!r}, which the model does not have")

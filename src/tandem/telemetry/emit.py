@@ -144,7 +144,8 @@ class Telemetry:
 
         Args:
             record: at least ``step``; ``mean``, ``mean_ci``, ``pass_at``, ``pass_ci``, ``truncated`` and ``tokens``
-                become ``eval/mean``, ``eval/mean/low``, ``eval/mean/high``, ``eval/pass@4``, ...
+                become ``eval/mean``, ``eval/mean/low``, ``eval/mean/high``, ``eval/pass@4``, ...; those of an
+                environment in ``envs`` become ``eval/<name>/mean``, ...
         """
         step: int = record["step"]
         scalars = evaluation_scalars(record)
@@ -212,13 +213,17 @@ def activity() -> Activity:
     return Activity(phases=tuple(trace.current()), waits=waits.current())
 
 
-def evaluation_scalars(record: Mapping[str, Json]) -> dict[str, float]:
-    """An evaluation's numbers as sinks get them, by name under ``eval/``."""
-    out = {f"eval/{key}": float(record[key]) for key in ("mean", "truncated", "tokens") if record.get(key) is not None}
+def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[str, float]:
+    """An evaluation's numbers as sinks get them, by name under ``eval/``; an environment's under ``eval/<name>/``."""
+    shares = ("mean", "truncated", "tokens")
+    out = {f"{under}/{key}": float(record[key]) for key in shares if record.get(key) is not None}
     for key, name in (("mean_ci", "mean"), ("pass_ci", "pass")):
         if record.get(key):
-            out[f"eval/{name}/low"], out[f"eval/{name}/high"] = map(float, record[key])
-    return out | {f"eval/pass@{k}": float(value) for k, value in (record.get("pass_at") or {}).items()}
+            out[f"{under}/{name}/low"], out[f"{under}/{name}/high"] = map(float, record[key])
+    out |= {f"{under}/pass@{k}": float(value) for k, value in (record.get("pass_at") or {}).items()}
+    for name, of in (record.get("envs") or {}).items():
+        out |= evaluation_scalars(of, f"{under}/{name}")
+    return out
 
 
 def _open(sink: Sink, name: str, info: RunInfo) -> Writer:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tandem.errors import CheckpointError
 from tandem.optimizers.base import Stepper
 from tandem.policy.policy import Policy
+from tandem.references.base import Held
 from tandem.telemetry import trace
 from tandem.trainer.state import TrainerState
 from tandem.trains.base import Trains
@@ -48,6 +49,8 @@ class Checkpoints:
     """Which of them."""
     stepper: Stepper
     """The optimizer's states."""
+    held: Held | None = None
+    """The reference, whose weights may move too."""
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
 
@@ -88,6 +91,8 @@ class Checkpoints:
             aside.mkdir(parents=True)
             self.trains.save(self.policy.model, self.policy.tokenizer, aside / self.trains.folder_name)
             save_file(self.stepper.state_dict(), aside / "optimizer.safetensors")
+            if self.held is not None and (reference := self.held.state_dict()):
+                save_file(reference, aside / "reference.safetensors")
             state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
             (aside / "state.json").write_text(json.dumps(state.to_json()), encoding="utf-8")
             _flush(aside)
@@ -120,13 +125,9 @@ class Checkpoints:
         log.info("restored step %d from %s", state.step, path)
 
     def _load(self, path: Path) -> None:
-        file = path / "optimizer.safetensors"
-        try:
-            with safe_open(file, framework="pt") as stored:
-                # Read one tensor at a time as it is copied: no second optimizer state is held.
-                self.stepper.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(_unreadable(file, error)) from error
+        _read_tensors(path / "optimizer.safetensors", self.stepper.load_state_dict)
+        if self.held is not None and self.held.state_dict():
+            _read_tensors(path / "reference.safetensors", self.held.load_state_dict)
 
 
 async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: TrainerState) -> TrainerState:
@@ -161,6 +162,15 @@ def _read_state(path: Path) -> TrainerState:
     try:
         return TrainerState.from_json(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(_unreadable(file, error)) from error
+
+
+def _read_tensors(file: Path, load: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            # Read one tensor at a time as it is copied: no second optimizer state is held.
+            load({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(_unreadable(file, error)) from error
 
 

@@ -8,29 +8,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tandem.rollout.measure import Solved, interval, pass_at
-from tandem.rollout.worker import Worker
+from tandem.rollout.measure import interval, pass_at
+from tandem.rollout.streams import Stream
 from tandem.telemetry import trace
-from tandem.types import Group, Json, Sampling, Task
+from tandem.types import Group, Json, Sampling
 
 _SHOWN = 40
-"""Answers kept in a record, one of each of the first tasks."""
+"""Answers kept in a record, one of each of the first tasks, as many of each environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Held-out tasks and when to look at them."""
 
-    worker: Worker
-    """Plays and scores."""
-    tasks: Sequence[Task]
-    """Held-out tasks."""
+    streams: Sequence[Stream]
+    """Held-out tasks of each environment, and who plays them."""
     samples: int
     """Answers per task."""
     sampling: Sampling
     """How they are sampled; the same random streams at every evaluation."""
-    solved: Solved
-    """What counts as right."""
     due: Callable[[int], bool]
     """True for steps at which to evaluate."""
     record: Callable[[dict[str, Json]], None]
@@ -40,53 +36,77 @@ class Evaluator:
 
     async def maybe(self, step: int) -> None:
         """Evaluate if this step is due."""
-        if self.tasks and self.due(step):
+        if self.streams and self.due(step):
             self.started(step)
             self.record(await self(step))
 
     async def __call__(self, step: int) -> dict[str, Json]:
         """Evaluate now; an ``eval.jsonl`` record."""
         begun = time.time()
+        asked = [(stream, task) for stream in self.streams for task in stream.tasks]
         with trace.span("seconds/evaluate"):
             groups = await asyncio.gather(
                 *(
-                    self.worker.group(task, id=f"{task.id}@eval", index=i, size=self.samples, sampling=self.sampling)
-                    for i, task in enumerate(self.tasks)
+                    stream.worker.group(
+                        task, id=f"{stream.label}{task.id}@eval", index=i, size=self.samples, sampling=self.sampling
+                    )
+                    for i, (stream, task) in enumerate(asked)
                 )
             )
-        return self._summary(step, groups, time.time() - begun)
+        looks = [_Look(stream=stream, group=group) for (stream, _), group in zip(asked, groups, strict=True)]
+        return self._record(step, looks, time.time() - begun)
 
-    def _summary(self, step: int, groups: Sequence[Group], seconds: float) -> dict[str, Json]:
-        """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong."""
-        solved = [sum(map(self.solved, group.rollouts)) for group in groups]
-        means = [right / self.samples for right in solved]
-        ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k < self.samples), self.samples})
-        passed = {k: [pass_at(right, self.samples, k) for right in solved] for k in ks}
-        every = [r for group in groups for r in group.rollouts]
-        answered = [r for r in every if r.num_tokens]
+    def _record(self, step: int, looks: Sequence[_Look], seconds: float) -> dict[str, Json]:
+        """All environments together, and each of them under ``envs``."""
+        by_name = {stream.name: [look for look in looks if look.stream is stream] for stream in self.streams}
         return {
             "step": step,
             "time": time.time(),
             "seconds": seconds,
-            "env": self.worker.env.name,
-            "tasks": len(groups),
+            "env": "+".join(by_name),
             "samples": self.samples,
             "temperature": self.sampling.temperature,
-            "mean": math.fsum(means) / len(means),
-            "mean_ci": list(interval(means)),
-            "pass_at": {str(k): math.fsum(values) / len(values) for k, values in passed.items()},
-            "pass_ci": list(interval(passed[ks[-1]])),
-            "truncated": sum(r.truncated for r in answered) / max(1, len(answered)),
-            "tokens": sum(r.num_tokens for r in answered) / max(1, len(answered)),
-            "failed": sum(r.status == "error" for r in every),
-            "rollouts": [
-                {
-                    "task": group.rollouts[0].task.id,
-                    "prompt": group.rollouts[0].task.prompt[-1].content,
-                    "answer": group.rollouts[0].task.answer,
-                    "text": group.rollouts[0].text,
-                    "reward": group.rollouts[0].reward,
-                }
-                for group in groups[:_SHOWN]
-            ],
+            **_numbers(looks, self.samples),
+            "envs": {name: _numbers(some, self.samples) for name, some in by_name.items()},
+            "rollouts": [_shown(look) for some in by_name.values() for look in some[: _SHOWN // len(by_name)]],
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """One task, answered."""
+
+    stream: Stream
+    group: Group
+
+
+def _numbers(looks: Sequence[_Look], samples: int) -> dict[str, Json]:
+    """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong."""
+    solved = [sum(map(look.stream.solved, look.group.rollouts)) for look in looks]
+    means = [right / samples for right in solved]
+    ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k < samples), samples})
+    passed = {k: [pass_at(right, samples, k) for right in solved] for k in ks}
+    every = [r for look in looks for r in look.group.rollouts]
+    answered = [r for r in every if r.num_tokens]
+    return {
+        "tasks": len(looks),
+        "mean": math.fsum(means) / len(means),
+        "mean_ci": list(interval(means)),
+        "pass_at": {str(k): math.fsum(values) / len(values) for k, values in passed.items()},
+        "pass_ci": list(interval(passed[ks[-1]])),
+        "truncated": sum(r.truncated for r in answered) / max(1, len(answered)),
+        "tokens": sum(r.num_tokens for r in answered) / max(1, len(answered)),
+        "failed": sum(r.status == "error" for r in every),
+    }
+
+
+def _shown(look: _Look) -> dict[str, Json]:
+    """A task and its first answer."""
+    first = look.group.rollouts[0]
+    return {
+        "task": f"{look.stream.label}{first.task.id}",
+        "prompt": first.task.prompt[-1].content,
+        "answer": first.task.answer,
+        "text": first.text,
+        "reward": first.reward,
+    }

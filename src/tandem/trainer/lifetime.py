@@ -24,8 +24,7 @@ def new_folder(config: RunConfig) -> Path:
     """Make the run's folder, its recipe in it."""
     tail = Path(config.model).name
     name = (
-        config.name
-        or f"{config.env.name if config.env else 'broker'}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+        config.name or f"{'+'.join(config.sources) or 'broker'}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     )
     folder = Path(config.runs) / name
     if folder.exists():

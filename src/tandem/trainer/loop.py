@@ -85,7 +85,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
                 batch = run.pack(groups, version=state.step)
             stats = await run.step.forward_backward(batch)
             async with link.commit(state.step + 1, last=state.step + 1 == run.steps) as handoff:
-                applied = await run.step.apply(state.step + 1)
+                applied = await run.step.apply(state.step + 1, batch, stats)
             assert handoff.published is not None
             run.reached(handoff.published.version.step)
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, feed.cursor())

@@ -16,7 +16,7 @@ from itertools import islice, repeat
 import torch
 from torch import Tensor
 
-from tandem.advantages.base import Advantage
+from tandem.advantages.base import Advantage, advantages
 from tandem.losses.base import MicroBatch
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.policy.attention import Packed, sequential_positions
@@ -84,14 +84,13 @@ class Packer:
 
     def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:
         """Pack one step's groups. ``version`` is the policy step that will be trained; it only measures lag."""
-        advantages: dict[str, float] = {}
+        by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
-        for group in groups:
-            values = self.advantage(group)
+        for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
             mine: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
                 given = rollout.advantages
-                advantages[rollout.id] = value if given is None else math.fsum(given) / len(given)
+                by_rollout[rollout.id] = value if given is None else math.fsum(given) / len(given)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
                     mine.extend(samples_of(rollout, group, value))
             samples.append(mine)
@@ -101,10 +100,10 @@ class Packer:
         return StepBatch(
             micro=micro,
             groups=tuple(groups),
-            advantages=advantages,
+            advantages=by_rollout,
             num_loss_tokens=sum(counts),
             num_samples=len(counts),
-            metrics={**_metrics(groups, advantages, version), **_work(micro)},
+            metrics={**_metrics(groups, by_rollout, version), **_work(micro)},
         )
 
     def _weights(self, num_tokens: int, num_samples: int) -> Callable[[int], float]:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tandem.rollout.feed import Cursor, group_from_json, group_to_json
+from tandem.rollout.feed import Cursor, Draw, group_from_json, group_to_json
 from tandem.types import Json, PolicyVersion
 
 
@@ -42,10 +42,11 @@ class TrainerState:
             "config_digest": self.config_digest,
             "rng": list(self.rng),
             "cursor": {
-                "drawn": self.cursor.drawn,
+                "taken": self.cursor.taken,
+                "drawn": dict(self.cursor.drawn),
                 "admitted": self.cursor.admitted,
-                "again": list(self.cursor.again),
-                "ready": [[draw, group_to_json(group)] for draw, group in self.cursor.ready],
+                "again": [list(draw) for draw in self.cursor.again],
+                "ready": [[list(draw), group_to_json(group)] for draw, group in self.cursor.ready],
                 "batches": list(self.cursor.batches),
             },
         }
@@ -61,10 +62,11 @@ class TrainerState:
             config_digest=data["config_digest"],
             rng=tuple(data["rng"]),
             cursor=Cursor(
+                taken=cursor["taken"],
                 drawn=cursor["drawn"],
                 admitted=cursor["admitted"],
-                again=tuple(cursor["again"]),
-                ready=tuple((draw, group_from_json(group)) for draw, group in cursor["ready"]),
+                again=tuple(Draw(*draw) for draw in cursor["again"]),
+                ready=tuple((Draw(*draw), group_from_json(group)) for draw, group in cursor["ready"]),
                 batches=tuple(cursor.get("batches", ())),
             ),
         )

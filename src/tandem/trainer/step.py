@@ -1,23 +1,24 @@
-"""One optimizer step: per-token losses in, one gradient out. The only place that divides."""
+"""One step: per-token costs in, one gradient out, as often as the batch is used. The only place that divides."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from tandem.losses.base import Loss, MicroBatch
-from tandem.metrics import Sum, Value, merge
+from tandem.metrics import Mean, Sum, Value, merge
 from tandem.optimizers.base import Optimizer, Stepper
 from tandem.policy.logprobs import token_logprobs
 from tandem.policy.policy import Policy
+from tandem.references.base import Held
 from tandem.telemetry import trace
+from tandem.trainer.objective import Known, Objective
 from tandem.trainer.pack import Micro, StepBatch
-from tandem.types import UNKNOWN, Sampling
+from tandem.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class StepStats:
     """Of the objective."""
     logprobs: Mapping[str, tuple[float, ...]]
     """The trainer's logprob of every trained token, by rollout id."""
+    known: Sequence[Known] = ()
+    """What later updates on the same batch take over, one for each micro-batch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class Step:
 
     policy: Policy
     """What is trained."""
-    loss: Loss
+    objective: Objective
     """Per token."""
     optimizer: Optimizer
     """Its learning rate schedule and clip."""
@@ -46,6 +49,14 @@ class Step:
     """Its support limits (top_p, top_k, min_p) are part of the distribution that was sampled."""
     steps: int
     """Of the whole run; schedules end there."""
+    updates: int = 1
+    """On each batch."""
+    held: Held | None = None
+    """The reference's weights, where the objective has a reference."""
+    fold: Callable[[], None] = lambda: None
+    """Brings what the model computes with up to date with what the optimizer wrote."""
+    tile: int | None = None
+    """Most logits held at once; None: as fits the device."""
     _hooked: bool = field(default=False)
 
     def hook(self) -> None:
@@ -58,27 +69,48 @@ class Step:
 
     async def forward_backward(self, batch: StepBatch) -> StepStats:
         """Gradient of the step's loss, added up over its micro-batches."""
+        return await self._pass(batch, ())
+
+    async def _pass(self, batch: StepBatch, known: Sequence[Known]) -> StepStats:
         self.hook()
         metrics: list[Mapping[str, Value]] = []
         logprobs: dict[str, list[float]] = {}
-        for micro in batch.micro:
+        kept: list[Known] = []
+        for micro, before in zip(batch.micro, known or repeat(None), strict=bool(known)):
             # One call for each micro-batch: an engine on the same thread gets its turn in between.
-            found, values = await self.policy.compute(self._micro, micro)
+            found, values, now = await self.policy.compute(self._micro, micro, before)
             metrics.append(found)
+            kept.append(now)
             at = 0
             for rollout, num in micro.places:
                 logprobs.setdefault(rollout, []).extend(values[at : at + num])
                 at += num
-        return StepStats(metrics=merge(metrics), logprobs={k: tuple(v) for k, v in logprobs.items()})
+        return StepStats(metrics=merge(metrics), logprobs={k: tuple(v) for k, v in logprobs.items()}, known=kept)
 
-    async def apply(self, step: int) -> Mapping[str, Value]:
-        """Clip and update the weights in place, as optimizer step ``step`` (from 1)."""
+    async def apply(self, step: int, batch: StepBatch, first: StepStats) -> Mapping[str, Value]:
+        """Update the weights in place, as often as the batch is to be used, and let the reference follow.
+
+        Args:
+            step: which optimizer step, from 1; all its updates share its learning rate.
+            batch: what ``forward_backward`` was given.
+            first: what it found.
+        """
         lr = self.optimizer.rate(step, self.steps)
-        norm = await self.policy.compute(self._apply, lr)
+        norms = [await self.policy.compute(self._apply, lr)]
+        again: list[Mapping[str, Value]] = []
+        for _ in range(self.updates - 1):
+            await self.policy.compute(self.fold)
+            stats = await self._pass(batch, first.known)
+            norms.append(await self.policy.compute(self._apply, lr))
+            again.append(_reused(stats.metrics, norms[-1]))
+        if self.held is not None and self.held.due(step):
+            await self.policy.compute(self.fold)
+            await self.policy.compute(self.held.move)
         return {
-            "grad_norm": Sum(norm),
+            "grad_norm": Sum(norms[0]),
             "lr": Sum(lr),
-            "optimizer/skipped": Sum(0.0 if math.isfinite(norm) else 1.0),
+            "optimizer/skipped": Sum(float(sum(not math.isfinite(norm) for norm in norms))),
+            **merge(again),
         }
 
     @trace.span("seconds/optimizer")
@@ -86,12 +118,22 @@ class Step:
         return self.stepper.step(lr, self.optimizer.max_grad_norm)
 
     @trace.span("seconds/forward_backward")
-    def _micro(self, micro: Micro) -> tuple[Mapping[str, Value], list[float]]:
+    def _micro(self, micro: Micro, known: Known | None) -> tuple[Mapping[str, Value], list[float], Known]:
+        reference_N = self._reference(micro) if known is None else None
         logprobs_N = self.logprobs(micro)
-        token_loss = self.loss(logprobs_N, _with_known_logprobs(micro.batch, logprobs_N.detach()))
-        loss = (token_loss.loss_N * micro.weights_N).sum()
+        if known is None:
+            known = Known(first_N=logprobs_N.detach(), reference_N=reference_N)
+        cost_N, metrics = self.objective(logprobs_N, micro.batch, known)
+        loss = (cost_N * micro.weights_N).sum()
         loss.backward()
-        return {**token_loss.metrics, "loss": Sum(loss.item())}, logprobs_N.tolist()
+        return {**metrics, "loss": Sum(loss.item())}, logprobs_N.tolist(), known
+
+    def _reference(self, micro: Micro) -> Tensor | None:
+        """The reference's logprob of each trained token, by the same pass as the policy's."""
+        if self.held is None:
+            return None
+        with torch.no_grad(), self.held.in_place():
+            return self.logprobs(micro)
 
     def logprobs(self, micro: Micro) -> Tensor:
         """Logprob of each trained token, float32, as it was sampled: at its temperature and within its support."""
@@ -106,11 +148,13 @@ class Step:
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
+            tile=self.tile,
         )
         return logprobs_N
 
 
-def _with_known_logprobs(batch: MicroBatch, policy_N: Tensor) -> MicroBatch:
-    """Where the sampler did not tell its logprobs, the policy's own stand in: the ratio of such a token is 1."""
-    told_N = batch.behavior_logprobs_N
-    return dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN, policy_N, told_N))
+def _reused(metrics: Mapping[str, Value], norm: float) -> dict[str, Value]:
+    """Numbers of a later update, under names of their own: by the first one's, sampling and training are compared."""
+    loss = metrics.get("loss")
+    means = {"loss": Mean(loss.value, 1), "grad_norm": Mean(norm, 1)} if isinstance(loss, Sum) else {}
+    return {f"reused/{name}": value for name, value in {**metrics, **means}.items()}

@@ -17,11 +17,10 @@ from tandem.errors import ConfigError
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Feed, FeedOptions, as_is, penalise_truncated
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
-from tandem.rollout.measure import Solved
-from tandem.rollout.worker import Worker
+from tandem.rollout.streams import Stream
 from tandem.sinks.wandb import Wandb
 from tandem.telemetry.emit import Telemetry
-from tandem.types import Group, Task
+from tandem.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +43,13 @@ class Reached:
 
 def played(
     config: RunConfig,
-    worker: Worker,
-    tasks: Sequence[Task],
-    solved: Solved,
+    streams: Sequence[Stream],
     reached: Reached,
     telemetry: Telemetry,
 ) -> Feed:
-    """Tasks that ``worker`` plays."""
+    """Tasks that are played here."""
     return Feed(
-        worker=worker,
-        tasks=tasks,
+        streams=streams,
         options=FeedOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
@@ -61,11 +57,9 @@ def played(
             behind=config.sync.behind,
             drop_flat=config.flat_groups == "drop",
             sampling=config.sampling,
-            seed=config.seed,
         ),
         version=reached.get,
         judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
-        solved=solved,
         on_drop=_dropped(telemetry),
     )
 

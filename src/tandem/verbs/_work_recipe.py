@@ -1,4 +1,4 @@
-"""What ``tandem work`` reads: the environment's part of a recipe, and where broker and engines are.
+"""What ``tandem work`` reads: the environments' part of a recipe, and where broker and engines are.
 
 A recipe for training is taken as it is: what concerns the trainer alone is left to the trainer.
 """
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.config import RunConfig, _complete_rewards, _default_rewards
+from tandem.config import RunConfig
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec
 from tandem.recipe.sections import Grading, require
+from tandem.recipe.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
 from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
 from tandem.types import Json, Sampling
 
@@ -57,16 +58,20 @@ class EnginesAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """An environment that plays for a broker."""
+    """Environments that play for a broker."""
 
     model: str
     """Hugging Face id or folder, whose tokenizer and chat template are used."""
-    env: Environment = field(metadata={"slot": "envs"})
-    """Where tasks come from."""
     broker: BrokerAt = field(metadata={"shorthand": "url"})
     """Where groups go: an address, or a mapping."""
     engine: EnginesAt = field(metadata={"shorthand": "urls"})
     """Where answers are sampled: an address, a list of them, or a mapping."""
+    env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": ("envs",)})
+    """Where tasks come from."""
+    envs: Mapping[str, Source] = field(default_factory=dict, metadata={"entries": Source})
+    """Several environments instead, by name; each is one of its own to the broker."""
+    env_name: str | None = None
+    """The one entry of envs that is played; null: all of them."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
     group_size: int = 8
@@ -110,6 +115,13 @@ class Work:
         sampling, share = self.sampling, self.min_share
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
+            env=(bool(self.env or self.envs), "given, such as gsm8k (tandem list envs), or envs"),
+            envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
+            env_name=(
+                self.env_name is None or self.env_name in self.envs,
+                f"an entry of envs ({', '.join(self.envs) or 'there is none'}), or null",
+            ),
+            rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
             context=(self.context is None or self.context >= 2, "at least 2, or null"),
@@ -125,8 +137,21 @@ class Work:
                 "sampling.max_tokens": (sampling.max_tokens >= 1, "at least 1"),
             },
         )
-        if not self.rewards:
-            object.__setattr__(self, "rewards", _default_rewards(self.env))
+        if not self.rewards and self.env is not None:
+            object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """What is played, by its name at the broker."""
+        if self.env is not None:
+            name, share = self.known_as or self.env.name, self.min_share or 0.0
+            return {name: Source(env=self.env, rewards=self.rewards, weight=self.weight, min_share=share)}
+        return {name: source for name, source in self.envs.items() if self.env_name in (None, name)}
+
+    def inert(self) -> Mapping[str, str]:
+        """What each entry of several environments has of its own."""
+        names = ("env", "rewards", "known_as", "weight", "min_share")
+        return dict.fromkeys(names, "each entry of envs has its own") if self.envs else {}
 
 
 def load(recipe: Path | None, overrides: Sequence[str]) -> Work:
@@ -151,12 +176,13 @@ def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: 
 
 
 def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Problems) -> Work:
-    own_rewards = "rewards" in tree.entries
+    spell_out(tree)
+    given = rewarded(tree)
     override.apply(tree, Work, overrides, problems)
+    spell_out(tree)
     if "engine" in tree.entries:
         tree.put("engine", _engines(tree.entries["engine"]), tree.key_where["engine"])
-    if not own_rewards:
-        _complete_rewards(tree)
+    complete_rewards(tree, given)
     built = Builder(problems).dataclass(Work, tree, "")
     problems.raise_if_any(source)
     assert isinstance(built, Work)

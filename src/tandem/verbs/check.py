@@ -16,7 +16,8 @@ from rich.text import Text
 from tandem import machine, memory, resolve
 from tandem.config import RunConfig, load
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, EnvError, RewardError, TandemError
+from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.recipe.sources import Source
 from tandem.types import Rollout, Task
 
 _SHOWN = 3
@@ -58,7 +59,7 @@ class _Look:
     def __init__(self, config: RunConfig, most: int):
         self._config = config
         self._most = most
-        self._tasks: Sequence[Task] = ()
+        self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
         self._longest = memory.TYPICAL_PROMPT
         self.plan = ""
@@ -89,11 +90,11 @@ class _Look:
         from tandem import run
 
         run.check_pairs(self._config)
-        slots = {"env": "envs", "advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
+        slots = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
         slots |= {"trains": "trains", "engine": "engines", "sync": "sync"}
-        parts = {name: getattr(self._config, name) for name in slots}
-        named = [f"{name} {resolve.kind_of(slots[name], part)}" for name, part in parts.items() if part is not None]
-        return ", ".join([*named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
+        envs = [_environment(name, source) for name, source in self._config.sources.items()]
+        named = [f"{name} {resolve.kind_of(slot, getattr(self._config, name))}" for name, slot in slots.items()]
+        return ", ".join([*envs, *named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
 
     def _sinks(self) -> str:
         """Libraries that sinks need."""
@@ -103,24 +104,24 @@ class _Look:
 
     def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        tasks = self._read("train")
-        self._tasks = list(islice(tasks, self._most))
-        return f"{len(tasks):,}"
+        found = self._read("train")
+        self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in found.items()}
+        return _of_each({name: f"{len(tasks):,}" for name, tasks in found.items()})
 
     def _test_tasks(self) -> str:
         """Held-out data."""
-        count, wanted = len(self._read("test")), self._config.evaluate.tasks
-        return f"{count:,}" + (
-            f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
-        )
+        wanted = self._config.evaluate.tasks
 
-    def _read(self, split: Split) -> Sequence[Task]:
-        env = self._config.env
-        assert env is not None
-        tasks = env.tasks(split)
-        if not len(tasks):
-            raise EnvError(f"{env.name} has no {split} tasks; look at its options: tandem list envs")
-        return tasks
+        def told(count: int) -> str:
+            few = f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
+            return f"{count:,}{few}"
+
+        return _of_each({name: told(len(tasks)) for name, tasks in self._read("test").items()})
+
+    def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
+        from tandem.trainer import players
+
+        return players.tasks(self._config, split)
 
     async def _gold(self) -> str:
         """Gold replies, graded in the same processes that training grades in.
@@ -128,21 +129,24 @@ class _Look:
         Raises:
             RewardError: one did not get full marks.
         """
+        sources = self._config.sources
+        return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
+
+    async def _gold_of(self, name: str, source: Source) -> str:
         from tandem.rewards._workers import Graders
         from tandem.rollout.gold import check_environment, gold_rollout
 
-        env, grading = self._config.env, self._config.grading
-        assert env is not None
-        specs = {name: (spec.reward, spec.weight) for name, spec in self._config.rewards.items()}
+        env, grading, tasks = source.env, self._config.grading, self._tasks[name]
+        specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
         async with Graders(specs, workers=grading.workers, timeout=grading.timeout) as graders:
-            failures = await check_environment(env, graders, len(self._tasks))
+            failures = await check_environment(env, graders, len(tasks))
             if failures:
                 first = "; ".join(str(failure) for failure in failures[:_SHOWN])
                 raise RewardError(
-                    f"{len(failures)} gold replies did not get full marks: {first}; mend the reward, or what the "
-                    "environment's check() replies"
+                    f"{len(failures)} gold replies of {name} did not get full marks: {first}; mend the reward, or what "
+                    "the environment's check() replies"
                 )
-            replies = [(task, env.check(task)) for task in self._tasks]
+            replies = [(task, env.check(task)) for task in tasks]
             known = [gold_rollout(task, reply) for task, reply in replies if reply is not None]
             graded = [(await graders.grade([rollout]))[0] for rollout in known]
             if not graded:
@@ -171,7 +175,7 @@ class _Look:
         limit = memory.context(self._config, self._model)
         tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
         template = chat.Template(tokenizer, self._config.chat_template_kwargs)
-        self._longest = prompts.longest(self._tasks, template, limit)
+        self._longest = prompts.longest([task for some in self._tasks.values() for task in some], template, limit)
         room, wanted = limit - self._longest, self._config.sampling.max_tokens
         note = f", which leaves {room} for answers, fewer than sampling.max_tokens ({wanted})" if room < wanted else ""
         return f"at most {self._longest} tokens of a context of {limit}{note}"
@@ -203,6 +207,17 @@ class _Look:
         if need > free:
             raise ConfigError(f"{told} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
         return told
+
+
+def _environment(name: str, source: Source) -> str:
+    """An environment in words; the kind is left out where it is the name."""
+    kind = resolve.kind_of("envs", source.env)
+    return f"env {name}" + (f" ({kind})" if kind != name else "")
+
+
+def _of_each(told: Mapping[str, str]) -> str:
+    """What is said of each environment; of one alone without its name."""
+    return "; ".join(told.values() if len(told) == 1 else (f"{name} {text}" for name, text in told.items()))
 
 
 def _gold_values(full_marks: Mapping[str, float | None], graded: Sequence[Rollout]) -> Iterator[str]:

@@ -20,6 +20,8 @@ _OPTION = {
     "rewards": "rewards",
     "advantages": "advantage",
     "losses": "loss",
+    "corrections": "corrections",
+    "references": "reference",
     "optimizers": "optimizer",
     "trains": "trains",
     "engines": "engine",
@@ -42,7 +44,8 @@ def list_parts(slot: str | None) -> None:
             _print_part(console, slot, kind)
         return
     for name in resolve.SLOTS:
-        written = "" if _OPTION[name] == name else f"  (in a recipe: {_OPTION[name]})"
+        also = ", or envs for several" if name == "envs" else ""
+        written = "" if _OPTION[name] == name else f"  (in a recipe: {_OPTION[name]}{also})"
         console.print(Text.assemble((name, "bold"), written))
         table = Table(box=None, show_header=False, padding=(0, 1), expand=True)
         table.add_column(no_wrap=True, min_width=16)

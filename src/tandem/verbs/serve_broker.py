@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tandem.broker._bodies import Limits
-from tandem.broker._keys import Keys
-from tandem.broker.app import Broker, serving
-from tandem.broker.ledger import opened
-from tandem.broker.records import Options
-from tandem.broker.store import Store
-from tandem.errors import ConfigError
+from tandem.broker._listen import listening
+from tandem.errors import BrokerError, ConfigError
+
+if TYPE_CHECKING:
+    from tandem.broker.app import Broker
 
 Tell = Callable[[str], None]
 
@@ -47,35 +48,69 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     keys = _keys()
-    options = Options(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
-    limits = Limits(body_bytes=body_bytes)
+    if data is not None:
+        _writable(data)
+    sockets = listening(host, port)
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(_serve(host, port, data, options, limits, keys, tell))
+        asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
     tell("ended")
 
 
 async def _serve(
-    host: str, port: int, data: Path | None, options: Options, limits: Limits, keys: Keys, tell: Tell
+    host: str,
+    sockets: Sequence[socket.socket],
+    data: Path | None,
+    body_bytes: int,
+    held_bytes: int,
+    keys: tuple[str, str],
+    tell: Tell,
 ) -> None:
+    # Only now that clients can connect: loading these takes as long as everything else of the start.
+    from tandem.broker._bodies import Limits
+    from tandem.broker._keys import Keys
+    from tandem.broker.app import Broker, serving
+    from tandem.broker.ledger import opened
+    from tandem.broker.records import Options
+    from tandem.broker.store import Store
+
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    options = Options(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
+    limits, who = Limits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
     with opened(data, options, time.time()) as ledger:
         if ledger is None:
-            broker = Broker(Store(options), limits=limits, keys=keys)
+            broker = Broker(Store(options), limits=limits, keys=who)
         else:
-            broker = Broker(ledger.store, committed=ledger.committed, limits=limits, keys=keys)
-        async with serving(broker, host, port) as url:
+            broker = Broker(ledger.store, committed=ledger.committed, limits=limits, keys=who)
+        async with serving(broker, host, 0, sockets) as url:
             _introduce(url, host, data, broker, tell)
             gc.freeze()  # what is there now stays; to look at it again and again would cost each request a little
             await asyncio.Event().wait()
 
 
-def _keys() -> Keys:
+def _writable(data: Path) -> None:
+    """See that the ledger can be kept there.
+
+    Raises:
+        BrokerError: it cannot.
+    """
+    try:
+        data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(data, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise BrokerError(
+            f"no ledger can be kept in {data}: {error.strerror}; give --data a folder to write to"
+        ) from error
+
+
+def _keys() -> tuple[str, str]:
+    """The trainer's and the environments'."""
     trainer, environments = os.environ.get(KEY, ""), os.environ.get(ENV_KEY, "")
     if environments and not trainer:
         raise ConfigError(f"{ENV_KEY} is set without {KEY}, which would leave the trainer's side open; set both")
-    return Keys(trainer=trainer, environments=environments)
+    return trainer, environments
 
 
 def _introduce(url: str, host: str, data: Path | None, broker: Broker, tell: Tell) -> None:

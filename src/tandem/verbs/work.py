@@ -1,4 +1,4 @@
-"""``tandem work``: an environment that plays for a broker, sampling from engines that run elsewhere."""
+"""``tandem work``: environments that play for a broker, sampling from engines that run elsewhere."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tandem.broker.client import Connection, EnvClient
 from tandem.broker.wire import EnvRegistration
-from tandem.errors import BrokerError, ConfigError, EnvError, RewardError
+from tandem.errors import BrokerError, ConfigError
 from tandem.policy.policy import load_config, load_tokenizer
+from tandem.recipe.sources import Source
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Judge, as_is, penalise_truncated
-from tandem.rollout.gold import check_environment
+from tandem.rollout.gold import require_full_marks
 from tandem.rollout.produce import Pace, Producer, Tally
-from tandem.rollout.remote import Remote
+from tandem.rollout.remote import Remote, RemoteEngine
 from tandem.rollout.worker import Worker
-from tandem.types import Group
+from tandem.trainer import players
+from tandem.types import Group, Sampling
 from tandem.verbs._work_recipe import Work, load
 
 log = logging.getLogger(__name__)
@@ -52,49 +54,57 @@ def play(config: Work) -> str:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("tandem").setLevel(logging.INFO)
     logging.getLogger("tandem.rollout.worker").setLevel(logging.ERROR)  # a failed rollout is told with its group
-    tally = Tally()
+    tallies: dict[str, Tally] = {}
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(run(config, tally))
-    return f"ended: {tally.line()}"
+        asyncio.run(run(config, tallies))
+    return f"ended: {told(tallies)}"
 
 
-async def run(config: Work, tally: Tally) -> None:
+def told(tallies: Mapping[str, Tally]) -> str:
+    """What became of the groups of each environment, in words."""
+    if len(tallies) == 1:
+        return next(iter(tallies.values())).line()
+    return "; ".join(f"{name}: {tally.line()}" for name, tally in tallies.items()) or "nothing was played"
+
+
+async def run(config: Work, tallies: dict[str, Tally]) -> None:
     """Play, in an event loop; SIGINT and SIGTERM end it, gently the first time.
 
     Args:
         config: what and where.
-        tally: counts what becomes of the groups.
+        tallies: gets one for each environment, which counts what becomes of its groups.
     """
-    async with _producer(config, tally) as producer:
+    async with _producers(config, tallies) as producers:
         stop = asyncio.Event()
         with _signals(stop):
             try:
-                await producer.run(stop)
+                await _together([producer.run(stop) for producer in producers])
             finally:
-                await _leave(producer.client)
+                await asyncio.gather(*(_leave(producer.client) for producer in producers))
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Do all of it; the first error ends it and is raised as it is."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _producer(config: Work, tally: Tally) -> AsyncIterator[Producer]:
-    """Every part, live: what can be wrong without the others is found first."""
+async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[list[Producer]]:
+    """Every part, live, and a producer for each environment: what can be wrong without the others is found first."""
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     template = Template(tokenizer, config.chat_template_kwargs)
     model = load_config(config.model)
     context = min(config.context or 2**31, int(model.get_text_config().max_position_embeddings))
-    tasks = config.env.tasks("train")
-    if not len(tasks):
-        raise EnvError(f"{config.env.name} has no train tasks; look at its options: tandem list envs")
-    prompts.longest(list(islice(tasks, prompts.FIRST)), template, context)
-    connection = Connection(
-        config.broker.url, _key(config.broker.key_variable, "broker.key_variable"), patience=config.patience_seconds
-    )
-    spec = EnvRegistration(
-        max_token_length=context,
-        desired_name=config.known_as or config.env.name,
-        weight=config.weight,
-        group_size=config.group_size,
-        min_batch_allocation=config.min_share,
-    )
+    tasks = {name: players.tasks_of(name, source, "train") for name, source in config.sources.items()}
+    for some in tasks.values():
+        prompts.longest(list(islice(some, prompts.FIRST)), template, context)
+    broker_key = _key(config.broker.key_variable, "broker.key_variable")
     remote = Remote(
         urls=config.engine.urls,
         model=config.engine.model or config.model,
@@ -102,47 +112,76 @@ async def _producer(config: Work, tally: Tally) -> AsyncIterator[Producer]:
         request_seconds=config.engine.request_seconds,
         patience=config.patience_seconds,
     )
-    async with (
-        _graders(config) as graders,
-        EnvClient(connection, spec, key=secrets.token_hex(16)) as client,
-        remote.open(context=context, ends=_end_tokens(config.model, model, tokenizer)) as engine,
-    ):
-        if not engine.tells_versions and config.sampling != dataclasses.replace(
-            config.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
-        ):
-            log.warning(
-                "these engines are not Tandem's: their logprobs must be those of the distribution that is sampled "
-                "(vLLM: --logprobs-mode processed_logprobs), or sample with temperature 1 and nothing cut off"
+    async with AsyncExitStack() as stack:
+        graders = {
+            name: await stack.enter_async_context(_graders(config, name, source))
+            for name, source in config.sources.items()
+        }
+        clients = {}
+        for name, source in config.sources.items():
+            connection = Connection(config.broker.url, broker_key, patience=config.patience_seconds)
+            client = EnvClient(connection, _registration(config, name, source, context), key=secrets.token_hex(16))
+            clients[name] = await stack.enter_async_context(client)
+        ends = _end_tokens(config.model, model, tokenizer)
+        engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
+        _warn_of_foreign(engine, config.sampling)
+        tallies.update({name: Tally() for name in config.sources})
+        yield [
+            Producer(
+                worker=Worker(
+                    name=name,
+                    env=source.env,
+                    engine=engine,
+                    graders=graders[name],
+                    template=template,
+                    seed=config.seed,
+                ),
+                tasks=tasks[name],
+                client=clients[name],
+                sampling=config.sampling,
+                judge=_judge(config),
+                drop_flat=config.flat_groups == "drop",
+                pace=Pace(
+                    n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
+                ),
+                limit=engine.limit,
+                tally=tallies[name],
             )
-        yield Producer(
-            worker=Worker(env=config.env, engine=engine, graders=graders, template=template, seed=config.seed),
-            tasks=tasks,
-            client=client,
-            sampling=config.sampling,
-            judge=_judge(config),
-            drop_flat=config.flat_groups == "drop",
-            pace=Pace(
-                n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
-            ),
-            limit=engine.limit,
-            tally=tally,
+            for name, source in config.sources.items()
+        ]
+
+
+def _registration(config: Work, name: str, source: Source, context: int) -> EnvRegistration:
+    """What the broker is told of one environment."""
+    return EnvRegistration(
+        max_token_length=context,
+        desired_name=name,
+        weight=source.weight,
+        group_size=config.group_size,
+        min_batch_allocation=source.min_share or None,
+    )
+
+
+def _warn_of_foreign(engine: RemoteEngine, sampling: Sampling) -> None:
+    if not engine.tells_versions and sampling != dataclasses.replace(
+        sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
+    ):
+        log.warning(
+            "these engines are not Tandem's: their logprobs must be those of the distribution that is sampled "
+            "(vLLM: --logprobs-mode processed_logprobs), or sample with temperature 1 and nothing cut off"
         )
 
 
 @asynccontextmanager
-async def _graders(config: Work) -> AsyncIterator[Graders]:
+async def _graders(config: Work, name: str, source: Source) -> AsyncIterator[Graders]:
     """Graders that gave full marks to the first gold replies.
 
     Raises:
         RewardError: they did not.
     """
-    specs = {name: (spec.reward, spec.weight) for name, spec in config.rewards.items()}
+    specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
     async with Graders(specs, workers=config.grading.workers, timeout=config.grading.timeout) as graders:
-        if failures := await check_environment(config.env, graders, 2):
-            raise RewardError(
-                f"a gold reply did not get full marks: {failures[0]}; mend the reward or what the environment's "
-                "check() replies (tandem check looks at more of them)"
-            )
+        await require_full_marks(name, source.env, graders)
         yield graders
 
 

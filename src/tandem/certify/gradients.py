@@ -1,0 +1,192 @@
+"""The gradient that the trainer's own step computes, for every update on a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tandem.metrics import Sum
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.policy import Compute, Policy
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import StepBatch
+from tandem.trainer.step import Step
+from tandem.trains.base import Trains
+from tandem.types import Sampling
+
+Gradient = Mapping[str, Tensor]
+"""By parameter name."""
+
+MOVES = 0.1
+"""Weights move by this share of their own deviation, from the model as loaded to the step, and at each update."""
+LEAST = 0.02
+"""How far weights that are all alike move."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """What a process needs to compute a gradient; it pickles."""
+
+    model: nn.Module
+    """Prepared for training, float32, as it was loaded."""
+    trains: Trains
+    """What is trained."""
+    changing: tuple[str, ...]
+    """Names of the weights that training changes, as a reference holds them."""
+    objective: Objective
+    """Per token."""
+    sampling: Sampling
+    """Its support limits."""
+    updates: int
+    """On the batch."""
+    moves: float = MOVES
+    """See ``MOVES``."""
+    tile: int | None = None
+    """Most logits held at once; None: as fits."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Stands where the optimizer does: keeps the gradients of each update, and always moves the weights alike."""
+
+    named: Mapping[int, str]
+    """Parameter names by identity."""
+    move: Callable[[int], None]
+    """Sets the weights to those after so many updates."""
+    total: Callable[[Tensor], None] = lambda gradient: None
+    """Adds a gradient to those of other ranks, in place."""
+    updates: list[dict[str, Tensor]] = field(default_factory=list)
+    """The gradient of each update so far."""
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def accumulate(self, parameter: Parameter) -> None:
+        """Add in float32, as optimizers do."""
+        assert parameter.grad is not None
+        name = self.named[id(parameter)]
+        self._sums[name] += parameter.grad.float()
+        parameter.grad = None
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        """Keep what was added up; the weights go where the next update is looked at."""
+        found = self._sums
+        for gradient in found.values():
+            self.total(gradient)
+        self.updates.append(found)
+        self._sums = {name: torch.zeros_like(gradient) for name, gradient in found.items()}
+        self.move(len(self.updates))
+        return norm([found])
+
+    def start(self, weights: Mapping[str, Tensor]) -> None:
+        """Forget everything, in order to look at a step anew; a weight that no token reaches has a gradient of 0."""
+        self.updates = []
+        self._sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def zero_grad(self) -> None:
+        """Nothing unfinished is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """It has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """It has no state."""
+
+
+class Live:
+    """A policy under a certificate."""
+
+    def __init__(self, setup: Setup, *, total: Callable[[Tensor], None] | None = None):
+        self.setup = setup
+        self._parameters = dict(setup.trains.parameters(setup.model))
+        self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self.policy = Policy(setup.model, None, name="certified", compute=Compute(torch.get_num_threads()))
+        self.recorder = Recorder({id(p): name for name, p in self._parameters.items()}, self.place)
+        if total is not None:
+            self.recorder.total = total
+        self._step = Step(
+            policy=self.policy,
+            objective=setup.objective,
+            optimizer=AdamW(),
+            stepper=self.recorder,
+            sampling=setup.sampling,
+            steps=1,
+            fold=self._fold,
+        )
+
+    def _fold(self) -> None:
+        self.setup.trains.fold(self.setup.model)
+
+    @torch.no_grad()
+    def place(self, update: int) -> None:
+        """Set the weights to those of the model as loaded (-1), of the step's beginning (0), after an update (1) ..."""
+        noise = torch.Generator()
+        for i, (name, parameter) in enumerate(self._parameters.items()):
+            noise.manual_seed(i)  # so that each state goes on where the one before it was
+            loaded = self._loaded[name]
+            deviation = loaded.std(correction=0).item() if loaded.numel() > 1 else 0.0
+            parameter.copy_(loaded)
+            for _ in range(update + 1):
+                drawn = torch.randn(loaded.shape, generator=noise)
+                parameter.add_(drawn, alpha=self.setup.moves * (deviation or LEAST / MOVES))
+        self._fold()
+
+    def gradients(self, batch: StepBatch) -> tuple[list[Gradient], float]:
+        """Of every update on the batch, and the loss of the first."""
+        step, setup = self._step, self.setup
+        self.place(-1)
+        reference = setup.objective.reference
+        step.held = None if reference is None else reference.hold(self.changing())
+        step.objective, step.updates, step.tile = setup.objective, setup.updates, setup.tile
+        self.place(0)
+        self.recorder.start(self._loaded)
+
+        async def whole() -> float:
+            stats = await step.forward_backward(batch)
+            await step.apply(1, batch, stats)
+            loss = stats.metrics.get("loss", Sum(0.0))
+            assert isinstance(loss, Sum)
+            return loss.value
+
+        loss = asyncio.run(whole())
+        return list(self.recorder.updates), loss
+
+    def changing(self) -> list[tuple[str, Parameter]]:
+        """The weights that a reference holds."""
+        return [(name, self.setup.model.get_parameter(name)) for name in self.setup.changing]
+
+    def follows(self, steps: int) -> tuple[list[int], Gradient]:
+        """When in a run of so many steps the reference follows the policy, and what it is after it did."""
+        if self.setup.objective.reference is None:
+            return [], {}
+        self.place(-1)
+        held = self.setup.objective.reference.hold(self.changing())
+        self.place(0)
+        due = [step for step in range(1, steps + 1) if held.due(step)]
+        if due:
+            held.move()
+        return due, held.state_dict()
+
+    def close(self) -> None:
+        """End its thread."""
+        self.policy.close()
+
+
+def norm(updates: Sequence[Gradient]) -> float:
+    """L2 norm over all gradients, summed in float64."""
+    return math.sqrt(math.fsum(float(g.double().square().sum()) for each in updates for g in each.values()))
+
+
+def distance(found: Sequence[Gradient], expected: Sequence[Gradient]) -> float:
+    """Norm of the difference over the norm of what is expected; infinite where the weights are not the same."""
+    if len(found) != len(expected) or any(f.keys() != e.keys() for f, e in zip(found, expected, strict=True)):
+        return math.inf
+    off = [{n: f[n].double() - e[n].double() for n in e} for f, e in zip(found, expected, strict=True)]
+    whole = norm(expected)
+    return norm(off) / whole if whole else math.inf

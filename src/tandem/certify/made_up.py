@@ -1,0 +1,184 @@
+"""Made-up groups that hold every case the trainer tells apart, and how far their sampler is from the policy."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+
+Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
+"""The policy's own logprobs of a prompt's completion at a temperature."""
+
+DRIFTS: tuple[tuple[float, ...], ...] = (
+    (0.4931, 1.0137, 2.0731, 0.8931, 1.0931, 4.1131, 1.2637, 0.8113),
+    (1.0001,),
+    (1.1731, 1.0391),
+    (0.4391, 0.5217),
+    (7.31, 0.0713, 0.9871, 1.0129),
+    (0.9953, 1.0051),
+)
+"""Ratios of policy to sampler, token by token, repeated: within and beyond the bounds of tokens and of whole answers.
+
+None is a number that a person would choose for a bound: on a bound, rounding decides.
+"""
+OTHER_TEMPERATURE = 0.8
+"""What one group's temperature is multiplied by: a batch may hold several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One made-up rollout."""
+
+    lengths: tuple[int, ...]
+    """Sampled tokens of each turn."""
+    score: float
+    """How good it is, from 0 to 1."""
+    finish: Finish = "stop"
+    """Of its last turn."""
+    goes_on: bool = True
+    """Later turns repeat the earlier ones, so that all are one sequence."""
+    trained: bool = True
+    """Its tokens are trained."""
+    failed: bool = False
+    """It has no reward."""
+
+
+GROUPS: tuple[tuple[int, float, tuple[Plan, ...]], ...] = (
+    (
+        9,
+        1.0,
+        (
+            Plan(lengths=(8,), score=0.0),
+            Plan(lengths=(3, 6), score=1.0),
+            Plan(lengths=(12,), score=0.5, finish="length"),
+            Plan(lengths=(1,), score=1.0),
+        ),
+    ),
+    (
+        17,
+        OTHER_TEMPERATURE,
+        (
+            Plan(lengths=(5,), score=1.0),
+            Plan(lengths=(16,), score=0.0),
+            Plan(lengths=(4, 5), score=0.25, goes_on=False),
+            Plan(lengths=(2,), score=0.0, failed=True),
+        ),
+    ),
+    (6, 1.0, (Plan(lengths=(4,), score=0.5), Plan(lengths=(6,), score=0.5))),
+    (
+        1,
+        1.0,
+        (
+            Plan(lengths=(1,), score=0.0),
+            Plan(lengths=(7,), score=0.0),
+            Plan(lengths=(9,), score=1.0),
+            Plan(lengths=(3,), score=1.0, trained=False),
+        ),
+    ),
+)
+"""Tokens of the prompt, factor of the temperature, rollouts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Author:
+    """Makes groups up, the same for the same seed."""
+
+    sampling: Sampling
+    """The recipe's; its temperature."""
+    vocabulary: int
+    """Token ids are below it."""
+    weights: Mapping[str, Mapping[str, float]]
+    """Of the rewards, by environment and by name."""
+    foreign: bool
+    """As from a broker: some logprobs are unknown."""
+    given: bool
+    """Some advantages are given token by token."""
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    """Of token ids."""
+
+    def groups(self, own: Own, *, on_policy: bool = False) -> list[Group]:
+        """The groups; ``on_policy``: the sampler was the policy itself."""
+        self.draw.seed(0)
+        envs = list(self.weights) or ["made-up"]
+        made = [self._group(i, envs[i % len(envs)], *plan) for i, plan in enumerate(GROUPS)]
+        drifts = ((1.0,),) if on_policy else DRIFTS
+        at = 0
+        for g, group in enumerate(made):
+            rollouts = []
+            for rollout in group.rollouts:
+                rollouts.append(_told(rollout, own, drifts[at % len(drifts)]))
+                at += 1
+            made[g] = replace(group, rollouts=tuple(rollouts))
+        if self.foreign:
+            made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
+        if self.given:
+            own_way = replace(made[1].rollouts[1], advantages=_given(made[1].rollouts[1].num_tokens))
+            made[1] = replace(made[1], rollouts=(made[1].rollouts[0], own_way, *made[1].rollouts[2:]))
+        return made
+
+    def _group(self, index: int, env: str, prompt: int, factor: float, plans: Sequence[Plan]) -> Group:
+        id = f"made-up-{index}@0"
+        opening = self._tokens(prompt)
+        rollouts = [self._rollout(f"{id}/{s}", env, opening, factor, plan) for s, plan in enumerate(plans)]
+        return Group(id=id, index=index, env=env, rollouts=tuple(rollouts))
+
+    def _rollout(self, id: str, env: str, opening: tuple[int, ...], factor: float, plan: Plan) -> Rollout:
+        turns: list[Turn] = []
+        for i, length in enumerate(plan.lengths):
+            before = turns[-1].prompt + turns[-1].completion.tokens if turns and plan.goes_on else opening
+            last = i == len(plan.lengths) - 1
+            completion = Completion(
+                tokens=self._tokens(length),
+                logprobs=(0.0,) * length,
+                versions=(0,) * length,
+                finish=plan.finish if last else "stop",
+            )
+            temperature = (self.sampling.temperature or 1.0) * factor
+            prompt = before + (self._tokens(3) if turns else ())
+            turns.append(Turn(prompt=prompt, completion=completion, temperature=temperature))
+        names = self.weights.get(env, {})
+        # The first reward is the score; the others rank the answers differently.
+        rewards = {name: (plan.score + 0.3 * k * plan.lengths[0]) % 1.25 for k, name in enumerate(names)}
+        reward = math.fsum(names[name] * value for name, value in rewards.items()) if names else plan.score
+        task = Task(id=id.partition("@")[0], env=env, prompt=(Message(role="user", content="?"),), answer="")
+        return Rollout(
+            id=id,
+            task=task,
+            turns=tuple(turns),
+            messages=task.prompt,
+            status="error" if plan.failed else "ok",
+            rewards={} if plan.failed else rewards,
+            reward=None if plan.failed else reward,
+            trained=plan.trained,
+        )
+
+    def _tokens(self, length: int) -> tuple[int, ...]:
+        return tuple(self.draw.randrange(self.vocabulary) for _ in range(length))
+
+
+def _silent(rollout: Rollout) -> Rollout:
+    """The same from a sampler that told no logprobs."""
+    turns = (
+        replace(t, completion=replace(t.completion, logprobs=(UNKNOWN,) * len(t.completion.tokens)))
+        for t in rollout.turns
+    )
+    return replace(rollout, turns=tuple(turns))
+
+
+def _given(length: int) -> tuple[float, ...]:
+    """Advantages that differ within an answer, in sign too."""
+    return tuple((-1.0) ** i * (i % 5) for i in range(length))
+
+
+def _told(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:
+    """With the logprobs of a sampler that is this far from the policy."""
+    turns, place = [], 0
+    for turn in rollout.turns:
+        now = own(turn.prompt, turn.completion.tokens, turn.temperature)
+        told = [value - math.log(drift[(place + i) % len(drift)]) for i, value in enumerate(now)]
+        place += len(told)
+        turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(told))))
+    return replace(rollout, turns=tuple(turns))

@@ -1,0 +1,82 @@
+"""The model that a certificate is about, and the same in float64 as transformers alone runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tandem.config import RunConfig
+from tandem.policy.attention import NAME
+from tandem.policy.policy import load_config, load_model
+
+_TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.03,  # wide enough that the next-token distribution is not uniform
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""Sizes of a model that is computed in milliseconds; what else the architecture says stays as it is."""
+
+
+def certified(config: RunConfig, *, real: bool) -> nn.Module:
+    """The recipe's model in float32 on the CPU, prepared for training; unless ``real`` a tiny random one like it.
+
+    Raises:
+        ConfigError: the model's configuration, or its weights, cannot be read.
+    """
+    torch.manual_seed(config.seed)
+    if real:
+        model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"))
+    else:
+        tiny = shrunk(load_config(config.model).get_text_config(), config.trains.layers or ())
+        model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
+    prepared: nn.Module = config.trains.prepare(model).eval()
+    return prepared
+
+
+def shrunk(like: Any, layers: Sequence[int]) -> Any:
+    """A transformers configuration of the same architecture and few parameters, in which ``layers`` exist."""
+    tiny = copy.deepcopy(like)
+    depth = max(2, *(layer + 1 for layer in layers)) if layers else 2
+    if getattr(like, "num_key_value_heads", None) is not None:
+        tiny.num_key_value_heads = 2 if like.num_key_value_heads < like.num_attention_heads else 4
+    for name, size in _TINY.items():
+        if hasattr(tiny, name):
+            setattr(tiny, name, size)
+    tiny.num_hidden_layers = depth
+    if getattr(tiny, "layer_types", None):
+        tiny.layer_types = [tiny.layer_types[i % len(tiny.layer_types)] for i in range(depth)]
+    return tiny
+
+
+class Exact:
+    """A float64 copy of a model, of which the weights can be set."""
+
+    def __init__(self, model: nn.Module):
+        self.model = copy.deepcopy(model).double()
+        causal: Any = getattr(self.model, "get_base_model", lambda: self.model)()
+        causal.set_attn_implementation("sdpa")
+
+    def take(self, model: nn.Module) -> None:
+        """Set every weight to that of ``model``."""
+        self.model.load_state_dict(model.state_dict())
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """All logits of one sequence, (tokens, vocabulary), float64 and differentiable."""
+        found: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return found.double()

@@ -1,0 +1,368 @@
+"""The objective once more, as plainly as it can be written: float64, one sequence at a time, full logits, no packing.
+
+Nothing here is shared with what trains: neither losses, advantages, corrections nor packing are imported, and the
+recipe is read as plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev, stdev
+
+import torch
+from torch import Tensor
+
+from tandem.certify.models import Exact
+from tandem.types import UNKNOWN, Group, Json, Rollout
+
+Options = Mapping[str, Json]
+"""A part's options by name."""
+Weights = Mapping[str, Mapping[str, float]]
+"""Of each reward, by environment and by name."""
+Place = Callable[[int], Exact]
+"""The model before the run (-1), as the step began (0), after the first update (1), and so on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """What a recipe says of its objective."""
+
+    advantage: tuple[str, Options]
+    """Kind and options."""
+    loss: tuple[str, Options]
+    """Kind and options."""
+    corrections: tuple[tuple[str, Options], ...]
+    """Kinds and options."""
+    penalty: Options | None
+    """Of a reference of any kind: beta, estimator, ratio_corrected."""
+    recomputed: bool
+    """Ratios are against the policy as the step began."""
+    updates: int
+    """On the batch."""
+    sampling: Options
+    """Its top_p, top_k, min_p and max_tokens are read."""
+    mask_truncated: bool
+    """Leave out answers that were cut."""
+    weights: Weights
+    """Of the rewards."""
+
+    def unknown(self) -> list[str]:
+        """Parts that no formula is known for."""
+        asked = [("advantage", self.advantage[0], ADVANTAGES), ("loss", self.loss[0], LOSSES)]
+        asked += [("correction", kind, CORRECTIONS) for kind, _ in self.corrections]
+        return [f"{what} {kind}" for what, kind, known in asked if kind not in known]
+
+
+def formula(recipe: Mapping[str, Json], weights: Weights) -> Formula:
+    """Read a recipe that was made plain."""
+    penalty = recipe.get("reference")
+    return Formula(
+        advantage=_part(recipe["advantage"]),
+        loss=_part(recipe["loss"]),
+        corrections=tuple(map(_part, recipe["corrections"])),
+        penalty=None if penalty is None else _part(penalty)[1],
+        recomputed=recipe["old_logprobs"] == "recomputed",
+        updates=recipe["updates"],
+        sampling=recipe["sampling"],
+        mask_truncated=recipe["truncated"] == "mask",
+        weights=weights,
+    )
+
+
+def _part(plain: Json) -> tuple[str, Options]:
+    return (plain, {}) if isinstance(plain, str) else (plain["kind"], plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """One sequence with sampled tokens in it."""
+
+    ids: tuple[int, ...]
+    """All tokens."""
+    at: tuple[int, ...]
+    """Which of them were sampled."""
+    told: tuple[float, ...]
+    """The sampler's logprob of each of these."""
+    advantages: tuple[float, ...]
+    """Of each of these."""
+    temperature: float
+    """At which they were sampled."""
+
+
+def gradients(place: Place, groups: Sequence[Group], known: Formula) -> list[dict[str, Tensor]]:
+    """The objective's gradient by parameter name, float64, for every update on the batch."""
+    sequences = list(spoken(groups, known))
+    first = _fixed(place, 0, sequences, known.sampling)
+    before: Sequence[Tensor | None] = [None] * len(sequences)
+    if known.penalty is not None:
+        before = _fixed(place, -1, sequences, known.sampling)
+    found = []
+    for update in range(known.updates):
+        exact = place(update)
+        exact.model.zero_grad()
+        for sequence, own, reference in zip(sequences, first, before, strict=True):
+            now = logprobs(exact, sequence, known.sampling)
+            weight = _share(known, sequences, sequence)
+            (cost(known, sequence, now, own, reference).sum() * weight).backward()
+        named = exact.model.named_parameters()
+        found.append(
+            {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named if p.requires_grad}
+        )
+    return found
+
+
+def _fixed(place: Place, update: int, sequences: Sequence[Spoken], sampling: Options) -> list[Tensor]:
+    exact = place(update)
+    with torch.no_grad():
+        return [logprobs(exact, sequence, sampling) for sequence in sequences]
+
+
+def spoken(groups: Sequence[Group], known: Formula) -> Iterator[Spoken]:
+    """Every sequence that is trained."""
+    kind, options = known.advantage
+    values = ADVANTAGES[kind]([[r for r in group.rollouts if _counts(r)] for group in groups], options, known.weights)
+    for group, advantages in zip(groups, values, strict=True):
+        for rollout, value in zip(filter(_counts, group.rollouts), advantages, strict=True):
+            cut = rollout.turns[-1].completion.finish == "length"
+            if rollout.trained and not (known.mask_truncated and cut):
+                yield from _sequences(rollout, value)
+
+
+def _counts(rollout: Rollout) -> bool:
+    return rollout.reward is not None and any(turn.completion.tokens for turn in rollout.turns)
+
+
+def _sequences(rollout: Rollout, advantage: float) -> Iterator[Spoken]:
+    """A turn that repeats all before it, at the same temperature, goes on in the same sequence."""
+    runs: list[list[int]] = []
+    turns, place, own = rollout.turns, 0, rollout.advantages
+    for i, turn in enumerate(turns):
+        last = turns[runs[-1][-1]] if runs else None
+        whole = () if last is None else last.prompt + last.completion.tokens
+        goes_on = last is not None and turn.prompt[: len(whole)] == whole and turn.temperature == last.temperature
+        runs = [*runs[:-1], [*runs[-1], i]] if goes_on else [*runs, [i]]
+    for run in runs:
+        at: list[int] = []
+        told: list[float] = []
+        advantages: list[float] = []
+        for i in run:
+            start, count = len(turns[i].prompt), len(turns[i].completion.tokens)
+            at += range(start, start + count)
+            told += turns[i].completion.logprobs
+            advantages += [advantage] * count if own is None else own[place : place + count]
+            place += count
+        end = turns[run[-1]]
+        yield Spoken(
+            ids=end.prompt + end.completion.tokens,
+            at=tuple(at),
+            told=tuple(told),
+            advantages=tuple(advantages),
+            temperature=end.temperature,
+        )
+
+
+def logprobs(exact: Exact, sequence: Spoken, sampling: Options) -> Tensor:
+    """Of every sampled token, within the support that it was sampled from."""
+    logits = exact.logits(sequence.ids) / sequence.temperature
+    rows = []
+    for at in sequence.at:
+        row, token = logits[at - 1], sequence.ids[at]
+        allowed = torch.full_like(row, -math.inf, requires_grad=False)
+        allowed[[*_support(row.detach(), sampling), token]] = 0.0
+        rows.append((row + allowed).log_softmax(-1)[token])
+    return torch.stack(rows)
+
+
+def _support(row: Tensor, sampling: Options) -> list[int]:
+    """Tokens that min_p leaves, then top_k, then top_p of what is left."""
+    probabilities, order = row.softmax(-1).sort(descending=True)
+    number = int((probabilities >= sampling["min_p"] * probabilities[0]).sum())
+    if sampling["top_k"]:
+        number = min(number, sampling["top_k"])
+    if sampling["top_p"] < 1:
+        mass = probabilities[:number].cumsum(0)
+        number = 1 + int((mass[:-1] < sampling["top_p"] * mass[-1]).sum())
+    return order[:number].tolist()
+
+
+def _share(known: Formula, sequences: Sequence[Spoken], one: Spoken) -> float:
+    """What each token of a sequence counts in the step."""
+    reduction = known.loss[1]["reduction"]
+    if reduction == "token":
+        return 1 / sum(len(s.at) for s in sequences)
+    length = len(one.at) if reduction == "sequence" else known.sampling["max_tokens"]
+    return float(1 / len(sequences) / length)
+
+
+def cost(known: Formula, sequence: Spoken, now: Tensor, first: Tensor, reference: Tensor | None) -> Tensor:
+    """What each sampled token of a sequence costs."""
+    told = torch.tensor(sequence.told, dtype=torch.float64)
+    told = torch.where(told == UNKNOWN, first, told)
+    advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
+    old = first if known.recomputed else told
+    kind, options = known.loss
+    total = LOSSES[kind](now, old, advantages, options)
+    for kind, options in known.corrections:
+        policy = first if known.recomputed else now.detach()
+        gap = now.detach() - told if kind == "opsm" else policy - told
+        weight = CORRECTIONS[kind](gap, advantages, options, known.recomputed)
+        total = torch.where(weight == 0, 0.0, total * weight)
+    if known.penalty is not None and reference is not None:
+        total = total + known.penalty["beta"] * _penalty(now - reference, (now - old).exp(), known.penalty)
+    return total
+
+
+def _penalty(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
+    estimates = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}
+    estimate = estimates[options["estimator"]]
+    return ratio * estimate if options["ratio_corrected"] else estimate
+
+
+def _clip(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    low, high = 1 - options["clip_low"], 1 + options["clip_high"]
+    return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+
+
+def _grpo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    objective = _clip((now - old).exp(), advantages, options)
+    if options["dual_clip"] is not None:
+        floored = torch.maximum(objective, options["dual_clip"] * advantages)
+        objective = torch.where(advantages < 0, floored, objective)
+    return -objective
+
+
+def _gspo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    ratio = (now - old).mean().exp().expand_as(now)
+    if options["gradient"] == "token":
+        ratio = ratio.detach() * (now - now.detach()).exp()
+    return -_clip(ratio, advantages, options)
+
+
+def _cispo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    weight = (now.detach() - old).exp()
+    weight[weight > options["cap"]] = options["cap"]
+    return -weight * advantages * now
+
+
+def _sapo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    sharp = torch.full_like(now, options["temperature_negative"], requires_grad=False)
+    sharp[advantages > 0] = options["temperature_positive"]
+    return -advantages * 4 / sharp / (1 + (-sharp * ((now - old).exp() - 1)).exp())
+
+
+def _reinforce(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    return -advantages * now
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Options], Tensor]] = {
+    "grpo": _grpo,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "reinforce": _reinforce,
+}
+"""Cost of each token given the policy's logprobs, the old ones, advantages and options."""
+
+
+def _bounds(options: Options) -> tuple[float, float]:
+    return options["low"] or 0.0, math.inf if options["high"] is None else options["high"]
+
+
+def _token(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    low, high = _bounds(options)
+    ratio = gap.exp()
+    if options["beyond"] == "truncate":
+        return ratio.clamp(low, high)
+    kept = ((ratio >= low) & (ratio <= high)).double()
+    return kept * ratio if recomputed else kept
+
+
+def _sequence(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    return _token(gap.sum(), advantages, options, recomputed).expand_as(gap)
+
+
+def _geometric(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    low, high = _bounds(options)
+    return torch.full_like(gap, float(low <= gap.mean().exp() <= high))
+
+
+def _opsm(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    far = -gap.mean() > options["threshold"]
+    return torch.where((advantages < 0) & far, 0.0, torch.ones_like(gap))
+
+
+CORRECTIONS: Mapping[str, Callable[[Tensor, Tensor, Options, bool], Tensor]] = {
+    "token": _token,
+    "sequence": _sequence,
+    "geometric": _geometric,
+    "opsm": _opsm,
+}
+"""Weight of each token given the policy's logprobs less the sampler's, advantages, options, and whether recomputed."""
+
+Siblings = Sequence[Rollout]
+Values = list[list[float]]
+
+
+def _rewards(groups: Sequence[Siblings]) -> Values:
+    return [[r.reward for r in group if r.reward is not None] for group in groups]
+
+
+def _spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _dr_grpo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    return [[r - fmean(rewards) for r in rewards] for rewards in _rewards(groups)]
+
+
+def _standardised(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    std = _spread if options["std"] == "sample" else pstdev
+    return [[(r - fmean(rewards)) / (std(rewards) + options["eps"]) for r in rewards] for rewards in _rewards(groups)]
+
+
+def _rloo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    def others(rewards: Sequence[float], i: int) -> float:
+        return fmean([*rewards[:i], *rewards[i + 1 :]]) if len(rewards) > 1 else rewards[i]
+
+    return [[r - others(rewards, i) for i, r in enumerate(rewards)] for rewards in _rewards(groups)]
+
+
+def _batch_std(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    std = _spread([r for rewards in _rewards(groups) for r in rewards])
+    return [[v / (std + options["eps"]) for v in values] for values in _dr_grpo(groups, options, weights)]
+
+
+def _maxrl(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    return [[r / fmean(rewards) - 1 if sum(rewards) else 0.0 for r in rewards] for rewards in _rewards(groups)]
+
+
+def _gdpo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    sums: Values = []
+    for group, env in ((group, group[0].task.env) for group in groups):
+        weigh = {name: weights.get(env, {}).get(name, 1.0) for r in group for name in r.rewards}
+        parts: list[dict[str, float]] = []
+        for rollout in group:
+            rest = (rollout.reward or 0.0) - sum(weigh[name] * value for name, value in rollout.rewards.items())
+            parts.append({**rollout.rewards, "": rest})
+        sums.append([0.0] * len(group))
+        for name in {name for part in parts for name in part}:
+            given = [part[name] for part in parts if name in part]
+            for i, part in enumerate(parts):
+                if name in part:
+                    scaled = (part[name] - fmean(given)) / (_spread(given) + options["eps"])
+                    sums[-1][i] += weigh.get(name, 1.0) * scaled
+    every = [value for values in sums for value in values]
+    return [[(value - fmean(every)) / (_spread(every) + options["eps"]) for value in values] for values in sums]
+
+
+ADVANTAGES: Mapping[str, Callable[[Sequence[Siblings], Options, Weights], Values]] = {
+    "dr_grpo": _dr_grpo,
+    "grpo": _standardised,
+    "rloo": _rloo,
+    "batch_std": _batch_std,
+    "maxrl": _maxrl,
+    "gdpo": _gdpo,
+}
+"""Advantage of every rollout that counts, given those of every group."""

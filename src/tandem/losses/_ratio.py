@@ -1,0 +1,50 @@
+"""Ratios of probabilities, their clipping, and what is counted of both."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tandem.metrics import Max, Mean, Value
+
+MOST = 80.0
+"""Log ratios are held within this, so that exp stays finite in float32; beyond it every ratio is absurd alike."""
+
+
+def ratio(log_ratio: Tensor) -> Tensor:
+    """exp, finite whatever it is given; where it is held, its gradient is 0."""
+    return log_ratio.clamp(-MOST, MOST).exp()
+
+
+def clipped(
+    ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, dict[str, Value]]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), where A < 0 at most -dual A, and the shares of what was clipped."""
+    # The ratio is clamped, not the loss: where a clamp binds, its gradient is 0 and nothing infinite meets a 0.
+    most = math.inf if dual is None else dual
+    lowest_N = torch.where(advantages_N < 0, 1.0 - low, 0.0)
+    highest_N = torch.where(advantages_N < 0, most, 1.0 + high)
+    loss_N = -advantages_N * ratio_N.clamp(lowest_N, highest_N)
+    with torch.no_grad():
+        moves_N = advantages_N != 0
+        below_N, above_N = (ratio_N < lowest_N) & moves_N, (ratio_N > highest_N) & moves_N
+        return loss_N, counts(ratio_N, below_N, above_N)
+
+
+def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> dict[str, Value]:
+    """Mean and largest ratio, and the shares of tokens whose gradient a bound took, with one wait for the device."""
+    n = ratio_N.numel()
+    if n == 0:
+        return {}
+    ratio_N = ratio_N.detach()
+    found = torch.stack([ratio_N.sum(), ratio_N.max(), below_N.sum(), above_N.sum()]).tolist()
+    total, largest, below, above = found
+    return {
+        "ratio": Mean(total, n),
+        "ratio/max": Max(largest),
+        "clip_fraction": Mean(below + above, n),
+        "clip_fraction/low": Mean(below, n),
+        "clip_fraction/high": Mean(above, n),
+    }

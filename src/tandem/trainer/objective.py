@@ -1,0 +1,111 @@
+"""What a step minimises, token by token: the loss, weighed by corrections, plus the penalty of a reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem import resolve
+from tandem.corrections.base import Correction
+from tandem.losses.base import Loss, MicroBatch
+from tandem.metrics import Max, Mean, Share, Value
+from tandem.references.base import Reference
+from tandem.types import UNKNOWN
+
+_MOST = 80.0
+"""Log ratios are held within this, so that exp stays finite in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Logprobs of a micro-batch that do not change with the updates of its step."""
+
+    first_N: Tensor
+    """The policy's, when the step began."""
+    reference_N: Tensor | None
+    """The reference's, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss and all that is put on it; it never reduces."""
+
+    loss: Loss
+    """Per token."""
+    corrections: tuple[Correction, ...] = ()
+    """Whose weights are multiplied with one another and with the loss, but not with the penalty."""
+    recomputed: bool = False
+    """Ratios are against the policy as the step began (decoupled), else against the sampler (direct)."""
+    reference: Reference | None = None
+    """The penalty."""
+
+    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, dict[str, Value]]:
+        """What each token costs, float32 and differentiable, and what is to be told of it."""
+        micro = self.informed(batch, known)
+        found = self.loss(logprobs_N, micro)
+        metrics = {**found.metrics, **mismatch(logprobs_N.detach(), micro)}
+        cost_N = found.loss_N
+        if self.corrections:
+            weights_N, told = self.weights(logprobs_N.detach(), micro)
+            cost_N = cost_N * weights_N
+            metrics |= told
+        if self.reference is not None:
+            penalty_N, kl_N = self.reference.divergence(logprobs_N, micro)
+            cost_N = cost_N + self.reference.beta * penalty_N
+            metrics["kl_reference"] = Mean(kl_N.sum().item(), kl_N.numel())
+        return cost_N, metrics
+
+    def informed(self, batch: MicroBatch, known: Known) -> MicroBatch:
+        """A micro-batch with all that is known of it; where the sampler told no logprob, the policy's stands in."""
+        told_N = batch.behavior_logprobs_N
+        return dataclasses.replace(
+            batch,
+            behavior_logprobs_N=torch.where(told_N == UNKNOWN, known.first_N, told_N),
+            recomputed_logprobs_N=known.first_N if self.recomputed else None,
+            ref_logprobs_N=known.reference_N,
+        )
+
+    def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Value]]:
+        """Product of the corrections' weights; how large it is, and the share of tokens that each one drops."""
+        whole_N = torch.ones_like(logprobs_N)
+        metrics: dict[str, Value] = {}
+        n = logprobs_N.numel()
+        for correction in self.corrections:
+            weights_N = correction(logprobs_N, micro)
+            dropped = (weights_N == 0).sum().item()
+            metrics[f"correction/{resolve.kind_of('corrections', correction)}/masked"] = Mean(dropped, n)
+            whole_N = whole_N * weights_N
+        total, squares, dropped = torch.stack([whole_N.sum(), whole_N.square().sum(), (whole_N == 0).sum()]).tolist()
+        metrics["correction/weight"] = Mean(total, n)
+        metrics["correction/masked"] = Mean(dropped, n)
+        metrics["correction/ess"] = Share(total, squares, n)
+        return whole_N, metrics
+
+
+def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Mapping[str, Value]:
+    """How far the policy is from what sampled its tokens, with one wait for the device.
+
+    kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is
+    never negative (k3 of http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the ratios as a
+    share of the tokens: (sum r)^2 / (n sum r^2), 1 where all are alike.
+    """
+    n = logprobs_N.numel()
+    if n == 0:
+        return {}
+    gap_N = logprobs_N - micro.behavior_logprobs_N
+    held_N = gap_N.clamp(-_MOST, _MOST)
+    ratio_N = held_N.double().exp()
+    found = torch.stack(
+        [
+            (torch.expm1(held_N) - gap_N).double().sum(),
+            gap_N.abs().max().double(),
+            ratio_N.sum(),
+            ratio_N.square().sum(),
+        ]
+    )
+    k3, widest, total, squares = found.tolist()
+    return {"kl_behavior": Mean(k3, n), "logprob_gap/max": Max(widest), "ess": Share(total, squares, n)}

@@ -1,0 +1,133 @@
+"""The environments of a run, live: their tasks, graders that proved themselves, and who plays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tandem import memory
+from tandem.config import RunConfig
+from tandem.engines.base import Engine
+from tandem.envs.base import Split
+from tandem.errors import EnvError
+from tandem.metrics import Value, merge
+from tandem.policy.policy import load_tokenizer
+from tandem.recipe.sources import Source
+from tandem.rewards._workers import Graders
+from tandem.rollout import prompts
+from tandem.rollout.chat import Template
+from tandem.rollout.gold import require_full_marks
+from tandem.rollout.measure import Solved
+from tandem.rollout.streams import Stream
+from tandem.rollout.worker import Worker
+from tandem.types import Task
+
+Tasks = Mapping[str, Sequence[Task]]
+"""Of one split, by the environment's name."""
+
+
+def splits(config: RunConfig) -> tuple[Split, ...]:
+    """Splits that this process reads."""
+    train: tuple[Split, ...] = () if config.broker else ("train",)
+    return (*train, "test") if config.sources and config.evaluate.tasks else train
+
+
+def tasks(config: RunConfig, split: Split) -> Tasks:
+    """Tasks of every environment.
+
+    Raises:
+        EnvError: one has none, or its data cannot be read.
+    """
+    return {name: tasks_of(name, source, split) for name, source in config.sources.items()}
+
+
+def tasks_of(name: str, source: Source, split: Split) -> Sequence[Task]:
+    """Tasks of one environment; raises as ``tasks``."""
+    found = source.env.tasks(split)
+    if not len(found):
+        raise EnvError(f"{name} has no {split} tasks; look at the options of {source.env.name}: tandem list envs")
+    return found
+
+
+def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
+    """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
+    tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+    template = Template(tokenizer, config.chat_template_kwargs)
+    first = [task for some in tasks.values() for task in islice(some, prompts.FIRST)]
+    return prompts.longest(first, template, memory.context(config, model))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Players:
+    """The environments that are played in this process; none where all of them are elsewhere."""
+
+    config: RunConfig
+    """The run."""
+    graders: Mapping[str, Graders]
+    """Open, by the environment's name."""
+
+    async def check_gold(self) -> None:
+        """Grade the first gold replies: a reward that refuses the right answer teaches nothing.
+
+        Raises:
+            RewardError: one did not get full marks.
+        """
+        for name, graders in self.graders.items():
+            await require_full_marks(name, self.config.sources[name].env, graders)
+
+    def metrics(self) -> Mapping[str, Value]:
+        """What the graders counted since the last call."""
+        return merge([graders.metrics() for graders in self.graders.values()])
+
+    def streams(self, engine: Engine, template: Template, tasks: Tasks) -> list[Stream]:
+        """The tasks of each environment, with who plays them."""
+        return [
+            Stream(
+                name=name,
+                label=f"{name}/" if name in self.config.envs else "",
+                worker=Worker(
+                    name=name,
+                    env=self.config.sources[name].env,
+                    engine=engine,
+                    graders=graders,
+                    template=template,
+                    seed=self.config.seed,
+                ),
+                tasks=tasks[name],
+                solved=_solved(self.config.sources[name], graders),
+                seed=self.config.seed,
+                weight=self.config.sources[name].weight,
+                min_share=self.config.sources[name].min_share,
+            )
+            for name, graders in self.graders.items()
+            if name in tasks
+        ]
+
+
+@asynccontextmanager
+async def opened(config: RunConfig, played: Mapping[str, Source], log: Path | None) -> AsyncIterator[Players]:
+    """Graders of the environments that are played here; what they print goes to ``log``, or to our own stderr."""
+    async with AsyncExitStack() as stack:
+        graders = {
+            name: Graders(
+                {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()},
+                workers=config.grading.workers,
+                timeout=config.grading.timeout,
+                log=log,
+            )
+            for name, source in played.items()
+        }
+        for each in graders.values():
+            await stack.enter_async_context(each)
+        yield Players(config=config, graders=graders)
+
+
+def _solved(source: Source, graders: Graders) -> Solved:
+    """Right answers by the environment's first reward; 1.0 where it does not say what full marks are."""
+    first = next(iter(source.rewards))
+    full = graders.full_marks[first]
+    return Solved(reward=first, full_marks=1.0 if full is None else full)

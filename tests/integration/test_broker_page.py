@@ -1,0 +1,79 @@
+"""The broker's live page in a real browser: it shows what is, follows it, and runs nobody else's script."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from brokers import Client, group, play
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
+    None,
+)
+HOSTILE = "<img src=x onerror=document.title='hacked'>"
+ALONE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+QUIET = ("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page in")
+
+
+async def opened(url: str, home: Path, seconds: int) -> tuple[str, str]:
+    """The page's elements after its script ran for so long, and what the browser says of it."""
+    where = (f"--user-data-dir={home / 'profile'}", f"--virtual-time-budget={1000 * seconds}", "--dump-dom")
+    browser = await asyncio.create_subprocess_exec(
+        str(CHROMIUM), *ALONE, *QUIET, *where, url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    drawn, said = await asyncio.wait_for(browser.communicate(), 100)
+    told = "\n".join(line for line in said.decode().splitlines() if "CONSOLE" in line)
+    return re.sub(r"<script>.*?</script>", "", drawn.decode(), flags=re.DOTALL), told
+
+
+def texts(drawn: str) -> str:
+    """What a person reads."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", drawn))
+
+
+def test_what_the_page_shows(tmp_path: Path) -> None:
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=8, wandb_project="planets", num_steps=7)
+        names = ("maths", HOSTILE)
+        first, second = [await client.env(desired_name=name, min_batch_allocation=0.25) for name in names]
+        for env in (first, first, second):
+            await client.post("/scored_data", group(env_id=env))
+        await client.post("/scored_data", "{bad")
+        assert (await client.get("/batch?lease=60&policy=3")).json["batch"]
+        drawn, said = await opened(client.url, tmp_path, 5)
+        shown = texts(drawn)
+        assert said == "", "no script failed, and nothing was refused by the page's policy"
+        for part in ("planets", "batches of 8 sequences", "policy step 3", "of 7 steps", "up ", "Tandem"):
+            assert part in shown
+        assert "1 batch is with the trainer (2 groups)" in shown
+        row = re.search(r"maths_0 connected (\d+) (\d+) (\d+) ([\d.]+) 1 25 %", shown)
+        assert row, shown
+        assert row.groups()[:3] == ("1", "0", "2")
+        for number, name in ((1, "step"), (1, "queued"), (1, "refused")):
+            assert re.search(rf"\b{number} {name}\b", shown), (number, name)
+        assert "<img" not in drawn
+        assert "&lt;img" in drawn
+        assert "<title>Tandem broker" in drawn
+        assert drawn.count("<rect") >= 5, "the lags are drawn"
+        polled = client.broker.meter.prometheus(client.broker.store.status(0.0), 0)
+        asked = re.search(r'path="/status"[^}]*}\s+(\d+)', polled)
+        assert asked, polled
+        assert int(asked[1]) >= 3, "it looks again and again"
+
+    play(scene)
+
+
+def test_before_anything_happened(tmp_path: Path) -> None:
+    async def scene(client: Client) -> None:
+        drawn, said = await opened(client.url, tmp_path, 2)
+        assert said == ""
+        assert "wait for a trainer to register" in texts(drawn)
+        assert "None yet." in texts(drawn)
+
+    play(scene)

@@ -1,0 +1,42 @@
+"""A broker that starts: who connects before it is ready waits and is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from tandem.broker._listen import listening
+from tandem.broker.app import Broker, serving
+from tandem.broker.store import Store
+from tandem.errors import BrokerError
+
+
+def test_who_connects_before_it_is_ready_is_answered() -> None:
+    async def scene() -> bytes:
+        sockets = listening("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*sockets[0].getsockname())
+        writer.write(b"GET /info HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n")
+        async with serving(Broker(Store()), "127.0.0.1", 0, sockets):
+            found = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return found
+
+    assert b'{"batch_size":-1,"max_token_len":-1}' in asyncio.run(scene())
+
+
+def test_every_address_of_a_name_has_the_same_port() -> None:
+    made = listening("localhost", 0)
+    assert len({one.getsockname()[1] for one in made}) == 1
+    for one in made:
+        one.close()
+
+
+def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BrokerError, match=f"cannot listen at 127.0.0.1:{port}.*another --port"):
+            listening("127.0.0.1", port)
+    with pytest.raises(BrokerError, match=r"cannot listen at no\.such\.host\.invalid"):
+        listening("no.such.host.invalid", 0)

@@ -1,0 +1,171 @@
+"""Certificates pass on every shipped recipe, name what they cannot know, and say what changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+from typer.testing import CliRunner
+
+from tandem.certify import options
+from tandem.certify.certificate import Certificate, certify
+from tandem.certify.models import shrunk
+from tandem.cli import app
+from tandem.config import RunConfig, load
+from tandem.losses.base import MicroBatch, TokenLoss
+from tandem.losses.grpo import Grpo
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+ARCHITECTURES = {"qwen3": Qwen3Config, "smollm2": LlamaConfig}
+
+
+class Mine(Grpo):
+    """A loss of somebody's own."""
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
+        return TokenLoss(loss_N=-micro.advantages_N * logprobs_N)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are read at the project's root."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def architectures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of configurations: a certificate of a tiny model reads nothing else."""
+    folder = tmp_path_factory.mktemp("architectures")
+    for name, cls in ARCHITECTURES.items():
+        cls().save_pretrained(folder / name)
+    return folder
+
+
+def recipe(name: str, architectures: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A shipped recipe, its model's architecture taken from a folder."""
+    found = load(Path(f"recipes/{name}.yaml"), overrides).config
+    (kind,) = [kind for kind in ARCHITECTURES if kind in found.model.lower()]
+    return load(Path(f"recipes/{name}.yaml"), [*overrides, f"model={architectures / kind}"]).config
+
+
+def state(found: Certificate, part: str) -> str:
+    (line,) = [line for line in found.lines if part in line.name]
+    return line.state
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
+def test_a_shipped_recipe_passes(name: str, architectures: Path) -> None:
+    found = certify(recipe(name, architectures), several=0)
+    assert [line for line in found.lines if line.state != "pass"] == []
+    assert len(found.lines) == 7
+    assert found.inert == ()
+
+
+def test_two_processes_are_as_good_as_one(architectures: Path) -> None:
+    found = certify(recipe("lora", architectures, ["trains.merged=true", "reference=start", "updates=2"]))
+    assert found.passed
+    assert state(found, "2 processes") == "pass"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss=gspo", "advantage=gdpo"],
+        ["loss=cispo", "advantage=rloo", "truncated=mask"],
+        ["loss=sapo", "advantage=maxrl", "reference={kind: average, every: 3, estimator: k1}"],
+        ["loss=reinforce", "advantage=batch_std", "corrections=[{kind: token, beyond: mask}, opsm]"],
+        ["loss.reduction=constant", "advantage={kind: grpo, std: population}", "corrections=[sequence]"],
+        ["old_logprobs=recomputed", "updates=2", "corrections=[token, geometric]"],
+        ["updates=2", "reference={kind: start, estimator: k2, ratio_corrected: false}"],
+    ],
+    ids=" ".join,
+)
+def test_an_objective_is_its_formula(overrides: list[str], architectures: Path) -> None:
+    found = certify(recipe("calculator", architectures, overrides), several=0)
+    assert [line for line in found.lines if line.state != "pass"] == []
+
+
+def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:
+    own = ["broker.given_advantages=true", "loss=gspo", "loss.gradient=token"]
+    found = certify(recipe("broker", architectures, own), several=0)
+    assert found.passed
+    assert found.inert == ()
+
+
+def test_the_support_that_was_sampled_from_is_in_the_formula(architectures: Path) -> None:
+    found = certify(recipe("quickstart", architectures, ["sampling.top_p=0.8", "sampling.min_p=0.5"]), several=0)
+    assert state(found, "formulas") == "pass"
+
+
+def test_options_that_change_nothing_are_named(architectures: Path) -> None:
+    clips = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
+    found = certify(recipe("quickstart", architectures), several=0)
+    assert (found.inert, found.inert_on_policy) == ((), clips)
+    found = certify(recipe("quickstart", architectures, ["max_lag=1"]), several=0)
+    assert (found.inert, found.inert_on_policy) == ((), ())
+    found = certify(recipe("quickstart", architectures, ["old_logprobs=recomputed"]), several=0)
+    assert found.inert == clips
+    # A reference that follows is looked at after it did.
+    found = certify(recipe("quickstart", architectures, ["reference={kind: average, every: 30}"]), several=0)
+    assert found.inert == ()
+
+
+def test_every_option_of_the_objective_is_turned(architectures: Path) -> None:
+    config = recipe("quickstart", architectures, ["corrections=[opsm]", "reference=start"])
+    turned: list[str] = options.inert(config, lambda other: False)
+    assert turned == [
+        *("old_logprobs", "truncated", "updates"),
+        *("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.reduction"),
+        *("reference.beta", "reference.estimator", "reference.ratio_corrected"),
+        "corrections.opsm.threshold",
+    ]
+    assert options.inert(config, lambda other: other.reference != config.reference)[3:] == [
+        *("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.reduction", "corrections.opsm.threshold")
+    ]
+
+
+def test_a_part_of_ones_own_is_not_compared_but_varied(architectures: Path) -> None:
+    found = certify(recipe("quickstart", architectures, [f"loss={__name__}:Mine"]), several=0)
+    assert found.passed
+    assert state(found, "formulas") == "skipped"
+    assert "Mine" in found.lines[-1].note
+
+
+def test_a_tiny_model_keeps_its_architecture() -> None:
+    tiny = shrunk(Qwen3Config(num_hidden_layers=28), (4,))
+    assert (tiny.model_type, tiny.num_hidden_layers, len(tiny.layer_types)) == ("qwen3", 5, 5)
+    assert tiny.num_key_value_heads == 4  # as many as heads, as it was
+
+
+def test_the_real_model(tiny_model: Path) -> None:
+    config = load(Path("recipes/quickstart.yaml"), [f"model={tiny_model}"]).config
+    found = certify(config, real=True, several=0)
+    assert found.passed
+    assert str(tiny_model) in found.model
+
+
+def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.verbs import certify as verb
+
+    def quick(config: RunConfig, **given: Any) -> Certificate:
+        return certify(config, **given, several=0)
+
+    monkeypatch.setattr(verb, "certify", quick)
+    asked = ["certify", "recipes/quickstart.yaml", f"model={architectures / 'smollm2'}"]
+    words = CliRunner().invoke(app, asked)
+    assert words.exit_code == 0
+    assert "micro-batch sizes" in words.output
+    assert "passed in" in words.output
+    monkeypatch.setattr("tandem.certify.certificate.EXACT", 0.0)
+    plain = CliRunner().invoke(app, [*asked, "--json"])
+    assert plain.exit_code == 1
+    told = json.loads(plain.output)
+    assert told["passed"] is False
+    assert [line["name"] for line in told["lines"] if line["state"] == "fail"] == [told["lines"][-1]["name"]]

@@ -1,0 +1,197 @@
+"""Every loss but GRPO's against its paper's formula in float64, and its gradient against finite differences of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.losses.base import Loss, MicroBatch
+from tandem.losses.cispo import Cispo
+from tandem.losses.grpo import Grpo
+from tandem.losses.gspo import Gspo
+from tandem.losses.reinforce import Reinforce
+from tandem.losses.sapo import Sapo
+from tandem.metrics import flatten
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+LENGTHS = (4, 1, 3, 2, 1, 5)
+SAMPLE = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+
+
+def mean_ratio(gap: Array) -> Array:
+    """Geometric mean of the ratios of each answer, for each of its tokens."""
+    return np.array([np.exp(gap[s == SAMPLE].mean()) for s in SAMPLE])
+
+
+def surrogate(ratio: Array, advantage: Array, low: float, high: float) -> Array:
+    """PPO's clipped objective, negated."""
+    return -np.minimum(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+def gspo(low: float, high: float) -> Callable[..., Array]:
+    def formula(now: Array, at: Array, old: Array, advantage: Array) -> Array:
+        return surrogate(mean_ratio(now - old), advantage, low, high)
+
+    return formula
+
+
+def gspo_token(low: float, high: float) -> Callable[..., Array]:
+    """s_t = sg[s] pi / sg[pi]; ``at`` is where what is held constant was held."""
+
+    def formula(now: Array, at: Array, old: Array, advantage: Array) -> Array:
+        return surrogate(mean_ratio(at - old) * np.exp(now - at), advantage, low, high)
+
+    return formula
+
+
+def cispo(cap: float) -> Callable[..., Array]:
+    def formula(now: Array, at: Array, old: Array, advantage: Array) -> Array:
+        return -np.minimum(np.exp(at - old), cap) * advantage * now
+
+    return formula
+
+
+def sapo(positive: float, negative: float) -> Callable[..., Array]:
+    def formula(now: Array, at: Array, old: Array, advantage: Array) -> Array:
+        t = np.where(advantage > 0, positive, negative)
+        return -advantage * 4 / t / (1 + np.exp(-t * (np.exp(now - old) - 1)))
+
+    return formula
+
+
+def reinforce(now: Array, at: Array, old: Array, advantage: Array) -> Array:
+    return -advantage * now
+
+
+CASES: list[tuple[Loss, Callable[..., Array]]] = [
+    (Gspo(), gspo(3e-4, 4e-4)),
+    (Gspo(clip_low=0.2, clip_high=0.1), gspo(0.2, 0.1)),
+    (Gspo(gradient="token", clip_low=0.3, clip_high=0.3), gspo_token(0.3, 0.3)),
+    (Cispo(), cispo(5.0)),
+    (Cispo(cap=1.2), cispo(1.2)),
+    (Sapo(), sapo(1.0, 1.05)),
+    (Sapo(temperature_positive=3.0, temperature_negative=0.7), sapo(3.0, 0.7)),
+    (Reinforce(), reinforce),
+]
+
+
+def drawn(seed: int, *, per_token: bool) -> tuple[Array, Array, Array]:
+    """Logprobs of now and of old, and advantages; one far ratio on either side."""
+    draw = np.random.default_rng(seed)
+    old = -np.abs(draw.normal(size=len(SAMPLE))) - 0.05
+    now = old + 0.3 * draw.normal(size=len(SAMPLE))
+    now[1], now[6] = old[1] + 2.0, old[6] - 2.0
+    advantage = draw.normal(size=len(SAMPLE)) if per_token else draw.normal(size=len(LENGTHS))[SAMPLE]
+    advantage[3] = 0.0
+    return tuple(x.astype(np.float32).astype(np.float64) for x in (now, old, advantage))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("loss", "formula"), CASES, ids=lambda x: getattr(x, "__name__", repr(x)))
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_value_and_gradient(
+    loss: Loss, formula: Callable[..., Array], recomputed: bool, per_token: bool, seed: int
+) -> None:
+    now, old, advantage = drawn(seed, per_token=per_token)
+    old_N = torch.from_numpy(old).float()
+    micro = MicroBatch(
+        behavior_logprobs_N=old_N + 9.0 if recomputed else old_N,
+        recomputed_logprobs_N=old_N if recomputed else None,
+        advantages_N=torch.from_numpy(advantage).float(),
+        sample_N=torch.from_numpy(SAMPLE),
+        num_samples=len(LENGTHS),
+    )
+    logprobs = torch.from_numpy(now).float().requires_grad_()
+    out = loss(logprobs, micro)
+    out.loss_N.sum().backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(out.loss_N.detach().numpy(), formula(now, now, old, advantage), rtol=1e-5, atol=1e-6)
+    h = 1e-6
+    slopes = []
+    for i in range(len(now)):
+        step = np.zeros_like(now)
+        step[i] = h
+        up, down = (formula(now + sign * step, now, old, advantage).sum() for sign in (1, -1))
+        slopes.append((up - down) / (2 * h))
+    np.testing.assert_allclose(logprobs.grad.numpy(), slopes, rtol=1e-5, atol=1e-6)
+
+
+def test_the_two_gradients_of_gspo_differ_by_tokens_own_advantages_alone() -> None:
+    for per_token in (False, True):
+        now, old, advantage = drawn(1, per_token=per_token)
+        advantage[3] = advantage[2]
+        grads = []
+        for gradient in ("sequence", "token"):
+            logprobs = torch.from_numpy(now).float().requires_grad_()
+            micro = MicroBatch(
+                behavior_logprobs_N=torch.from_numpy(old).float(),
+                advantages_N=torch.from_numpy(advantage).float(),
+                sample_N=torch.from_numpy(SAMPLE),
+                num_samples=len(LENGTHS),
+            )
+            Gspo(gradient=gradient, clip_low=0.9, clip_high=9.0)(logprobs, micro).loss_N.sum().backward()  # type: ignore[arg-type]
+            grads.append(logprobs.grad)
+        assert torch.allclose(grads[0], grads[1], atol=1e-6) != per_token  # type: ignore[arg-type]
+
+
+def test_an_answer_of_one_token_has_a_tokens_ratio() -> None:
+    micro = MicroBatch(
+        behavior_logprobs_N=torch.tensor([-1.0, -2.0]),
+        advantages_N=torch.tensor([1.0, -1.0]),
+        sample_N=torch.arange(2),
+        num_samples=2,
+    )
+    now = torch.tensor([-0.9, -2.1])
+    by_token = Grpo(clip_low=0.3, clip_high=0.3, dual_clip=None)(now, micro).loss_N
+    assert torch.equal(Gspo(clip_low=0.3, clip_high=0.3)(now, micro).loss_N, by_token)
+
+
+def test_totals_are_exact_and_differentiable() -> None:
+    lengths = [3, 0, 5, 1]
+    micro = MicroBatch(
+        behavior_logprobs_N=torch.zeros(9),
+        advantages_N=torch.zeros(9),
+        sample_N=torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)),
+        num_samples=4,
+    )
+    values = torch.arange(9.0).requires_grad_()
+    assert micro.totals(values).tolist() == [3.0, 0.0, 25.0, 8.0]
+    assert micro.means(values).tolist() == [1.0, 0.0, 5.0, 8.0]
+    micro.means(values).square().sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([2 / 3] * 3 + [2.0] * 5 + [16.0])
+
+
+def test_what_counts_as_clipped() -> None:
+    """Above the cap; and where less than half of the gradient of a soft gate is left."""
+    micro = MicroBatch(
+        behavior_logprobs_N=torch.zeros(5),
+        advantages_N=torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0]),
+        sample_N=torch.zeros(5, dtype=torch.int64),
+        num_samples=1,
+    )
+    now = torch.tensor([6.0, 4.0, 0.1, 0.9, 7.0]).log()
+    told = flatten(Cispo(cap=5.0)(now, micro).metrics)
+    assert (told["clip_fraction/low"], told["clip_fraction/high"]) == pytest.approx((0.0, 1 / 5))
+    told = flatten(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
+    assert (told["clip_fraction/low"], told["clip_fraction/high"]) == pytest.approx((1 / 5, 2 / 5))
+    assert flatten(Reinforce()(now, micro).metrics)["clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        (Gspo, {"clip_low": 1.5}),
+        (Gspo, {"clip_high": -1.0}),
+        (Cispo, {"cap": 0.0}),
+        (Sapo, {"temperature_negative": 0}),
+    ],
+)
+def test_wrong_options_are_refused(part: Any, wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        part(**wrong)

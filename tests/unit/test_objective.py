@@ -1,0 +1,272 @@
+"""Loss, corrections and penalty together; what is told of them; which options of them a recipe may not give."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem import config, memory
+from tandem.corrections.opsm import Opsm
+from tandem.corrections.token import Token
+from tandem.errors import ConfigError
+from tandem.losses.base import MicroBatch
+from tandem.losses.cispo import Cispo
+from tandem.losses.grpo import Grpo
+from tandem.losses.reinforce import Reinforce
+from tandem.metrics import Share, flatten, merge
+from tandem.policy.policy import load_config, load_model
+from tandem.references.average import Average
+from tandem.references.base import Reference
+from tandem.references.start import Start
+from tandem.trainer.objective import Known, Objective, mismatch
+from tandem.types import UNKNOWN
+
+ESTIMATORS = [
+    Start(estimator=e, ratio_corrected=c) for e in ("k1", "k2", "k3") for c in (True, False) if c or e != "k1"
+]  # type: ignore[arg-type]
+
+
+def micro(behavior: list[float], advantages: list[float] | None = None) -> MicroBatch:
+    n = len(behavior)
+    return MicroBatch(
+        behavior_logprobs_N=torch.tensor(behavior),
+        advantages_N=torch.tensor(advantages or [1.0] * n),
+        sample_N=torch.zeros(n, dtype=torch.int64),
+        num_samples=1,
+    )
+
+
+def known(first: list[float], reference: list[float] | None = None) -> Known:
+    return Known(first_N=torch.tensor(first), reference_N=None if reference is None else torch.tensor(reference))
+
+
+def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
+    """By hand: both weights multiply, and the penalty is added after them."""
+    plain = Objective(
+        loss=Reinforce(),
+        corrections=(Token(beyond="truncate", high=1.5), Opsm(threshold=0.1)),
+        recomputed=True,
+        reference=Start(beta=0.5, estimator="k2", ratio_corrected=False),
+    )
+    now = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    batch = MicroBatch(
+        behavior_logprobs_N=torch.tensor([-2.0, -2.0, -0.5]),
+        advantages_N=torch.tensor([2.0, 3.0, -1.0]),
+        sample_N=torch.tensor([0, 0, 1]),
+        num_samples=2,
+    )
+    cost, metrics = plain(now, batch, known([-1.0, -2.3, -0.7], [-1.5, -2.0, -1.0]))
+    weights = [1.5, math.exp(-0.3), 0.0]  # the third answer is bad and 0.5 nats away
+    penalty = [0.5 * 0.25 / 2, 0.0, 0.0]
+    assert cost.tolist() == pytest.approx([1.5 * 2.0 + penalty[0], weights[1] * 6.0, 0.0])
+    cost.sum().backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([-1.5 * 2.0 + 0.5 * 0.5, -weights[1] * 3.0, 0.0])
+    told = flatten(metrics)
+    assert told["correction/masked"] == told["correction/opsm/masked"] == pytest.approx(1 / 3)
+    assert told["correction/token/masked"] == 0.0
+    assert told["correction/weight"] == pytest.approx(sum(weights) / 3)
+    assert told["correction/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
+    assert told["kl_reference"] == pytest.approx(0.125 / 3)
+
+
+@pytest.mark.parametrize("gap", [-1e4, -100.0, 100.0, 1e4])
+def test_what_is_dropped_has_no_gradient_however_far_it_is(gap: float) -> None:
+    part = Objective(loss=Grpo(dual_clip=None), corrections=(Token(beyond="mask", low=0.5, high=2.0),), recomputed=True)
+    now = torch.tensor([gap - 1.0, -1.0], requires_grad=True)
+    cost, _ = part(now, micro([-1.0, -1.0], [-1.0, -1.0]), known([gap - 1.0, -1.0]))
+    cost.sum().backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == [0.0, 1.0]
+
+
+def test_ratios_are_against_the_sampler_or_the_step_s_start() -> None:
+    now, batch, first = torch.tensor([-1.0]), micro([-1.5]), known([-1.2])
+    for recomputed, ratio in ((False, math.exp(0.5)), (True, math.exp(0.2))):
+        _, metrics = Objective(loss=Cispo(), recomputed=recomputed)(now, batch, first)
+        assert flatten(metrics)["ratio"] == pytest.approx(ratio)
+        assert flatten(metrics)["logprob_gap/max"] == pytest.approx(0.5), "the mismatch is with the sampler, always"
+
+
+def test_where_the_sampler_told_nothing_the_policy_of_the_step_s_start_stands_in() -> None:
+    """At a batch's later updates too: what was not told does not follow the policy."""
+    ours = Objective(loss=Cispo())
+    _, metrics = ours(torch.tensor([-1.0, -1.0]), micro([UNKNOWN, -1.0]), known([-1.7, -1.0]))
+    assert flatten(metrics)["ratio/max"] == pytest.approx(math.exp(0.7))
+
+
+def test_kl_of_nearly_equal_policies_keeps_its_digits() -> None:
+    """At a gap of 1e-4 the estimate is 5e-9: exp(x) - 1 - x in float32 would be noise."""
+    gap = 1e-4
+    kl = flatten(mismatch(torch.tensor([gap]), micro([0.0])))["kl_behavior"]
+    assert kl == pytest.approx(math.expm1(gap) - gap, rel=1e-3)
+
+
+def test_kl_estimates_the_divergence_of_behavior_from_policy() -> None:
+    torch.manual_seed(0)
+    behavior, policy = torch.randn(5).log_softmax(-1), torch.randn(5).log_softmax(-1)
+    tokens = torch.multinomial(behavior.exp(), 200_000, replacement=True)
+    got = flatten(mismatch(policy[tokens], micro(behavior[tokens].tolist())))["kl_behavior"]
+    assert got == pytest.approx(float((behavior.exp() * (behavior - policy)).sum()), rel=0.02)
+
+
+def test_effective_sample_size() -> None:
+    gaps = np.array([0.0, 1.0, -0.5, 2.0])
+    ratio = np.exp(gaps)
+    told = flatten(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
+    assert told["ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()), rel=1e-6)
+    assert told["logprob_gap/max"] == 2.0
+    assert flatten(mismatch(torch.full((3,), 0.7), micro([0.0] * 3)))["ess"] == pytest.approx(1.0)
+    halves = [mismatch(torch.tensor(gaps[s]).float(), micro([0.0] * 2)) for s in (slice(2), slice(2, 4))]
+    assert flatten(merge(halves)) == pytest.approx(told)
+    assert flatten({"ess": Share(0.0, 0.0, 3)}) == {"ess": 0.0}
+    assert flatten({"ess": Share(0.0, 0.0, 0)}) == {}
+
+
+@pytest.mark.parametrize("gap", [-1e4, 90.0, 1e4])
+def test_metrics_of_extreme_gaps_are_finite(gap: float) -> None:
+    for part in ESTIMATORS:
+        for reference in (-gap, gap / 2, gap):
+            ours = Objective(loss=Grpo(), reference=part)
+            now = torch.tensor([gap], requires_grad=True)
+            cost, metrics = ours(now, micro([0.0]), known([gap], [reference]))
+            cost.sum().backward()
+            assert now.grad is not None
+            assert all(math.isfinite(v) for v in [*flatten(metrics).values(), *cost.tolist(), *now.grad.tolist()])
+
+
+def test_no_tokens() -> None:
+    ours = Objective(loss=Grpo(), corrections=(Opsm(),), recomputed=True, reference=Start())
+    cost, metrics = ours(torch.zeros(0), micro([]), Known(first_N=torch.zeros(0), reference_N=torch.zeros(0)))
+    assert cost.shape == (0,)
+    assert all(math.isfinite(v) for v in flatten(metrics).values())
+
+
+@pytest.mark.parametrize("part", ESTIMATORS, ids=repr)
+def test_penalty_and_gradient_by_formula(part: Reference) -> None:
+    """Of each estimator, against float64 and its finite differences."""
+    draw = np.random.default_rng(0)
+    old, ref, now = (-np.abs(draw.normal(size=9)) for _ in range(3))
+
+    def formula(at: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        d = at - ref
+        kl = {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[part.estimator]
+        return kl * np.exp(at - old) if part.ratio_corrected else kl
+
+    batch = micro(old.tolist())
+    logprobs = torch.from_numpy(now).float().requires_grad_()
+    informed = Objective(loss=Grpo(), reference=part).informed(batch, known(now.tolist(), ref.tolist()))
+    penalty, bare = part.divergence(logprobs, informed)
+    penalty.sum().backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(penalty.detach().numpy(), formula(now), rtol=1e-5, atol=1e-6)
+    h = 1e-6
+    np.testing.assert_allclose(
+        logprobs.grad.numpy(), (formula(now + h) - formula(now - h)) / (2 * h), rtol=1e-5, atol=1e-5
+    )
+    plain = {"k1": now - ref, "k2": (now - ref) ** 2 / 2, "k3": np.exp(ref - now) - 1 + now - ref}[part.estimator]
+    np.testing.assert_allclose(bare.numpy(), plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "corrected"), [("k1", True), ("k2", False), ("k3", True), ("k3", False)])
+@pytest.mark.parametrize("stale", [False, True])
+def test_which_estimators_have_the_gradient_of_the_divergence(estimator: Any, corrected: bool, stale: bool) -> None:
+    """The expectation over every token, exactly: with the ratio also where an older policy sampled."""
+    torch.manual_seed(3)
+    logits, old, ref = (torch.randn(6, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    policy = logits.log_softmax(-1)
+    sampler = old.log_softmax(-1) if stale else policy.detach()
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - ref.log_softmax(-1))).sum(), logits, retain_graph=True)
+    batch = MicroBatch(
+        behavior_logprobs_N=sampler,
+        advantages_N=torch.zeros(6),
+        sample_N=torch.zeros(6, dtype=torch.int64),
+        num_samples=1,
+        ref_logprobs_N=ref.log_softmax(-1),
+    )
+    penalty, _ = Start(estimator=estimator, ratio_corrected=corrected).divergence(policy, batch)
+    (found,) = torch.autograd.grad((sampler.exp() * penalty).sum(), logits)
+    is_right = corrected or (estimator == "k2" and not stale)
+    assert torch.allclose(found, exact, atol=1e-9) == is_right
+
+
+def test_wrong_penalties_are_refused() -> None:
+    with pytest.raises(ValueError, match="beta"):
+        Start(beta=0.0)
+    with pytest.raises(ValueError, match="estimator k1"):
+        Start(estimator="k1", ratio_corrected=False)
+    with pytest.raises(ValueError, match="mixup"):
+        Average(mixup=0.0)
+    with pytest.raises(ValueError, match="every"):
+        Average(every=0)
+
+
+def recipe(**options: Any) -> config.RunConfig:
+    plain = {"model": "m", "steps": 20, "env": "arithmetic"}
+    return config.from_options({**plain, **options}, [], Path("test")).config
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"corrections": [{"kind": "token"}]}, "old_logprobs must be recomputed for corrections that truncate"),
+        ({"old_logprobs": "recomputed", "loss": {"kind": "grpo", "clip_low": 0.1}}, "loss.clip_low changes nothing"),
+        ({"old_logprobs": "recomputed", "loss": {"kind": "sapo", "temperature_positive": 2.0}}, "changes nothing"),
+        ({"old_logprobs": "recomputed", "loss": "reinforce"}, "old_logprobs changes nothing"),
+        ({"loss": {"kind": "gspo", "gradient": "token"}}, "loss.gradient changes nothing"),
+        ({"reference": {"kind": "average", "every": 20}}, "reference.every must be below steps"),
+        ({"reference": "average"}, "reference.every must be below steps"),
+        ({"reference": {"kind": "start", "estimator": "k1", "ratio_corrected": False}}, "estimator k1"),
+        ({"updates": 0}, "updates must be at least 1"),
+        ({"advantage": {"kind": "gdpo", "_weights": {}}}, "unknown option '_weights'"),
+    ],
+)
+def test_what_changes_nothing_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        recipe(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"old_logprobs": "recomputed", "updates": 2, "loss": {"kind": "grpo", "clip_low": 0.1}},
+        {
+            "old_logprobs": "recomputed",
+            "corrections": [{"kind": "token"}, "geometric", {"kind": "opsm", "threshold": 0.2}],
+        },
+        {"corrections": [{"kind": "token", "beyond": "mask"}]},
+        {"old_logprobs": "recomputed", "loss": "reinforce", "corrections": ["token"]},
+        {"old_logprobs": "recomputed", "loss": "reinforce", "reference": "start"},
+        {"reference": {"kind": "average", "every": 5, "mixup": 0.9, "beta": 0.1}},
+        {"reference": None},
+        {"advantage": "gdpo"},
+        {"advantage": "batch_std", "loss": "cispo"},
+    ],
+)
+def test_recipes_survive_being_written_down(options: dict[str, Any], tmp_path: Path) -> None:
+    made = recipe(**options)
+    (tmp_path / "again.yaml").write_text(config.dump(made), encoding="utf-8")
+    again = config.load(tmp_path / "again.yaml").config
+    assert again == made
+    assert config.digest(again) == config.digest(made)
+
+
+@pytest.mark.parametrize("trains", ["full", "lora", {"kind": "lora", "merged": True}], ids=str)
+def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trains: Any) -> None:
+    """To the byte: a copy of what training changes; and of it what a checkpoint holds."""
+    shape = load_config(str(tiny_model))
+    plain = {"model": str(tiny_model), "trains": trains, "dtype": "float32"}
+    own = recipe(**plain, reference={"kind": "average", "every": 3})
+    (line,) = [line for line in memory.plan(own, shape).lines if line.name == "reference"]
+    model = own.trains.prepare(load_model(str(tiny_model), dtype=torch.float32, device=torch.device("cpu")))
+    assert line.bytes == sum(meta.bytes for meta in own.trains.source(model).manifest())
+    alone, start = (recipe(**plain, **more) for more in ({}, {"reference": "start"}))
+    assert memory.checkpoint_bytes(own, shape) - memory.checkpoint_bytes(alone, shape) == line.bytes
+    assert memory.checkpoint_bytes(start, shape) == memory.checkpoint_bytes(alone, shape)
+    assert not [line for line in memory.plan(alone, shape).lines if line.name == "reference"]

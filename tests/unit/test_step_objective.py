@@ -1,0 +1,360 @@
+"""Whole steps with every loss, with corrections, a reference and several updates, on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plays import make_group, make_rollout
+from tiny import live_policy, logprobs_of, reference
+from torch import Tensor
+
+from tandem.advantages.dr_grpo import DrGrpo
+from tandem.corrections.geometric import Geometric
+from tandem.corrections.opsm import Opsm
+from tandem.corrections.sequence import Sequence as SequenceWeight
+from tandem.corrections.token import Token
+from tandem.losses.cispo import Cispo
+from tandem.losses.grpo import Grpo
+from tandem.losses.gspo import Gspo
+from tandem.losses.reinforce import Reinforce
+from tandem.losses.sapo import Sapo
+from tandem.metrics import flatten
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.policy import Policy
+from tandem.references.average import Average
+from tandem.references.base import Held
+from tandem.references.start import Start
+from tandem.trainer.objective import Known, Objective
+from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.step import Step, StepStats
+from tandem.trains.base import Trains
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+from tandem.types import Group, Sampling
+
+SAMPLING = Sampling(temperature=0.8, max_tokens=16)
+TOKENS: Objective = Objective(loss=Grpo())
+OBJECTIVES = {
+    "gspo": Objective(loss=Gspo(clip_low=0.1, clip_high=0.1)),
+    "gspo-token": Objective(loss=Gspo(gradient="token", clip_low=0.2, clip_high=0.2, reduction="token")),
+    "cispo": Objective(loss=Cispo(cap=1.5)),
+    "sapo": Objective(loss=Sapo()),
+    "reinforce": Objective(loss=Reinforce(reduction="constant")),
+    "decoupled": Objective(
+        loss=Grpo(),
+        recomputed=True,
+        corrections=(Token(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4)),
+    ),
+    "direct": Objective(loss=Grpo(), corrections=(Token(beyond="mask", low=0.6, high=1.6), Opsm(threshold=0.05))),
+    "reference": Objective(loss=Grpo(), reference=Start(beta=0.3)),
+    "everything": Objective(
+        loss=Gspo(clip_low=0.05, clip_high=0.05),
+        recomputed=True,
+        corrections=(Token(high=1.2), Opsm(threshold=0.1)),
+        reference=Start(beta=0.5, estimator="k1"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def groups(tiny_model: Path) -> list[Group]:
+    """Two groups with answers of many lengths, one of two turns; sampled by a policy a little different."""
+    exact, draw = reference(tiny_model, torch.float64), np.random.default_rng(0)
+
+    def said(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
+        tokens = draw.integers(0, 256, length).tolist()
+        with torch.no_grad():
+            now = logprobs_of(exact, prompt, tokens, SAMPLING).numpy()
+        return prompt, tokens, (now + 0.4 * draw.normal(size=length)).tolist()
+
+    made = []
+    for g, (prompt_len, lengths) in enumerate(((9, (8, 3, 12, 1)), (17, (5, 16, 1)))):
+        prompt = draw.integers(0, 256, prompt_len).tolist()
+        rollouts = []
+        for s, length in enumerate(lengths):
+            turns = [said(prompt, length)]
+            if (g, s) == (0, 1):
+                turns.append(said([*prompt, *turns[0][1], 7, 8, 9], 6))
+            rollouts.append(make_rollout(f"t{g}@0/{s}", turns, float(s % 3), temperature=SAMPLING.temperature))
+        made.append(make_group(f"t{g}@0", rollouts, index=g))
+    return made
+
+
+def changing(policy: Policy, trains: Trains) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(m.name, policy.model.get_parameter(m.name)) for m in trains.source(policy.model).manifest()]
+
+
+def packed(groups: Sequence[Group], objective: Objective, budget: int = 1000) -> StepBatch:
+    pack = Packer(
+        advantage=DrGrpo(),
+        reduction=objective.loss.reduction,
+        max_tokens=SAMPLING.max_tokens,
+        budget=budget,
+        mask_truncated=False,
+        device=torch.device("cpu"),
+    )
+    return pack(groups, version=0)
+
+
+class Live:
+    """A tiny policy with a step."""
+
+    def __init__(self, policy: Policy, objective: Objective, *, trains: Trains | None = None, **step: Any):
+        self.policy, self.trains = policy, trains or Full()
+        self.held: Held | None = None
+        if objective.reference is not None:
+            self.held = objective.reference.hold(changing(policy, self.trains))
+        optimizer = AdamW(lr=3e-3)
+        self.step = Step(
+            policy=policy,
+            objective=objective,
+            optimizer=optimizer,
+            stepper=optimizer.bind(self.trains.parameters(policy.model)),
+            sampling=SAMPLING,
+            steps=10,
+            held=self.held,
+            fold=lambda: self.trains.fold(policy.model),
+            **step,
+        )
+
+    def backward(self, batch: StepBatch) -> tuple[StepStats, dict[str, Tensor]]:
+        """The step's numbers and its gradient, which is forgotten."""
+        gradient: dict[str, Tensor] = {}
+        named = dict(self.policy.model.named_parameters())
+        hooks = [
+            p.register_hook(lambda g, n=n: gradient.__setitem__(n, gradient.get(n, 0) + g.double()))
+            for n, p in named.items()
+            if p.requires_grad
+        ]
+        stats = asyncio.run(self.step.forward_backward(batch))
+        for hook in hooks:
+            hook.remove()
+        self.step.stepper.zero_grad()
+        return stats, gradient
+
+    def whole(self, batch: StepBatch, number: int = 1) -> tuple[StepStats, dict[str, float]]:
+        async def main() -> tuple[StepStats, dict[str, float]]:
+            stats = await self.step.forward_backward(batch)
+            return stats, flatten(await self.step.apply(number, batch, stats))
+
+        return asyncio.run(main())
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
+
+
+def moved(live: Live, scale: float = 0.02) -> None:
+    """Training changed the weights."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for _, parameter in live.trains.parameters(live.policy.model):
+            parameter += scale * torch.randn_like(parameter)
+    live.trains.fold(live.policy.model)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    off = math.sqrt(sum(float((a[n].double() - b[n].double()).square().sum()) for n in a))
+    return off / math.sqrt(sum(float(g.double().square().sum()) for g in b.values()))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_how_a_step_is_cut_changes_nothing(tiny_model: Path, groups: list[Group], name: str) -> None:
+    objective = OBJECTIVES[name]
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, objective)
+        moved(live)
+        stats, whole = live.backward(packed(groups, objective))
+        told = flatten(stats.metrics)
+        turned = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]
+        for other, budget in ((groups, 1), (groups, 40), (turned, 25)):
+            again, found = live.backward(packed(other, objective, budget))
+            assert distance(found, whole) <= 2e-6
+            assert flatten(again.metrics) == pytest.approx(told, rel=2e-5, abs=1e-6)
+        if objective.corrections:
+            assert 0 < told["correction/ess"] < 1
+        plain, _ = live.backward(packed(groups, objective))
+        assert flatten(plain.metrics) == told, "the same step twice is the same to the bit"
+
+
+def test_a_step_with_everything_is_the_float64_formula(tiny_model: Path, groups: list[Group]) -> None:
+    """GSPO against recomputed logprobs, truncated weights, OPSM and k1, written out over one forward per sample."""
+    objective = OBJECTIVES["everything"]
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, objective)
+        moved(live)
+        exact, start = reference(tiny_model, torch.float64), reference(tiny_model, torch.float64)
+        with torch.no_grad():
+            for (_, ours), theirs in zip(policy.model.named_parameters(), exact.parameters(), strict=True):
+                theirs.copy_(ours)
+        stats, found = live.backward(packed(groups, objective))
+        samples = sum(len(group.rollouts) for group in groups)
+        total: Tensor = torch.zeros((), dtype=torch.float64)
+        for group in groups:
+            rewards = [r.reward or 0.0 for r in group.rollouts]
+            for rollout in group.rollouts:
+                advantage = (rollout.reward or 0.0) - sum(rewards) / len(rewards)
+                turns = [(t.prompt, t.completion.tokens) for t in rollout.turns]
+                now = torch.cat([logprobs_of(exact, *turn, SAMPLING) for turn in turns])
+                with torch.no_grad():
+                    ref = torch.cat([logprobs_of(start, *turn, SAMPLING) for turn in turns])
+                told = torch.tensor([x for t in rollout.turns for x in t.completion.logprobs], dtype=torch.float64)
+                # The recomputed logprobs are the policy's own: every ratio is 1 and only its gradient is left.
+                weight = (now.detach() - told).exp().clamp(max=1.2)
+                if advantage < 0 and float((told - now.detach()).mean()) > 0.1:
+                    weight = torch.zeros_like(weight)
+                s = (now - now.detach()).mean().exp()
+                penalty = (now - now.detach()).exp() * (now - ref)
+                total = total + (-s * advantage * weight + 0.5 * penalty).mean() / samples
+        total.backward()
+        want = {n: p.grad for n, p in exact.named_parameters()}
+        assert distance(found, want) <= 2e-6
+        assert flatten(stats.metrics)["loss"] == pytest.approx(total.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=3), Lora(rank=3, merged=True)], ids=["full", "lora", "merged"])
+def test_the_reference_is_the_model_as_it_was_loaded(tiny_model: Path, groups: list[Group], trains: Trains) -> None:
+    """By the packed pass, after training has moved the weights; nothing of theirs is touched."""
+    objective = Objective(loss=Grpo(), reference=Start(beta=0.1))
+    start = reference(tiny_model)
+    with live_policy(tiny_model, trains=trains) as policy:
+        live = Live(policy, objective, trains=trains)
+        moved(live, 0.1)
+        places = {n: (p.data_ptr(), p.detach().clone()) for n, p in policy.model.named_parameters()}
+        stats, gradient = live.backward(packed(groups, objective, 40))
+        for name, parameter in policy.model.named_parameters():
+            assert parameter.data_ptr() == places[name][0]
+            assert torch.equal(parameter, places[name][1])
+        assert gradient
+        by_rollout: dict[str, list[float]] = {}
+        for micro, known in zip(packed(groups, objective, 40).micro, stats.known, strict=True):
+            assert known.reference_N is not None
+            values = iter(known.reference_N.tolist())
+            for rollout, num in micro.places:
+                by_rollout.setdefault(rollout, []).extend(next(values) for _ in range(num))
+        for rollout in (r for g in groups for r in g.rollouts):
+            with torch.no_grad():
+                turns = [logprobs_of(start, t.prompt, t.completion.tokens, SAMPLING) for t in rollout.turns]
+            np.testing.assert_allclose(by_rollout[rollout.id], torch.cat(turns).numpy(), rtol=1e-4, atol=1e-4)
+            assert np.abs(np.array(by_rollout[rollout.id]) - stats.logprobs[rollout.id]).max() > 1e-3
+        assert flatten(stats.metrics)["kl_reference"] > 1e-3
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=3, merged=True)], ids=["full", "merged"])
+def test_the_average_follows_every_so_many_steps(tiny_model: Path, groups: list[Group], trains: Trains) -> None:
+    objective = Objective(loss=Grpo(), reference=Average(beta=0.1, mixup=0.25, every=2))
+    with live_policy(tiny_model, trains=trains) as policy:
+        live = Live(policy, objective, trains=trains)
+        assert live.held is not None
+        batch = packed(groups, objective)
+        first = copy.deepcopy(live.held.state_dict())
+        live.whole(batch, 1)
+        for name, value in live.held.state_dict().items():
+            assert torch.equal(value, first[name])
+        live.whole(batch, 2)
+        for name, parameter in changing(policy, trains):
+            want = 0.75 * first[name] + 0.25 * parameter.detach()
+            torch.testing.assert_close(live.held.state_dict()[name], want, rtol=1e-6, atol=1e-7)
+            assert not torch.equal(parameter, first[name])
+
+
+@pytest.mark.parametrize("name", ["gspo", "direct", "reference"])
+def test_two_updates_are_two_steps_on_the_same_batch(tiny_model: Path, groups: list[Group], name: str) -> None:
+    """Bit for bit, against the sampler's logprobs."""
+    objective = OBJECTIVES[name]
+    batch = packed(groups, objective, 40)
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, objective, updates=2)
+        stats, told = live.whole(batch)
+        twice = live.weights()
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, objective)
+        first, _ = live.whole(batch)
+        again, _ = live.whole(batch)
+        for key, weight in live.weights().items():
+            assert torch.equal(weight, twice[key])
+    assert flatten(stats.metrics) == flatten(first.metrics)
+    later = flatten(again.metrics)
+    assert {key.removeprefix("reused/") for key in told if key.startswith("reused/")} == {*later, "grad_norm"}
+    assert {key: told[f"reused/{key}"] for key in later} == later
+
+
+def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, groups: list[Group]) -> None:
+    """Decoupled: the second update is one against a sampler that told the first pass's logprobs."""
+    decoupled = Objective(loss=Grpo(clip_low=0.02, clip_high=0.02), recomputed=True)
+    batch = packed(groups, decoupled, 40)
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, decoupled, updates=2)
+        stats, told = live.whole(batch)
+        twice = live.weights()
+    assert flatten(stats.metrics)["ratio/max"] == flatten(stats.metrics)["ratio"] == 1.0
+    assert told["reused/ratio/max"] > 1.001
+    assert told["reused/clip_fraction"] > flatten(stats.metrics)["clip_fraction"] == 0.0
+    as_told = [
+        replace(micro, batch=replace(micro.batch, behavior_logprobs_N=known.first_N))
+        for micro, known in zip(batch.micro, stats.known, strict=True)
+    ]
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, replace(decoupled, recomputed=False))
+        for _ in range(2):
+            live.whole(replace(batch, micro=tuple(as_told)))
+        for key, weight in live.weights().items():
+            assert torch.equal(weight, twice[key])
+
+
+def test_weights_of_the_decoupled_kind_stay_while_the_policy_moves(tiny_model: Path, groups: list[Group]) -> None:
+    objective = Objective(loss=Grpo(), recomputed=True, corrections=(Token(high=1.3),))
+    with live_policy(tiny_model) as policy:
+        stats, told = Live(policy, objective, updates=3).whole(packed(groups, objective))
+    assert told["reused/correction/weight"] == pytest.approx(flatten(stats.metrics)["correction/weight"], rel=1e-12)
+    assert told["reused/ratio"] != 1.0
+
+
+def test_between_updates_a_merged_adapter_is_folded(tiny_model: Path, groups: list[Group]) -> None:
+    """Merged or not, three updates end at the same adapter."""
+    ended = []
+    for merged in (False, True):
+        trains = Lora(rank=3, merged=merged)
+        with live_policy(tiny_model, trains=trains) as policy:
+            live = Live(policy, TOKENS, trains=trains, updates=3)
+            live.whole(packed(groups, TOKENS))
+            ended.append([p.detach().clone() for _, p in trains.parameters(policy.model)])
+    for plain, merged_one in zip(*ended, strict=True):
+        torch.testing.assert_close(merged_one, plain, rtol=1e-3, atol=2e-4)
+
+
+def test_a_reference_on_another_device_comes_along() -> None:
+    """The live weights may have moved since they were copied: the copy is brought to where they are."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    held = Start().hold([("w", weight)])
+    storage = torch.zeros(2)
+    weight.data = storage
+    with held.in_place():
+        assert weight.tolist() == [1.0, 1.0]
+    assert weight.data_ptr() == storage.data_ptr()
+    with pytest.raises(RuntimeError, match="within"), held.in_place():
+        raise RuntimeError("within")
+    assert weight.data_ptr() == storage.data_ptr(), "also where the pass failed"
+
+
+def test_a_reference_of_other_weights_is_not_restored() -> None:
+    from tandem.errors import CheckpointError
+
+    held = Average(every=1).hold([("w", torch.nn.Parameter(torch.ones(2)))])
+    with pytest.raises(CheckpointError, match="of other weights"):
+        held.load_state_dict({"w": torch.ones(3)})
+
+
+def test_without_a_reference_none_is_known(tiny_model: Path, groups: list[Group]) -> None:
+    with live_policy(tiny_model) as policy:
+        stats, _ = Live(policy, TOKENS).backward(packed(groups, TOKENS))
+    assert all(isinstance(known, Known) and known.reference_N is None for known in stats.known)

@@ -1,0 +1,149 @@
+"""Engines that somebody else runs: one that is not there yet is waited for, and one that cannot be used is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from tandem.engines import _vllm_fleet
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_client import Server
+from tandem.engines._vllm_fleet import Fleet
+from tandem.engines._vllm_process import free_port
+from tandem.engines.base import Needs
+from tandem.engines.vllm import Vllm
+from tandem.errors import EngineError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_vllm_fleet, "LOOK_SECONDS", 0.01)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def fleet(port: int, seconds: float = 20.0) -> Fleet:
+    url = f"http://127.0.0.1:{port}"
+    server = Server(url, "", control_seconds=5.0, request_seconds=5.0)
+    return Fleet(
+        [server],
+        launch=None,
+        options=Vllm(urls=(url,), start_seconds=seconds),
+        needs=Needs(model="m", dtype="bfloat16"),
+    )
+
+
+@asynccontextmanager
+async def serving(port: int, **changes: Any) -> AsyncIterator[None]:
+    """Somebody's engine."""
+    about: dict[str, Any] = {
+        "engine": "e", "state": "", "reason": "", "step": 0, "digest": "", "updates": 0, "running": 0,
+        "adapter": None, "model": "m", "context": 128, "logprobs": "processed_logprobs", "adapters": False,
+        "workers": [],
+        **changes,
+    }  # fmt: skip
+
+    async def info(request: web.Request) -> web.Response:
+        if changes.get("engine") == "locked":
+            return web.json_response({"detail": "this engine wants its API key"}, status=401)
+        return web.Response(body=msgspec.json.encode(wire.Info(**about)), content_type="application/json")
+
+    app = web.Application()
+    if changes.get("engine") != "stock":
+        app.router.add_get("/bridge/info", info)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def test_one_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+
+    async def go() -> None:
+        engines = fleet(port)
+        starting = asyncio.create_task(engines.start())
+        while "it is waited for" not in caplog.text:
+            await asyncio.sleep(0.005)
+        assert not starting.done()
+        async with serving(port):
+            await starting
+            assert engines.context == 128
+            await engines.close()
+
+    run(go())
+    assert caplog.text.count("is it running? Start one by: tandem serve engine RECIPE; it is waited for") == 1
+    assert f"engine http://127.0.0.1:{port} answers" in caplog.text
+
+
+def test_one_that_is_there_is_not_talked_of(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    port = free_port()
+
+    async def go() -> None:
+        async with serving(port):
+            engines = fleet(port)
+            await engines.start()
+            await engines.close()
+
+    run(go())
+    assert caplog.text == ""
+
+
+def test_one_that_never_comes_is_told_with_how_long_it_was_waited_for() -> None:
+    async def go() -> None:
+        engines = fleet(free_port(), seconds=0.02)
+        try:
+            await engines.start()
+        finally:
+            await engines.close()
+
+    with pytest.raises(
+        EngineError, match=r"does not answer.*tandem serve engine RECIPE \(engine.start_seconds: 0.02\)"
+    ):
+        run(go())
+
+
+def test_one_that_cannot_be_used_is_not_waited_for() -> None:
+    port = free_port()
+
+    async def go(**changes: Any) -> None:
+        async with serving(port, **changes):
+            engines = fleet(port)
+            try:
+                await engines.start()
+            finally:
+                await engines.close()
+
+    with pytest.raises(EngineError, match="stock vLLM lacks the routes"):
+        run(go(engine="stock"))
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        run(go(logprobs="raw_logprobs"))
+    with pytest.raises(EngineError, match=r"wants its API key; engine.api_key_variable names .* holds it$"):
+        run(go(engine="locked"))
+
+
+def test_a_place_that_is_taken_is_told_before_anything_starts() -> None:
+    port = free_port()
+    _vllm_fleet._unused(f"http://127.0.0.1:{port}")
+
+    async def go() -> None:
+        async with serving(port):
+            _vllm_fleet._unused(f"http://127.0.0.1:{port}")
+
+    with pytest.raises(
+        EngineError, match=r"somebody else listens at .*by engine.urls: \[http://127.0.0.1:\d+\], otherwise"
+    ):
+        run(go())
