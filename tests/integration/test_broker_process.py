@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -68,6 +69,18 @@ def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
         assert [one["scores"] for one in call(url, "/batch")["batch"]] == [[1, 2, 3, 4], [5, 6, 7, 8]]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def test_what_is_no_http_is_answered_and_leaves_no_trace_in_the_terminal() -> None:
+    with broker("run-api") as (process, url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Bad: \x00\r\n\r\n")
+            assert raw.recv(1000).startswith(b"HTTP/1.0 400")
+        assert call(url, "/status") == {"current_step": 0, "queue_size": 0}
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=20)
+        assert rest.split() == ["ended"]
 
 
 def test_keys_come_from_the_environment(tmp_path: Path) -> None:

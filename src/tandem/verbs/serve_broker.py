@@ -47,6 +47,7 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
         BrokerError: the address or the folder cannot be had.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     keys = _keys()
     if data is not None:
         _writable(data)
@@ -54,6 +55,13 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
     tell("ended")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """False for the trace of a request that was no HTTP: it is answered with 400, and is its sender's affair."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 async def _serve(
