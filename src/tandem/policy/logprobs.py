@@ -133,7 +133,12 @@ class _Tiles:
                 logits_CV.add_(self.bias_V)
             edge_C = threshold(logits_CV.div_(temperature_C1), top_p, top_k, min_p)
             edges += [] if edge_C is None else [edge_C]
-        return torch.cat(edges)[:, None]
+        edge_N1 = torch.cat(edges)[:, None]
+        if self.weight_VH.dtype == edge_N1.dtype:
+            # Products of another shape may differ in the last bits, and would drop the token that is the edge. Logits
+            # of narrower weights are rounded so coarsely that they are the same again, and others are near.
+            edge_N1 -= (edge_N1.abs() + 1) * (16 * torch.finfo(edge_N1.dtype).eps)
+        return edge_N1
 
 
 class _TokenLogprobs(torch.autograd.Function):
