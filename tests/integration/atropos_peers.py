@@ -122,7 +122,8 @@ class Hosted(Process):
 
     def status(self) -> int | None:
         found = Path(f"{self.log}.exit")
-        return int(found.read_text() or -1) if found.exists() else None
+        said = found.read_text() if found.exists() else ""
+        return int(said) if said else None  # there, but not written yet
 
 
 class Host:
