@@ -17,8 +17,8 @@ _ADVICE = (
 )
 
 
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+def _uuid(device: int | torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def export(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from tandem.errors import TransportError
+from tandem.weights import _cuda_ipc
 
 # NCCL's own watchdog answers an error by ending the process. Here errors and deadlines are this module's.
 _UNSUPERVISED = {
@@ -84,7 +85,7 @@ def visit(rendezvous: Rendezvous) -> Store:
 
 def accelerator(device: torch.device) -> str:
     """UUID of a GPU, which is the same in every process that sees it; nothing on a host."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return _cuda_ipc._uuid(device) if device.type == "cuda" else ""
 
 
 def own_address(rendezvous: Rendezvous) -> str:
