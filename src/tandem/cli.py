@@ -144,6 +144,18 @@ def evaluate(
 
 
 @app.command()
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    stacks: Annotated[bool, typer.Option("--stacks", help="Also show where its threads and tasks stand.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a run is waiting for, since when, and who has to deliver it."""
+    from tandem.verbs.why import why
+
+    raise typer.Exit(why(run, stacks=stacks, as_json=as_json))
+
+
+@app.command()
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     report: Annotated[bool, typer.Option("--report", help="Write report.html anew and print where it is.")] = False,

@@ -27,6 +27,7 @@ from tandem.rollout.streams import Stream
 from tandem.sinks.base import RunInfo
 from tandem.sync.base import Link
 from tandem.telemetry import log as logs
+from tandem.telemetry import vitals
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
@@ -67,7 +68,7 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
     memory.plan(config, model, prompt_tokens=longest, resumed=resume).require()
     folder = resume or lifetime.new_folder(config)
-    with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder):
+    with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder), vitals.shown(folder):
         if resume:
             lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")

@@ -1,0 +1,294 @@
+"""``tandem why``: what a run is waiting for, who has to deliver it, and the last word of each of its parts."""
+
+from __future__ import annotations
+
+import calendar
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.engines._processes import alive_after
+from tandem.sinks import _lines
+from tandem.telemetry import vitals
+from tandem.types import Json
+from tandem.verbs.show import duration
+from tandem.verbs.train import recipe_of
+
+STALE = 10.0
+"""Seconds without a sign of life after which a process that runs is said to be stuck."""
+PATIENCE = 4.0
+"""Seconds in which a living interpreter writes the stacks it is asked for."""
+_ENDS = ("run_done", "interrupted")
+_LINE = re.compile(r"(?P<time>\S+Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Waits that are alike: the same owner waits for the same party for the same reason."""
+
+    owner: str
+    """Who waits."""
+    on: str
+    """Who has to deliver."""
+    reason: str
+    """What for."""
+    count: int
+    """How many there are."""
+    seconds: float
+    """How long the longest has lasted."""
+    left: float | None
+    """Seconds until the first of their deadlines; None: they have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """What is known of a run at a moment, from its folder alone."""
+
+    state: str
+    """alive | stuck | gone | ended."""
+    headline: str
+    """One sentence on it."""
+    waits: tuple[Waits, ...] = ()
+    """Longest first."""
+    chain: tuple[Waits, ...] = ()
+    """From who waits longest to who delivers to nobody's asking: the last one's ``on`` holds all up."""
+    doing: tuple[tuple[str, float], ...] = ()
+    """What the process is doing, and seconds since it began."""
+    last: tuple[tuple[str, float | None, str], ...] = ()
+    """Each part's last word: its name, seconds ago if known, what it said."""
+
+    @property
+    def culprit(self) -> str | None:
+        """Who holds all up; None where nobody waits."""
+        return self.chain[-1].on if self.chain else None
+
+
+def why(run: Path, *, stacks: bool, as_json: bool) -> int:
+    """Print who waits for whom; 0 unless the process is gone or stuck.
+
+    Args:
+        run: a run's folder.
+        stacks: also have the process write where its threads and tasks stand.
+        as_json: print JSON instead of tables.
+
+    Raises:
+        ConfigError: it is not a run's folder.
+    """
+    recipe_of(run)
+    story = read(run, now=time.time())
+    found = _stacks(run) if stacks and story.state in ("alive", "stuck") else None
+    if as_json:
+        plain: dict[str, Json] = {"state": story.state, "headline": story.headline, "culprit": story.culprit}
+        plain |= {name: [_plain(one) for one in getattr(story, name)] for name in ("waits", "chain")}
+        plain |= {"doing": story.doing, "last": story.last, "stacks": found}
+        typer.echo(json.dumps(plain, indent=2))
+    else:
+        console = Console()
+        _print(console, story)
+        if stacks:
+            console.print(found or "no stacks: it does not run", markup=False, highlight=False, soft_wrap=True)
+    return 0 if story.state in ("alive", "ended") else 1
+
+
+def read(run: Path, *, now: float) -> Story:
+    """What a run's folder tells.
+
+    Args:
+        run: the folder.
+        now: seconds since 1970.
+    """
+    signs = _signs(run)
+    last = tuple(_last_words(run, now))
+    events = list(_lines.read(run / "events.jsonl"))
+    if signs is None:
+        ending = next((event for event in reversed(events) if event.get("event") in _ENDS), None)
+        if ending is not None and ending is events[-1]:
+            ago = duration(max(0.0, now - ending.get("time", now)))
+            return Story(state="ended", headline=f"{run} ended in order {ago} ago ({ending['event']})", last=last)
+        return Story(
+            state="gone",
+            headline=f"{run} is not running; the last words are below (go on with: tandem train {run})",
+            last=last,
+        )
+    age = max(0.0, now - signs["at"])
+    waits = tuple(_alike(signs["waits"], age))
+    story = Story(
+        state="alive",
+        headline="",
+        waits=waits,
+        chain=tuple(_chain(waits)),
+        doing=tuple((name, seconds + age) for name, seconds in signs["doing"]),
+        last=last,
+    )
+    return _judged(story, run, signs, age)
+
+
+def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> Story:
+    """The story with its state and headline."""
+    who = f"{run}: process {signs['pid']}"
+    if not alive_after(signs["pid"], signs["started"]):
+        head = f"{who} is gone without a word, {duration(age)} ago at the latest (killed, or out of memory?)"
+        return dataclasses.replace(story, state="gone", headline=f"{head}; go on with: tandem train {run}")
+    if age > STALE:
+        head = f"{who} runs but has shown no sign for {duration(age)}: something in it holds the interpreter"
+        return dataclasses.replace(story, state="stuck", headline=f"{head}; see --stacks")
+    loop = signs.get("loop")
+    if loop is not None and loop > STALE:
+        head = f"{who} runs, but its event loop has stood still for {duration(loop)}: a call that does not return"
+        return dataclasses.replace(story, state="stuck", headline=f"{head}; see --stacks")
+    if story.culprit is not None:
+        longest = story.chain[-1]
+        head = f"{who} is alive; all waits for {longest.on}, since {duration(longest.seconds)} ({longest.reason})"
+        return dataclasses.replace(story, headline=head)
+    doing = ", ".join(name.removeprefix("seconds/") for name, _ in story.doing)
+    return dataclasses.replace(
+        story, headline=f"{who} is alive and waits for nobody" + f"; it is at: {doing}" * bool(doing)
+    )
+
+
+def _signs(run: Path) -> dict[str, Json] | None:
+    """The last signs of life; None if there are none."""
+    try:
+        found = json.loads(vitals.file(run).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _alike(waits: Sequence[Mapping[str, Json]], age: float) -> Iterator[Waits]:
+    """Waits put together by owner, party and reason, longest first."""
+    piles: dict[tuple[str, str, str], list[Mapping[str, Json]]] = {}
+    for wait in waits:
+        piles.setdefault((wait["owner"], wait["on"], wait["reason"]), []).append(wait)
+    found = [
+        Waits(
+            owner=owner,
+            on=on,
+            reason=reason,
+            count=len(pile),
+            seconds=max(wait["seconds"] for wait in pile) + age,
+            left=min((w["deadline"] - w["seconds"] - age for w in pile if w["deadline"] is not None), default=None),
+        )
+        for (owner, on, reason), pile in piles.items()
+    ]
+    yield from sorted(found, key=lambda one: -one.seconds)
+
+
+def _chain(waits: Sequence[Waits]) -> Iterator[Waits]:
+    """From the longest wait along who waits for whom, to one whose party waits for nobody."""
+    at = waits[0] if waits else None
+    seen: set[str] = set()
+    while at is not None and at.owner not in seen:
+        yield at
+        seen.add(at.owner)
+        party = at.on
+        at = next((one for one in waits if one.owner not in seen and _is(party, one.owner)), None)
+
+
+def _is(party: str, owner: str) -> bool:
+    """Whether a party of a wait (``rollouts of 3 groups``) is one that waits itself (``rollouts``)."""
+    return re.search(rf"(?<!\w){re.escape(owner)}(?!\w)", party) is not None
+
+
+def _last_words(run: Path, now: float) -> Iterator[tuple[str, float | None, str]]:
+    """The last line of every part of the trainer in its log, and of every other log."""
+    last: dict[str, tuple[float | None, str]] = {}
+    for line in _tail(run / "logs" / "run.log"):
+        if match := _LINE.match(line):
+            part = ".".join(match["name"].split(".")[:2]).removeprefix("tandem.")
+            last[part] = (_ago(match["time"], now), match["text"])
+    yield from ((part, ago, text) for part, (ago, text) in sorted(last.items()))
+    for path in sorted((run / "logs").glob("*.log")):
+        lines = [line for line in _tail(path) if line.strip()]
+        if path.name != "run.log" and lines:
+            yield path.name, max(0.0, now - path.stat().st_mtime), lines[-1]
+    for event in list(_lines.read(run / "events.jsonl"))[-1:]:
+        fields = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+        yield "events", max(0.0, now - event.get("time", now)), f"{event.get('event')} {fields}".strip()
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines of a log."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _ago(stamp: str, now: float) -> float | None:
+    try:
+        return max(0.0, now - calendar.timegm(time.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return None
+
+
+def _stacks(run: Path) -> str | None:
+    """Ask for stacks, by a signal where the interpreter does not answer; the text that came, or None."""
+    path = vitals.stacks(run)
+    begin = path.stat().st_size if path.exists() else 0
+    vitals.request(run).touch()
+    if not _until(lambda: not vitals.request(run).exists()):
+        vitals.request(run).unlink(missing_ok=True)
+        signs = _signs(run)
+        if signs is None or not alive_after(signs["pid"], signs["started"]):
+            return None
+        os.kill(signs["pid"], vitals.SIGNAL)
+        _until(lambda: path.stat().st_size > begin)
+    with path.open("rb") as found:
+        found.seek(begin)
+        return found.read().decode(errors="replace").strip() or None
+
+
+def _until(done: Callable[[], bool]) -> bool:
+    """Look until something is so, for as long as there is patience."""
+    end = time.monotonic() + PATIENCE
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _print(console: Console, story: Story) -> None:
+    styles = {"alive": "green", "ended": "dim", "stuck": "red", "gone": "red"}
+    console.print(Text.assemble((story.state, styles[story.state]), "  ", (story.headline, "bold")))
+    if len(story.chain) > 1:
+        links = " \u2190 ".join([story.chain[0].owner, *(wait.on for wait in story.chain)])
+        console.print(f"  {links}", markup=False, highlight=False)
+    if story.waits:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("who waits", "for whom", "what for", "since", "deadline in"):
+            table.add_column(heading, justify="right" if heading in ("since", "deadline in") else "left")
+        for wait in story.waits:
+            who = wait.owner if wait.count == 1 else f"{wait.owner} ({wait.count})"
+            left = "never" if wait.left is None else duration(max(0.0, wait.left))
+            table.add_row(Text(who), Text(wait.on), Text(wait.reason), duration(wait.seconds), left)
+        console.print()
+        console.print(table)
+    if story.last:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("part", "", "its last word"):
+            table.add_column(heading, justify="right" if not heading else "left")
+        for part, ago, text in story.last:
+            table.add_row(Text(part), "" if ago is None else f"{duration(ago)} ago", Text(text[:300]))
+        console.print()
+        console.print(table)
+
+
+def _plain(wait: Waits) -> dict[str, Json]:
+    """As JSON; numbers that differ from call to call are cut to milliseconds."""
+    plain = dataclasses.asdict(wait)
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in plain.items()}

@@ -1,0 +1,217 @@
+"""What a run tells of its waits from outside: by its folder, and by stacks where nothing else speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem import waits
+from tandem.engines._processes import identity
+from tandem.telemetry import vitals
+from tandem.verbs import why
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.yaml").write_text("model: tiny\n")
+    return folder
+
+
+def signs(run: Path, *, at: float, loop: float = 0.1, started: str | None = None, waiting: Any = ()) -> None:
+    me = identity(os.getpid())
+    assert me is not None
+    found = {"pid": me.pid, "started": started or me.started, "at": at, "loop": loop, "waits": list(waiting)}
+    vitals.file(run).write_text(json.dumps(found | {"doing": [["seconds/wait", 1.0]]}))
+
+
+def wait(owner: str, on: str, seconds: float, deadline: float | None = None, reason: str = "something") -> Any:
+    return {"owner": owner, "on": on, "reason": reason, "seconds": seconds, "deadline": deadline}
+
+
+def test_the_chain_leads_from_the_longest_wait_to_who_delivers(run: Path) -> None:
+    waiting = [
+        wait("rollouts", "engine http://a (pid 7)", 20.0, 600.0),
+        wait("trainer", "rollouts of 4 groups", 30.0),
+        wait("rollouts", "engine http://a (pid 7)", 25.0, 600.0),
+        wait("evaluation", "graders", 1.0, 10.0),
+    ]
+    signs(run, at=100.0, waiting=waiting)
+    story = why.read(run, now=102.0)
+    assert [(one.owner, one.on, one.count) for one in story.chain] == [
+        ("trainer", "rollouts of 4 groups", 1),
+        ("rollouts", "engine http://a (pid 7)", 2),
+    ]
+    assert story.culprit == "engine http://a (pid 7)"
+    assert story.chain[1].seconds == 27.0  # the longest, and the two seconds since the sign
+    assert story.chain[1].left == 573.0
+    assert (story.state, "all waits for engine http://a (pid 7)" in story.headline) == ("alive", True)
+
+
+def test_waits_in_a_circle_are_told_once(run: Path) -> None:
+    signs(run, at=100.0, waiting=[wait("a", "b", 5.0), wait("b", "a", 4.0)])
+    story = why.read(run, now=100.0)
+    assert [one.owner for one in story.chain] == ["a", "b"]
+
+
+def test_a_party_is_a_word_of_its_own(run: Path) -> None:
+    signs(run, at=100.0, waiting=[wait("trainer", "rollouts", 5.0), wait("roll", "engine", 4.0)])
+    assert why.read(run, now=100.0).culprit == "rollouts"
+
+
+def test_states(run: Path) -> None:
+    signs(run, at=100.0)
+    assert why.read(run, now=101.0).headline.endswith("waits for nobody; it is at: wait")
+    assert why.read(run, now=100.0 + why.STALE + 1).state == "stuck"
+    signs(run, at=100.0, loop=why.STALE + 1)
+    story = why.read(run, now=100.0)
+    assert (story.state, "event loop has stood still" in story.headline) == ("stuck", True)
+    signs(run, at=100.0, started="another boot")
+    story = why.read(run, now=100.0)
+    assert (story.state, "gone without a word" in story.headline) == ("gone", True)
+
+
+def test_without_signs_the_last_event_tells(run: Path) -> None:
+    assert why.read(run, now=1.0).state == "gone"
+    (run / "events.jsonl").write_text('{"time": 5, "event": "run_started"}\n{"time": 9, "event": "run_done"}\n')
+    story = why.read(run, now=19.0)
+    assert (story.state, "ended in order 10 s ago" in story.headline) == ("ended", True)
+    (run / "events.jsonl").write_text('{"time": 5, "event": "run_done"}\n{"time": 9, "event": "resumed"}\n')
+    assert why.read(run, now=19.0).state == "gone"
+    (run / "vitals.json").write_text("{torn")
+    assert why.read(run, now=19.0).state == "gone"
+
+
+def test_last_words_of_each_part(run: Path) -> None:
+    (run / "logs" / "run.log").write_text(
+        "1970-01-01T00:00:01Z INFO    tandem.engines.vllm: first\n"
+        "1970-01-01T00:00:02Z INFO    tandem.engines._vllm_fleet: second\n"
+        "1970-01-01T00:00:03Z WARNING tandem.trainer.loop: third\n"
+        "a line of something else\n"
+    )
+    (run / "logs" / "engine-0.log").write_text("booting\nloading\n\n")
+    story = why.read(run, now=10.0)
+    words = {part: (ago, text) for part, ago, text in story.last}
+    assert words["engines"] == (8.0, "second")
+    assert words["trainer"] == (7.0, "third")
+    assert words["engine-0.log"][1] == "loading"
+
+
+def test_a_living_process_shows_its_waits_and_takes_the_file_away(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "PERIOD", 0.02)
+
+    async def scene() -> why.Story:
+        with vitals.shown(run):
+            async with waits.waiting("trainer", "a batch", on="the broker", deadline=60):
+                while not vitals.file(run).exists() or not why.read(run, now=time.time()).waits:
+                    await asyncio.sleep(0.01)
+                return why.read(run, now=time.time())
+
+    story = asyncio.run(scene())
+    assert (story.state, story.culprit) == ("alive", "the broker")
+    assert story.waits[0].left is not None and 50 < story.waits[0].left < 60
+    assert not vitals.file(run).exists()
+
+
+def test_stacks_name_where_threads_and_tasks_stand(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "PERIOD", 0.02)
+
+    async def a_hidden_place() -> None:
+        await asyncio.Event().wait()
+
+    async def scene() -> str:
+        with vitals.shown(run):
+            task = asyncio.create_task(a_hidden_place(), name="lost rollout")
+            await asyncio.sleep(0)
+            vitals.request(run).touch()
+            while vitals.request(run).exists():
+                await asyncio.sleep(0.01)
+            task.cancel()
+        return vitals.stacks(run).read_text()
+
+    text = asyncio.run(scene())
+    task = text[text.index("-- task lost rollout") :]
+    assert "a_hidden_place" in task and "Event.wait" in task
+    assert "-- thread MainThread" in text
+
+
+@contextmanager
+def process(run: Path, body: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that shows signs of life and then does ``body``; it has said "ready" when this is entered."""
+    code = f"""
+        import asyncio, ctypes, pathlib, sys, time
+        from tandem.telemetry import vitals
+        vitals.PERIOD = 0.05
+        run = pathlib.Path({str(run)!r})
+        async def main():
+            with vitals.shown(run):
+                while not vitals.file(run).exists():
+                    await asyncio.sleep(0.01)
+                print("ready", flush=True)
+                {body}
+        asyncio.run(main())
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(why, "STALE", 0.5)
+    with process(run, "time.sleep(60)"):
+        while (story := why.read(run, now=time.time())).state != "stuck":
+            time.sleep(0.05)
+        assert "event loop has stood still" in story.headline
+        found = why._stacks(run)
+    assert found is not None and "time.sleep(60)" not in found and "in main" in found
+
+
+def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(why, "STALE", 0.5)
+    monkeypatch.setattr(why, "PATIENCE", 1.0)
+    with process(run, "ctypes.PyDLL(None).usleep(60_000_000)"):  # PyDLL keeps the interpreter's lock
+        while (story := why.read(run, now=time.time())).state != "stuck":
+            time.sleep(0.05)
+        assert "holds the interpreter" in story.headline
+        found = why._stacks(run)
+    assert found is not None and "Current thread" in found and "in main" in found
+
+
+def test_a_killed_process_is_gone(run: Path) -> None:
+    with process(run, "await asyncio.sleep(60)") as child:
+        assert why.read(run, now=time.time()).state == "alive"
+        child.kill()
+        child.wait()
+        story = why.read(run, now=time.time())
+    assert (story.state, "gone without a word" in story.headline) == ("gone", True)
+
+
+def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waiting = [wait("trainer", "rollouts", 5.0), wait("rollouts", "engine [x]", 4.0, 10.0)]
+    signs(run, at=time.time(), waiting=waiting)
+    assert why.why(run, stacks=False, as_json=False) == 0
+    out = capsys.readouterr().out
+    assert "trainer ← rollouts ← engine [x]" in out
+    assert why.why(run, stacks=False, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["culprit"], found["chain"][1]["on"]) == ("engine [x]", "engine [x]")
+    signs(run, at=time.time(), started="gone")
+    assert why.why(run, stacks=True, as_json=False) == 1
