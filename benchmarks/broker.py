@@ -72,7 +72,8 @@ def rates(args: argparse.Namespace, name: str, lane: Lane) -> list[Row]:
             flood(server.address, posts[:1], lines=1, count=per_batch, seconds=60)  # warm
             flood(server.address, gets, lines=1, count=1, seconds=60)
             now = (time.perf_counter(), server.cpu())
-            putting = Apart(flood, server.address, posts, lines=SENDERS, count=args.groups, seconds=seconds)
+            most = MANY if both else args.groups  # what is served must not end with what was submitted
+            putting = Apart(flood, server.address, posts, lines=SENDERS, count=most, seconds=seconds)
             if both:
                 taking = Apart(flood, server.address, gets, lines=1, count=MANY, seconds=seconds, rate=200.0)
                 took, put = checked(taking.result(), server), checked(putting.result(), server)
@@ -174,7 +175,9 @@ def main() -> None:
     parser.add_argument("--parts", default="rates,status,memory", help="comma-separated")
     parser.add_argument("--servers", default="run-api,tandem", help="comma-separated")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement, at most")
-    parser.add_argument("--groups", type=int, default=1500, help="of a measurement of rates, at most")
+    parser.add_argument(
+        "--groups", type=int, default=1500, help="of a measurement of what is accepted and then served, at most"
+    )
     parser.add_argument("--queued", default="10,1000,100000", help="groups, comma-separated")
     parser.add_argument("--minutes", type=float, default=0.5, help="of the measurement of memory")
     parser.add_argument("--trained", type=float, default=8.0, help="groups a second, in the measurement of memory")

@@ -16,6 +16,7 @@ import aiohttp
 from tandem.broker._bodies import Limits
 from tandem.broker._keys import Keys
 from tandem.broker.app import Broker, serving
+from tandem.broker.ledger import Ledger
 from tandem.broker.records import Options
 from tandem.broker.store import Store
 
@@ -96,9 +97,16 @@ class Client:
 
 @asynccontextmanager
 async def served(
-    *, options: Options | None = None, limits: Limits | None = None, keys: Keys | None = None, **more: Any
+    *,
+    options: Options | None = None,
+    ledger: Ledger | None = None,
+    limits: Limits | None = None,
+    keys: Keys | None = None,
+    **more: Any,
 ) -> AsyncIterator[Client]:
-    broker = Broker(Store(options), limits=limits, keys=keys, **more)
+    if ledger is not None:
+        more["committed"] = ledger.committed
+    broker = Broker(Store(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
     async with serving(broker, "127.0.0.1", 0) as url, aiohttp.ClientSession(auto_decompress=False) as session:
         yield Client(url, broker, session)
 

@@ -20,6 +20,13 @@ os.environ["TQDM_DISABLE"] = "1"
 hypothesis.settings.register_profile("tandem", derandomize=True, deadline=None, print_blob=True, database=None)
 hypothesis.settings.load_profile("tandem")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share a suite must call a test by one name; an object's address is another in each."""
+    if wrong := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{wrong[0]} is named by an object's address; give its parameters ids=")
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

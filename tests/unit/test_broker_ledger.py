@@ -6,7 +6,7 @@ import importlib.util
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from tandem.broker import _payloads
+from tandem.broker._kept import Reading
 from tandem.broker.ledger import Ledger
 from tandem.broker.records import Entry, EnvSpec, Options, Run
 from tandem.errors import BrokerError
@@ -44,6 +45,11 @@ def put(
     return ledger.store.put(entry, 0.0, key=key).kind
 
 
+def loaded(entries: Sequence[Entry]) -> list[Entry]:
+    """With their bytes, wherever these are."""
+    return [replace(entry, payload=data) for entry, data in zip(entries, Reading(entries).bytes(), strict=True)]
+
+
 def on_disk(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "payloads").iterdir())
 
@@ -69,7 +75,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert put(two, "a", key="k") == "duplicate"
         found = store.take(100.0, lease=True)
         assert found is not None
-        assert found.entries == (Entry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b"),)
+        assert loaded(found.entries) == [Entry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")]
         assert store.acknowledge(batch.id, 109.0)  # its lease began anew
         assert [item.entry.id for item in store.tenants.by_id[0].buffer] == ["c"]
 
@@ -186,23 +192,21 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         Ledger.open(tmp_path, Options(), 0.0)
 
 
-@pytest.mark.parametrize("damage", ["text", "hole", "payload", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["text", "hole", "cut", "gone"])
 def test_a_damaged_ledger_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
     with ledger(tmp_path) as one:
         begun(one)
         for k in range(200):
             put(one, str(k), data=b"x" * 500)
     main, (payloads,) = tmp_path / "ledger.sqlite", [p for p in (tmp_path / "payloads").iterdir() if p.stat().st_size]
+    with ledger(tmp_path) as one:
+        put(one, "in another file")
     if damage == "text":
         main.write_text("hello " * 1000)
     elif damage == "hole":
         content = bytearray(main.read_bytes())
         content[4096 + 100 : -100] = b"\xff" * (len(content) - 4296)
         main.write_bytes(content)
-    elif damage == "payload":
-        content = bytearray(payloads.read_bytes())
-        content[700] ^= 1
-        payloads.write_bytes(content)
     elif damage == "cut":
         payloads.write_bytes(payloads.read_bytes()[:-4097])  # a file ends with up to a block of nothing
     else:
@@ -245,10 +249,11 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
         assert [item.entry.id for item in two.store.waiting] == ["kept"]
 
 
-def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Many times what is held goes through; one old group among each file's worth stays and is moved."""
     monkeypatch.setattr(_payloads, "FILE_BYTES", 10_000)
-    with ledger(tmp_path, options=Options(max_keys=100)) as one:
+    with ledger(tmp_path, options=Options(max_keys=100, memory_bytes=memory)) as one:
         begun(one)
         one.store.register_env(EnvSpec(name="e", max_token_length=8, group_size=3), 0.0)
         most = 0
@@ -258,7 +263,7 @@ def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             put(one, str(k), key=str(k), data=b"x" * 1000)
             batch = one.store.take(0.0, lease=True)
             assert batch is not None
-            assert batch.entries[0].payload is not None
+            assert len(loaded(batch.entries)[0].payload) >= 100
             one.store.acknowledge(batch.id, 0.0)
             one.settled().result(10)
             most = max(most, on_disk(tmp_path))
@@ -267,7 +272,7 @@ def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with ledger(tmp_path) as two:
         held = [item.entry for item in two.store.waiting]
         assert len(held) == 30
-        assert all(entry.payload == b"o" * 100 for entry in held)
+        assert all(entry.payload == b"o" * 100 for entry in loaded(held))
 
 
 def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -40,3 +43,16 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
             listening("127.0.0.1", port)
     with pytest.raises(BrokerError, match=r"cannot listen at no\.such\.host\.invalid"):
         listening("no.such.host.invalid", 0)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_memory_that_was_let_go_is_used_again() -> None:
+    """Faults are pages that the system had to find and clear: twenty bodies are five thousand of them each time."""
+    code = (
+        "import resource\nfrom tandem.verbs.serve_broker import _keep_memory\n_keep_memory()\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def bodies(): [bytearray(1 << 20) for _ in range(20)]\n"
+        "bodies()\nbefore = faults()\nfor _ in range(20): bodies()\nprint(faults() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 5_000

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.broker import formation
+from tandem.broker._kept import Reading
 from tandem.broker.ledger import Ledger
 from tandem.broker.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
 from tandem.broker.store import Store
@@ -62,11 +63,13 @@ def status_by_hand(store: Store, env_id: int) -> EnvStatus:
 class Promises(RuleBasedStateMachine):
     """``self.held`` are accepted and neither trained nor dropped; ``self.served`` is what each batch held."""
 
-    @initialize(batch_size=RUNS)
-    def begin(self, batch_size: int) -> None:
+    @initialize(batch_size=RUNS, in_memory=st.sampled_from([0, 3]))
+    def begin(self, batch_size: int, in_memory: int) -> None:
+        """``in_memory``: groups that may be in memory; the others are read back from the disk."""
         self.folder = Path(tempfile.mkdtemp())
+        self.options = replace(OPTIONS, memory_bytes=in_memory * 9)
         self.now = 1000.0
-        self.ledger = Ledger.open(self.folder, OPTIONS, self.now)
+        self.ledger = Ledger.open(self.folder, self.options, self.now)
         self.store = self.ledger.store
         self.held: dict[str, int] = {}
         self.trained: set[str] = set()
@@ -175,6 +178,7 @@ class Promises(RuleBasedStateMachine):
         before = {item.entry.id: (item, item.state) for item in self.waiting}
         returned = self.store.returned
         batch = self.store.take(self.now, lease=lease, trainer=trainer)
+        self.ledger.settled().result(30)
         assert self.store.run is not None
         total, needs = self.store.run.batch_size, self.store.tenants.needs()
         if batch is None:
@@ -185,7 +189,7 @@ class Promises(RuleBasedStateMachine):
         assert set(names) <= set(before)
         assert set(names) <= set(self.held)
         assert sum(entry.size for entry in batch.entries) == total
-        assert [entry.payload for entry in batch.entries] == [name.encode().ljust(9) for name in names]
+        assert Reading(batch.entries).bytes() == [name.encode().ljust(9) for name in names]
         self.step += not returned
         assert batch.step == self.store.step == self.step
         self.served[batch.id] = names
@@ -277,7 +281,7 @@ class Promises(RuleBasedStateMachine):
         plain = sum(lease.seconds is None for lease in self.store.leases.out.values())
         places = {(item.order, item.state) for item in self.waiting}
         self.ledger.close()
-        self.ledger = Ledger.open(self.folder, OPTIONS, self.now)
+        self.ledger = Ledger.open(self.folder, self.options, self.now)
         self.store = self.ledger.store
         after = self.store.status(self.now)
         assert (after.step, after.run, after.started) == (before.step, before.run, before.started)
@@ -329,6 +333,11 @@ class Promises(RuleBasedStateMachine):
     def memory_is_bounded(self) -> None:
         if not hasattr(self, "store"):
             return
+        self.ledger.settled().result(30)
+        out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
+        held = [item.entry.payload for item in self.waiting + [item for item in out if item.state == "leased"]]
+        in_memory = sum(payload.data is not None for payload in held)
+        assert self.ledger.memory.bytes == 9 * in_memory <= self.options.memory_bytes
         tenants = len(self.store.tenants.by_id) + 1
         assert self.store.waiting.groups <= OPTIONS.max_groups + tenants * 8
         assert len(self.store.seen) <= OPTIONS.max_keys + 1

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
 
 from tandem.broker._lax import refuse
+from tandem.broker._zlib import BROKEN, gunzip
 from tandem.broker.wire import Encoding
 
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 20
 """Bodies up to this are decoded on the event loop, which takes milliseconds; larger ones in a thread."""
-INLINE_GZIP_BYTES = 1 << 18
-"""The same for bodies as compressed, which are inflated to INLINE_BYTES at most on the event loop."""
+INLINE_GZIP_BYTES = 1 << 14
+"""Bodies up to this as compressed are inflated on the event loop, to INLINE_BYTES at most; larger ones in a thread."""
 JSON_TYPES = ("application/json", "text/json")
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
@@ -94,17 +95,19 @@ class Bodies:
         if size is not None and size > self.limits.body_bytes:
             raise self._too_large(size)
         with self._reserved(size or INLINE_BYTES):
-            data = await self._collected(request)
+            data = await (self._collected(request) if size is None or size > INLINE_BYTES else self._whole(request))
+            self.received += len(data)
             if not data:
                 raise refuse("missing", (), "Field required", None)
             encoding = _encoding(request, data)
-            if not coding.endswith("gzip"):
-                if len(data) <= INLINE_BYTES:
-                    return parse(data, encoding)
-                return await self._threaded(lambda: parse(data, encoding))
-            if len(data) <= INLINE_GZIP_BYTES and (plain := _inflated_inline(data)) is not None:
+            plain: bytes | None = data
+            if coding.endswith("gzip"):
+                plain = _inflated_inline(data) if len(data) <= INLINE_GZIP_BYTES else None
+            if plain is None:  # a thread that inflates does not hold the interpreter
+                plain = await self._threaded(partial(self._inflated, data))
+            if len(plain) <= INLINE_BYTES:
                 return parse(plain, encoding)
-            return await self._threaded(lambda: parse(self._inflated(data), encoding))
+            return await self._threaded(partial(parse, plain, encoding))
 
     def close(self) -> None:
         """End the threads."""
@@ -113,6 +116,21 @@ class Bodies:
     async def _threaded(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def _whole(self, request: web.Request) -> bytes:
+        """A body that fits into what a connection may have unread: taken all at once, which wakes and copies once."""
+        content = request.content
+        while not content.is_eof():
+            if error := content.exception():
+                raise error
+            before = content.total_bytes
+            try:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    await content.wait_eof()
+            except TimeoutError:
+                if content.total_bytes == before:
+                    raise self._idle() from None
+        return content.read_nowait()
+
     async def _collected(self, request: web.Request) -> bytes:
         chunks, size = [], 0
         while True:
@@ -120,14 +138,13 @@ class Bodies:
                 async with asyncio.timeout(self.limits.idle_seconds):
                     chunk = await request.content.readany()
             except TimeoutError:
-                raise Answer(408, f"nothing of the body came for {self.limits.idle_seconds:g} s") from None
+                raise self._idle() from None
             if not chunk:
                 break
             chunks.append(chunk)
             size += len(chunk)
             if size > self.limits.body_bytes:
                 raise self._too_large(size)
-        self.received += size
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @contextmanager
@@ -145,10 +162,10 @@ class Bodies:
         most = min(self.limits.body_bytes, max(INLINE_BYTES, len(data) * self.limits.inflation))
         parts, size = [], 0
         while data:
-            stream = zlib.decompressobj(31)
+            stream = gunzip()
             try:
                 part = stream.decompress(data, most - size + 1)
-            except zlib.error:
+            except BROKEN:
                 raise _bad_gzip() from None
             size += len(part)
             if size > most:
@@ -158,6 +175,9 @@ class Bodies:
             parts.append(part)
             data = stream.unused_data.lstrip(b"\0")
         return b"".join(parts)
+
+    def _idle(self) -> Answer:
+        return Answer(408, f"nothing of the body came for {self.limits.idle_seconds:g} s")
 
     def _too_large(self, size: int) -> Answer:
         return Answer(413, f"a body of {size} bytes; at most {self.limits.body_bytes} are taken")
@@ -170,10 +190,10 @@ def _bad_gzip() -> Answer:
 
 def _inflated_inline(data: bytes) -> bytes | None:
     """A small gzip body's bytes; None if it has more to give, or anything about it is unusual."""
-    stream = zlib.decompressobj(31)
+    stream = gunzip()
     try:
         plain = stream.decompress(data, INLINE_BYTES)
-    except zlib.error:
+    except BROKEN:
         raise _bad_gzip() from None
     return plain if stream.eof and not stream.unused_data else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tandem.broker.records import Report
 
@@ -57,6 +58,14 @@ class Meter:
         if found is None:
             found = self.latency[path] = Histogram(LATENCIES)
         found.add(seconds)
+
+    def detail(self) -> dict[str, Any]:
+        """What was served and refused, as plain data."""
+        return {
+            "served": {"batches": self.served_batches, "groups": self.served_groups, "bytes": self.served_bytes},
+            "lag": {"bounds": self.lag.bounds, "counts": self.lag.counts},
+            "refused": dict(self.refused),
+        }
 
     def prometheus(self, report: Report, received: int) -> str:
         """Everything in Prometheus' text format.

@@ -1,8 +1,8 @@
 """Payloads in files that only grow: the bytes are written once, and a file goes when nothing in it is needed.
 
 Blobs within SQLite are written twice (log, then table) and take four times the processor time for groups of 260 KB.
-Files are written past the system's cache where it lets us (O_DIRECT): nothing there is read again before a restart, and
-filling pages that nobody reads costs several times what handing the bytes to the disk does.
+Files are written past the system's cache where it lets us (O_DIRECT): most of it is never read again, and filling pages
+that nobody reads costs several times what handing the bytes to the disk does.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
+from tandem.broker._zlib import crc32
 from tandem.errors import BrokerError
 
 BLOCK = 4096
@@ -74,7 +75,7 @@ class Payloads:
                 self._flush()
                 self._begin()
                 filled = 0
-            places.append(Place(self.current, self._sizes[self.current] + filled, len(payload), zlib.crc32(payload)))
+            places.append(Place(self.current, self._sizes[self.current] + filled, len(payload), crc32(payload)))
             view = memoryview(payload)
             while view:
                 taken = view[: BUFFER_BYTES - filled]
@@ -101,21 +102,80 @@ class Payloads:
         assert self._handle is not None
         os.fdatasync(self._handle)
 
-    def read(self, place: Place) -> bytes:
-        """The bytes.
+    def opened(self, place: Place) -> FileIO:
+        """The file of a place; it can be read even if it is given back meanwhile.
+
+        Raises:
+            FileNotFoundError: it was given back.
+            BrokerError: it cannot be opened.
+        """
+        path = self._path(place.file)
+        try:
+            return FileIO(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise BrokerError(f"{path} cannot be read: {error.strerror}") from error
+
+    def checked(self, file: FileIO, place: Place) -> bytes:
+        """The bytes at a place of an opened file. Any thread may ask.
 
         Raises:
             BrokerError: they are not what was written.
         """
-        path = self._path(place.file)
-        payload = b""
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                payload = file.read(place.length)
-        if len(payload) != place.length or zlib.crc32(payload) != place.checksum:
-            raise BrokerError(f"{path} is damaged or missing at byte {place.offset}; give another folder")
+        payload = self._there(file, place)
+        if crc32(payload) != place.checksum:
+            raise self.damaged(place)
         return payload
+
+    def read(self, place: Place) -> bytes:
+        """The bytes at a place that is in use.
+
+        Raises:
+            BrokerError: they are not what was written.
+        """
+        with self.opened(place) as file:
+            return self.checked(file, place)
+
+    def moved(self, places: Sequence[Place]) -> Iterator[Place]:
+        """Copy payloads to the newest file; gives their new places in order. Damage stays as it is, and is told later.
+
+        Raises:
+            BrokerError: one cannot be read at all.
+        """
+        found = []
+        for place in places:
+            with self.opened(place) as file:
+                found.append(self._there(file, place))
+        copies = self.append(found)
+        return (copy._replace(checksum=place.checksum) for copy, place in zip(copies, places, strict=True))
+
+    def _there(self, file: FileIO, place: Place) -> bytes:
+        try:
+            payload = os.pread(file.fileno(), place.length, place.offset)
+        except OSError:
+            payload = b""
+        if len(payload) != place.length:
+            raise self.damaged(place)
+        return payload
+
+    def known(self, place: Place) -> Place:
+        """A place that an earlier process noted; its bytes are looked at when they are asked for.
+
+        Raises:
+            BrokerError: there can be no such bytes.
+        """
+        if place.offset + place.length > self._sizes.get(place.file, 0):
+            raise self.damaged(place)
+        self.use(place.file, place.length)
+        return place
+
+    def damaged(self, place: Place) -> BrokerError:
+        """What to say of a place that does not hold what was written there."""
+        return BrokerError(
+            f"{self._path(place.file)} is damaged or missing at byte {place.offset}: put the file back as it was, or "
+            "give up what is queued (another folder, or GET /reset_data)"
+        )
 
     def use(self, file: int, length: int) -> None:
         """So many bytes more of a file are needed; negative: fewer."""

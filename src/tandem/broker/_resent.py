@@ -11,6 +11,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tandem.broker._kept import Reading
 from tandem.broker.records import Entry
 
 SECONDS = 60.0
@@ -36,10 +37,16 @@ class Resent:
             self._at.popitem(last=False)
 
     def restored(self, entries: Iterable[Entry], now: float) -> None:
-        """An earlier process had accepted these."""
+        """An earlier process had accepted these.
+
+        Raises:
+            BrokerError: what is on disk of them is not what was written.
+        """
         held = list(entries)
         last = max((entry.received for entry in held), default=0.0)
-        self.note((entry.payload for entry in held if entry.received >= last - BEFORE_END), now)
+        for entry in held:
+            if entry.received >= last - BEFORE_END:
+                self.note(Reading([entry]).bytes(), now)
 
     def among(self, payloads: Sequence[bytes], now: float) -> dict[int, bytes]:
         """Which of these are repetitions: by their places, names to ``forget`` them by."""

@@ -18,6 +18,8 @@ REAL_DIGITS = 31
 
 _ZERO, _NINE, _COMMA, _MINUS, _E = (np.uint8(ord(sign)) for sign in "09,-e")
 
+_FULL = np.uint64(0x0101010101010101)  # eight flags that are set
+
 Flags = npt.NDArray[np.bool_]
 
 
@@ -38,16 +40,21 @@ def rows(data: bytes, *, reals: bool, negative: bool = True) -> list[range] | No
     if b'"' in data or (not reals and b"." in data) or (not negative and b"-" in data):
         return None
     codes = np.frombuffer(data, np.uint8)
-    words = np.count_nonzero(codes > _NINE) - 2 * len(bounds) - 2  # letters, and brackets and braces within rows
-    if words and not (reals and words == _small_exponents(codes)):
+    signs = codes > _NINE
+    words = np.count_nonzero(signs) - 2 * len(bounds) - 2  # letters, and brackets and braces within rows
+    if words and not (reals and words == _small_exponents(codes, signs)):
         return None
     digit = (codes - _ZERO) <= _NINE - _ZERO  # what is below "0" wraps round
-    if _has_run(digit, (REAL_DIGITS if reals else INT_DIGITS) + 1):
+    if reals:
+        if _has_full_words(digit) and _has_run(digit, REAL_DIGITS + 1):
+            return None
+    elif _has_run(digit, INT_DIGITS + 1):
         return None
     comma = codes == _COMMA
+    counts = [int(np.count_nonzero(comma[begin:end])) for begin, end in bounds]
     return [
-        range(int(np.count_nonzero(comma[begin:end])) + 1 if data[begin:end].strip(b" ") else 0)
-        for begin, end in bounds
+        range(count + 1 if count or data[begin:end].strip(b" ") else 0)
+        for count, (begin, end) in zip(counts, bounds, strict=True)
     ]
 
 
@@ -66,9 +73,16 @@ def _bounds(data: bytes) -> list[tuple[int, int]] | None:
     return found if data[place:].strip(b" ") == b"]" else None
 
 
-def _small_exponents(codes: npt.NDArray[np.uint8]) -> int:
-    """How many times ``e-`` is there."""
-    return int(np.count_nonzero((codes[:-1] == _E) & (codes[1:] == _MINUS)))
+def _small_exponents(codes: npt.NDArray[np.uint8], signs: Flags) -> int:
+    """How many times ``e-`` is there, looked for where ``signs`` are, of which the last ends the value."""
+    places = np.flatnonzero(signs)[:-1]
+    return int(np.count_nonzero((codes[places] == _E) & (codes[places + 1] == _MINUS)))
+
+
+def _has_full_words(flags: Flags) -> bool:
+    """False if no 31 flags in a row are set: of those three words of eight flags would be full, side by side."""
+    full = flags[: flags.size // 8 * 8].view(np.uint64) == _FULL
+    return bool((full[:-2] & full[1:-1] & full[2:]).any())
 
 
 def _has_run(flags: Flags, length: int) -> bool:

@@ -23,6 +23,7 @@ from tandem import __version__
 from tandem.broker import _openapi, wire
 from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
 from tandem.broker._bodies import Answer, Bodies, Limits, wants
+from tandem.broker._kept import read
 from tandem.broker._keys import Keys, Role
 from tandem.broker._lax import Malformed
 from tandem.broker._listen import BACKLOG, listening
@@ -277,11 +278,16 @@ class Broker:
             policy=number(request, "policy", int),
             max_lag=number(request, "max_lag", int),
         )
-        await self._committed()
         encoding = wants(request)
         if batch is None:
+            await self._committed()
             return encoded(wire.write_batch(None, encoding), encoding)
-        payloads = [wire.recode(entry.payload, encoding) for entry in batch.entries]
+        try:
+            payloads = [wire.recode(payload, encoding) for payload in await read(batch.entries)]
+        except BaseException:
+            self.store.release(batch.id, self._clock())
+            raise
+        await self._committed()
         body = wire.write_batch(payloads, encoding, None if leased is None else lease(batch))
         response = await compressed(request, encoded(body, encoding))
         response.headers["Tandem"] = __version__
@@ -340,14 +346,8 @@ class Broker:
             "now": now,
             "uptime": now - self._started,
             "polled": self._polled,
-            "served": {
-                "batches": self.meter.served_batches,
-                "groups": self.meter.served_groups,
-                "bytes": self.meter.served_bytes,
-            },
+            **self.meter.detail(),
             "received_bytes": self.bodies.received,
-            "lag": {"bounds": self.meter.lag.bounds, "counts": self.meter.lag.counts},
-            "refused": dict(self.meter.refused),
             "version": __version__,
         }
 
@@ -356,11 +356,11 @@ class Broker:
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
-        entry = self.store.latest
-        if entry is None:
+        if self.store.latest is None:
             return told(request, EMPTY_EXAMPLE)
         encoding = wants(request)
-        return await compressed(request, encoded(wire.recode(entry.payload, encoding), encoding))
+        (payload,) = await read([self.store.latest])
+        return await compressed(request, encoded(wire.recode(payload, encoding), encoding))
 
     async def _reset(self, request: web.Request) -> web.StreamResponse:
         self.store.reset(self._clock())

@@ -2,7 +2,8 @@
 
 A folder with ``ledger.sqlite`` (WAL; who, where, which state) and payload files (``_payloads``). One thread writes: all
 that was told while it wrote the last time goes into one transaction, so many submissions share one flush of the disk.
-An answer may leave when ``settled`` says that what it promises is down.
+An answer may leave when ``settled`` says that what it promises is down. Payloads that are on disk leave memory once
+there is much of them (``_kept``).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem.broker._kept import Kept, Memory
 from tandem.broker._payloads import Payloads, Place
 from tandem.broker.records import Entry, Options, State
 from tandem.broker.restore import restore
@@ -40,7 +43,8 @@ TRIM_EVERY = 500
 """Transactions between two removals of keys that are too old or too many."""
 
 Told = tuple[Any, ...]
-"""("added", order, entry, state, key, now) | ("moved", orders, state, batch) | ("noted", name, value) | ("cleared",)"""
+"""Its first word is the kind: ("added", order, kept, entry, state, key, now), ("moved", orders, state, batch),
+("noted", name, value) or ("cleared",)."""
 
 
 class Ledger:
@@ -53,6 +57,8 @@ class Ledger:
         self._lock = _locked(folder)
         self._database = _database(folder / "ledger.sqlite")
         self._payloads = Payloads(folder / "payloads")
+        self.memory = Memory(options.memory_bytes)
+        """Where payloads are."""
         self._turn = threading.Condition()
         self._told: list[Told] = []
         self._promise: Future[None] = _promise()
@@ -114,9 +120,11 @@ class Ledger:
 
     # --- what the store tells ---
 
-    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> None:
+    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> Kept:
         """An entry was accepted."""
-        self._tell(("added", order, entry, state, key, now))
+        kept = Kept(self._payloads, entry.payload)
+        self._tell(("added", order, kept, entry, state, key, now))
+        return kept
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
         """Entries changed state; trained and dropped ones leave the ledger."""
@@ -151,6 +159,7 @@ class Ledger:
             except Exception as error:
                 self._fail(promise, error)
                 return
+            del told  # and with it payloads that leave memory
             promise.set_result(None)
 
     def _fail(self, promise: Future[None], error: Exception) -> None:
@@ -165,7 +174,7 @@ class Ledger:
             self._promise.set_exception(failed)
 
     def _write(self, told: list[Told]) -> None:
-        places = self._payloads.append([entry[2].payload for entry in told if entry[0] == "added"])
+        places = self._payloads.append([one[2].data for one in told if one[0] == "added"])
         with self._transaction() as database:
             for kind, *rest in told:
                 if kind == "added":
@@ -178,6 +187,7 @@ class Ledger:
                     for table in ("entries", "facts", "keys"):
                         database.execute(f"DELETE FROM {table}")
                     self._payloads.used.clear()
+                    self.memory.clear()
             self.transactions += 1
             if self.transactions % TRIM_EVERY == 0:
                 self._trim(database)
@@ -189,6 +199,7 @@ class Ledger:
         database: sqlite3.Connection,
         place: Place,
         order: int,
+        kept: Kept,
         entry: Entry,
         state: State,
         key: str | None,
@@ -197,6 +208,7 @@ class Ledger:
         row = (order, entry.id, entry.env, entry.size, entry.version, entry.received, state)
         database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?)", (*row, *place))
         self._payloads.use(place.file, place.length)
+        self.memory.written(order, kept, place)
         if key is not None:
             database.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, now))
 
@@ -206,6 +218,7 @@ class Ledger:
                 gone = database.execute("DELETE FROM entries WHERE place = ? RETURNING file, length", (order,))
                 for file, length in gone.fetchall():
                     self._payloads.use(file, -length)
+                    self.memory.gone(order)
             else:
                 database.execute("UPDATE entries SET state = ?, batch = ? WHERE place = ?", (state, batch, order))
 
@@ -216,11 +229,12 @@ class Ledger:
             return
         columns = "SELECT place, file, offset, length, checksum FROM entries WHERE file = ?"
         rows = database.execute(columns, (sparsest,)).fetchall()
-        places = self._payloads.append([self._payloads.read(Place(*place)) for _, *place in rows])
+        places = self._payloads.moved([Place(*place) for _, *place in rows])
         for (order, *_), place in zip(rows, places, strict=True):
             database.execute("UPDATE entries SET file = ?, offset = ? WHERE place = ?", (*place[:2], order))
             self._payloads.use(sparsest, -place.length)
             self._payloads.use(place.file, place.length)
+            self.memory.moved(order, place)
 
     def _trim(self, database: sqlite3.Connection) -> None:
         database.execute(
@@ -250,12 +264,14 @@ class Ledger:
         )
         rows = []
         for order, name, env, size, version, received, state, batch, *place in self._database.execute(columns):
-            payload = self._payloads.read(Place(*place))
-            self._payloads.use(place[0], len(payload))
-            entry = Entry(id=name, env=env, size=size, version=version, received=received, payload=payload)
+            kept = Kept(self._payloads, place=self._payloads.known(Place(*place)))
+            self.memory.restored(order, kept)
+            entry = Entry(id=name, env=env, size=size, version=version, received=received, payload=kept)
             rows.append((order, entry, state, batch))
         self._payloads.remove_unused()
         restore(self.store, facts, rows, keys, now)
+        if latest := self.store.latest:  # an example that may be asked for when it is no longer held
+            self.store.waiting.latest = replace(latest, payload=self._payloads.read(latest.payload.place))
 
     def _let_go(self) -> None:
         self._payloads.close()

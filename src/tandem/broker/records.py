@@ -6,7 +6,7 @@ rollout, a *group* holds several sequences of one prompt, a *batch* is groups of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -35,7 +35,9 @@ class Options:
     max_groups: int = 200_000
     """Most groups held (buffered, queued and leased) before submissions are put off."""
     max_bytes: int = 2 << 30
-    """Most payload bytes held before submissions are put off."""
+    """Most payload bytes held before submissions are put off: in memory, or with a ledger on disk."""
+    memory_bytes: int = 64 << 20
+    """Most payload bytes that a ledger has in memory beside the disk, so that they need not be read again."""
     max_env_groups: int = 150_000
     """Most groups held of one environment; anonymous submissions count as one environment."""
     max_env_bytes: int = 1 << 30
@@ -137,12 +139,12 @@ class Entry:
     received: float = 0.0
     """When it arrived, seconds of the caller's clock."""
     payload: Any
-    """Opaque. With a ledger it must be bytes."""
+    """Opaque, and a store's journal may put something in its place. With a ledger it must be bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the payload; 0 if it is no bytes object."""
-        return len(self.payload) if isinstance(self.payload, bytes | bytearray | memoryview) else 0
+        """Bytes of the payload; 0 if it has no length."""
+        return len(self.payload) if isinstance(self.payload, Sized) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +253,12 @@ class Report:
 class Journal(Protocol):
     """Where a store writes what must survive; it is told in order and may write later, together."""
 
-    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> None:
-        """An entry was accepted at place ``order`` of the arrival order."""
+    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> Any:
+        """An entry was accepted at place ``order`` of the arrival order.
+
+        Returns:
+            What stands for its payload from now on.
+        """
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
         """Entries changed state; trained and dropped ones will not be asked for again."""
@@ -267,8 +273,9 @@ class Journal(Protocol):
 class NoJournal:
     """Forgets everything: a store that lives as long as its process."""
 
-    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> None:
-        """Nothing is kept."""
+    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> Any:
+        """Nothing is kept but the payload as it is."""
+        return entry.payload
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
         """Nothing is kept."""

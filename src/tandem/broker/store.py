@@ -327,7 +327,7 @@ class Store:
         self.order += 1
         self.waiting.hold(item)
         moved = [one.order for one in self.waiting.put(item) if one is not item]
-        self.journal.added(item.order, entry, item.state, key, now)
+        item.entry = replace(entry, payload=self.journal.added(item.order, entry, item.state, key, now))
         if moved:
             self.journal.moved(moved, "queued", None)
         if key is not None:

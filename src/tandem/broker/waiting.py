@@ -20,7 +20,7 @@ class Waiting:
         self.bytes = 0
         self.latest: Entry | None = None
         """The group that entered a queue last."""
-        self._latest = 0
+        self._latest = -1
         self._journal = journal
         self._options = options
         self._change = 0
@@ -106,7 +106,7 @@ class Waiting:
             item.state, item.batch = "queued", None
             item.tenant.queue.insert(item)
             self.tenants.queued(item, 1)
-            if item.order >= self._latest:
+            if item.order > self._latest:
                 self._latest, self.latest = item.order, item.entry
         self._change += 1
 

@@ -292,7 +292,8 @@ def _skimmed(body: bytes) -> Submission | None:
 
 def _object(values: Mapping[str, bytes]) -> bytes:
     """A JSON object of values that are JSON already."""
-    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in values.items())
+    parts = [part for name, value in values.items() for part in (b',"%b":' % name.encode(), value)]
+    return b"".join((b"{", parts[0][1:], *parts[1:], b"}"))
 
 
 def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:

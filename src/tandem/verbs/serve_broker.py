@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
@@ -27,6 +28,8 @@ KEY = "TANDEM_BROKER_KEY"
 """Environment variable with the trainer's key."""
 ENV_KEY = "TANDEM_BROKER_ENV_KEY"
 """Environment variable with the environments' key."""
+KEEP_BYTES = 32 << 20
+"""Blocks of memory up to this size come from what the process has already; glibc takes no more than this."""
 LOOPBACK = ("127.", "localhost", "::1")
 """How addresses begin that this machine alone can reach."""
 
@@ -48,6 +51,7 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
+    _keep_memory()
     keys = _keys()
     if data is not None:
         _writable(data)
@@ -62,6 +66,20 @@ def _is_ours(record: logging.LogRecord) -> bool:
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+def _keep_memory() -> None:
+    """Use memory again that was let go, instead of giving it back and asking the system for the next body's.
+
+    glibc gives blocks of a body's size back at once, and the system clears every page that it hands out: on the
+    measured machine that took 0.7 ms for each group of 275 KB, as long as everything else that is done to it. Other
+    C libraries have no such call, or ignore it.
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, KEEP_BYTES)
+        libc.mallopt(trim_threshold, 2 * KEEP_BYTES)
 
 
 async def _serve(
