@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
@@ -108,11 +109,21 @@ def import_object(path: str) -> Any:
     return thing
 
 
+def search(folder: Path) -> None:
+    """Import modules from this folder too, after all others: nothing in it hides a library."""
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.append(path)
+
+
 def _import_failure(path: str, module_name: str, error: Exception) -> str:
     """What to tell somebody whose import path failed."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and (module_name + ".").startswith(f"{missing}."):
-        return f"cannot import {path}: there is no module {missing!r} in {os.getcwd()} nor among installed packages"
+        return (
+            f"cannot import {path}: there is no module {missing!r} in {os.getcwd()} nor among installed packages; "
+            "name its folder in PYTHONPATH"
+        )
     frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""

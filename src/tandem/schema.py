@@ -16,6 +16,8 @@ from tandem.recipe.encode import plain_value
 from tandem.types import Json
 
 _OUTSIDE = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$", "description": "A part of your own: pkg.module:Name."}
+_PATH = r"^[\w.]+[:.][\w.]+$"
+"""An import path as the name of a reward: with a colon, or with dots alone."""
 _WEIGHT = {"type": "number", "description": resolve.field_docs(RewardSpec)["weight"]}
 _PLAIN: dict[Any, dict[str, Json]] = {
     str: {"type": "string"},
@@ -75,7 +77,9 @@ def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
         return {"type": "array", "items": {"$ref": f"#/$defs/{slot}"}}
     default = field.metadata.get("default")
     if default is None:
-        one = {"$ref": f"#/$defs/{slot}"}
+        one: dict[str, Json] = {"$ref": f"#/$defs/{slot}"}
+        if slot == "rewards":  # entries of that slot have a name, so that a part's own reward is its only bare kind
+            one = {"anyOf": [{"enum": resolve.names(slot)}, one]}
         return {"anyOf": [one, _PLAIN[type(None)]]} if field.default is None else one
     without_kind = _dataclass(resolve.find(slot, default))
     return {"anyOf": [{"$ref": f"#/$defs/{slot}"}, without_kind], "default": default}
@@ -107,14 +111,15 @@ def _weighted(slot: str) -> dict[str, Json]:
     return {
         "type": "object",
         "properties": {kind: {"anyOf": [_WEIGHT, options, by_kind]} for kind, options in entries.items()},
-        "patternProperties": {_OUTSIDE["pattern"]: {"anyOf": [_WEIGHT, function]}},
+        "patternProperties": {_PATH: {"anyOf": [_WEIGHT, function]}},
         "additionalProperties": by_kind,
     }
 
 
 def _by_kind(slot: str) -> dict[str, Json]:
     """Weight, kind and options of a part whose name says nothing."""
-    own = {"type": "object", "properties": {"kind": _OUTSIDE, "weight": _WEIGHT}, "required": ["kind"]}
+    path = {**_OUTSIDE, "pattern": _PATH}
+    own = {"type": "object", "properties": {"kind": path, "weight": _WEIGHT}, "required": ["kind"]}
     kinds = resolve.names(slot)
     return {"oneOf": [*(_with_weight(_with_kind(kind, _dataclass(resolve.find(slot, kind)))) for kind in kinds), own]}
 

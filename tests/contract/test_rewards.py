@@ -16,6 +16,7 @@ import pytest
 
 import tandem.rewards
 from tandem.rewards.base import Reward
+from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Message, Task
 
@@ -28,9 +29,11 @@ CHAIN_SUM = {
 }
 
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
+    "cosine_length": ({"accuracy": Number(), "max_tokens": 8}, "7", {}, "7"),
     "countdown": ({}, "(3 + 5) * 8", {"numbers": [3, 5, 8], "target": 64}, "<answer>(3 + 5) * 8</answer>"),
     "exact": ({}, "Paris", {}, "Paris"),
     "format": ({"tags": ("think", "answer")}, "", {}, "<think>hm</think><answer>7</answer>"),
+    "function": ({"path": "tandem.rewards.repetition.Repetition"}, "", {}, "7"),
     "length": ({"target": 4}, "", {}, "7"),
     "math_verify": ({"timeout": 1}, "#### 18", {}, "So 9 + 9 = 18.\n#### 18"),
     "number": ({}, "18", {}, "It is 18."),
@@ -39,6 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "repetition": ({}, "", {}, "7"),
 }
 """Options, gold answer, meta and gold reply, by file name."""
+
+APART: dict[str, dict[str, Any]] = {
+    "judge": {"url": "http://127.0.0.1:9/v1", "model": "m"},
+    "reward_model": {"model": "nowhere"},
+}
+"""Options of rewards that need a server or a model; tests/unit has one for each."""
 
 REPLIES = [
     "",
@@ -76,7 +85,7 @@ def part(kind: str) -> type[Any]:
     return public[0]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind for kind in KINDS if kind not in APART])
 def kind(request: pytest.FixtureRequest) -> str:
     assert request.param in CASES, f"add a case of {request.param} to CASES"
     return str(request.param)
@@ -100,6 +109,11 @@ def test_pickles_and_is_frozen(reward: Reward) -> None:
     assert pickle.loads(pickle.dumps(reward)) == reward
     with pytest.raises(dataclasses.FrozenInstanceError):
         reward.anything = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", sorted(APART))
+def test_those_apart_pickle_and_are_frozen_too(kind: str) -> None:
+    test_pickles_and_is_frozen(part(kind)(**APART[kind]))
 
 
 def test_gold_reply_gets_full_marks(kind: str, reward: Reward, task: Task) -> None:

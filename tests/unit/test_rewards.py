@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 import threading
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError, RewardError
+from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.countdown import Countdown
 from tandem.rewards.exact import Exact
 from tandem.rewards.format import Format
@@ -18,6 +21,7 @@ from tandem.rewards.number import Number
 from tandem.rewards.overlong import Overlong
 from tandem.rewards.reasoning_gym import ReasoningGym
 from tandem.rewards.repetition import Repetition
+from tandem.rewards.reward_model import RewardModel
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 
@@ -184,12 +188,80 @@ def test_repetition(reply: str, value: float) -> None:
     assert Repetition()(said(reply)) == pytest.approx(value)
 
 
+MS_SWIFT = r"(?s)^<think>.*?</think>\s*<answer>.*?</answer>\Z"
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("Well: <think>a</think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>c</answer> done", 0.0),
+        ("<think>a</think> so <answer>c</answer>", 0.0),
+        ("<answer>c</answer>", 0.0),
+    ],
+)
+def test_format_pattern_of_ms_swift(reply: str, value: float) -> None:
+    its_own = re.match(r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", reply, re.DOTALL | re.MULTILINE)
+    assert Format(pattern=MS_SWIFT)(said(reply)) == value == float(its_own is not None)
+
+
+def ms_swift_cosine(tokens: int, longest: int, right: bool, values: tuple[float, float, float, float]) -> float:
+    """The formula as that project has it: what it calls smallest and largest is swapped."""
+    right_short, right_long, wrong_short, wrong_long = values
+    smallest, largest = (right_long, right_short) if right else (wrong_long, wrong_short)
+    return largest - (largest - smallest) * (1 - math.cos(tokens * math.pi / longest)) / 2
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 50, 99, 100])
+@pytest.mark.parametrize("values", [(1.0, 0.5, -0.5, 0.0), (2.0, 1.0, -10.0, -5.0)])
+def test_cosine_length_is_ms_swifts(tokens: int, right: bool, values: tuple[float, float, float, float]) -> None:
+    names = ("right_short", "right_long", "wrong_short", "wrong_long")
+    reward = CosineLength(accuracy=Number(), max_tokens=100, **dict(zip(names, values, strict=True)))
+    got = reward(said("7" if right else "8", answer="7", tokens=tokens))
+    assert got == pytest.approx(ms_swift_cosine(tokens, 100, right, values), abs=1e-12)
+
+
+def test_cosine_length_ends() -> None:
+    """By hand: the defaults run from 1 to 0.5 if right, from -0.5 to 0 if wrong, half-way in the middle."""
+    reward = CosineLength(accuracy=Number(), max_tokens=100)
+    assert [reward(said("7", answer="7", tokens=n)) for n in (0, 50, 100, 200)] == pytest.approx([1, 0.75, 0.5, 0.5])
+    assert [reward(said("8", answer="7", tokens=n)) for n in (0, 50, 100, 200)] == pytest.approx([-0.5, -0.25, 0, 0])
+
+
+def test_cosine_length_asks_its_own_accuracy() -> None:
+    tasks = {"meta": {"numbers": [3, 5, 8], "target": 64}, "tokens": 100}
+    reward = CosineLength(accuracy=Countdown(partial=0.9), max_tokens=100)
+    assert reward(said("<answer>(3 + 5) * 8</answer>", **tasks)) == pytest.approx(0.5)
+    assert reward(said("<answer>3 + 5 + 8</answer>", **tasks)) == pytest.approx(0.0)  # 0.9 is not full marks
+    assert reward.full_marks is None
+    with pytest.raises(ConfigError, match="accuracy must be a reward of one rollout"):
+        CosineLength(accuracy=RewardModel(model="m"), max_tokens=100)
+
+
+@pytest.mark.parametrize(("ngram", "reply"), [(1, "a b a"), (2, "x y x y x y"), (3, "so it is so it is"), (3, "a b")])
+def test_repetition_is_ms_swifts_with_its_default_penalty(ngram: int, reply: str) -> None:
+    words = reply.split()
+    grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
+    expected = (1 - len(set(grams)) / len(grams)) * -1.0 if grams else 0.0
+    assert Repetition(ngram=ngram)(said(reply)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 61, 77, 99, 100])
+def test_overlong_is_ms_swifts_soft_overlong(tokens: int) -> None:
+    assert Overlong(max_tokens=100, cache=40)(said("x", tokens=tokens)) == pytest.approx(min(-(tokens - 60) / 40, 0))
+
+
 def test_options_out_of_range_are_refused() -> None:
     for make, first in [
         (lambda: Length(target=0), "target"),
         (lambda: Length(target=5, span=0), "span"),
         (lambda: Overlong(max_tokens=5, cache=6), "cache"),
         (lambda: Repetition(ngram=0), "ngram"),
+        (lambda: CosineLength(accuracy=Number(), max_tokens=0), "max_tokens"),
+        (lambda: CosineLength(accuracy=Number(), max_tokens=1, wrong_long=math.nan), "wrong_long"),
         (lambda: Countdown(partial=1.0), "partial"),
         (lambda: Number(tolerance=-1), "tolerance"),
         (lambda: MathVerify(timeout=0), "timeout"),

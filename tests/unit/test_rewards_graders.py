@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tandem.advantages.dr_grpo import DrGrpo
 from tandem.errors import RewardError
 from tandem.metrics import flatten
 from tandem.rewards._workers import Graders
@@ -24,7 +25,7 @@ from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
 from tandem.rewards.repetition import Repetition
 from tandem.rollout.gold import gold_rollout
-from tandem.types import Message, Rollout, Task
+from tandem.types import Group, Message, Rollout, Task
 
 GRADERS = '''
 import asyncio, os, signal, subprocess, sys, time
@@ -138,10 +139,18 @@ def test_numbers_of_other_libraries() -> None:
     assert got[1].rewards["bool"] == 1.0
 
 
-def test_none_leaves_the_rollout_out_without_an_error() -> None:
-    got, _ = graded({"a": "sample_graders:by_text", "number": Number()}, group("none", "7"))
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", None), ("ok", 2.0)]
+def test_none_leaves_a_reward_out_of_the_sum() -> None:
+    got, _ = graded({"a": "sample_graders:by_text", "number": (Number(), 3.0)}, group("none", "7", answer="none 7"))
+    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.0), ("ok", 4.0)]
     assert got[0].rewards == {"number": 0.0}
+
+
+def test_a_rollout_of_which_no_reward_says_anything_is_left_out_of_its_group() -> None:
+    got, _ = graded({"a": "sample_graders:by_text", "b": "sample_graders:trl_async"}, group("none", "7", "8"))
+    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", None), ("ok", 2.0), ("ok", 2.0)]
+    whole = Group(id="t@0", index=0, env="e", rollouts=tuple(got))
+    assert whole.scored == tuple(got[1:])
+    assert len(DrGrpo()(whole)) == 2
 
 
 def test_failed_rollouts_pass_through() -> None:
@@ -213,8 +222,8 @@ def test_trl_failure_without_a_culprit_costs_all(name: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason", "said"),
     [
-        ("raise", "raised", "reward 'f' raised ValueError: no such luck"),
-        ("exit", "raised", "reward 'f' raised SystemExit: 3"),
+        ("raise", "raised", "reward 'f' raised ValueError: no such luck (sample_graders.py:13 in by_text)"),
+        ("exit", "raised", "reward 'f' raised SystemExit: 3 (sample_graders.py:14 in by_text)"),
         ("die", "crashed", "reward 'f' ended its process with exit code 3"),
         ("segv", "crashed", "reward 'f' crashed its process (SIGSEGV)"),
         ("hang", "timeout", "reward 'f' took longer than 0.5 s and was stopped"),
@@ -241,6 +250,13 @@ def test_many_failures_in_one_group() -> None:
     assert [rollout.reward for rollout in got] == [None, 1.0, None, None, 1.0, None, None]
     assert metrics["grading/failed_crashed"] == 2.0
     assert metrics["grading/restarts"] == 3.0
+
+
+def test_a_rollout_that_killed_a_worker_is_given_to_no_other_reward() -> None:
+    got, metrics = graded({"f": "sample_graders:by_text", "g": "sample_graders:by_text"}, group("7", "die", "8"))
+    assert [rollout.reward for rollout in got] == [2.0, None, 2.0]
+    assert metrics["grading/restarts"] == 1.0
+    assert got[1].error == "reward 'f' ended its process with exit code 3"
 
 
 def test_metrics_count_from_the_last_call() -> None:
@@ -302,7 +318,7 @@ def test_a_worker_killed_while_idle_is_replaced_without_blame() -> None:
     async def go() -> list[Rollout]:
         async with Graders({"number": (Number(), 1.0)}) as graders:
             await graders.grade(group("7"))
-            (slot,) = graders._slots
+            (slot,) = graders._pools[0]._slots
             assert slot.worker is not None
             os.kill(slot.worker._process.pid, signal.SIGKILL)
             await slot.worker._process.wait()
@@ -380,7 +396,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
                 task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer="")
                 hang = asyncio.ensure_future(graders.grade([gold_rollout(task, "spin")]))
                 await asyncio.sleep(0.2)
-                print(*[slot.worker._process.pid for slot in graders._slots], flush=True)
+                print(*[slot.worker._process.pid for slot in graders._pools[0]._slots], flush=True)
                 await hang
 
         asyncio.run(main())

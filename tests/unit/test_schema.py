@@ -103,6 +103,9 @@ MINIMAL = {"model": "m", "steps": 1, "env": "arithmetic"}
             }
         },
         {"rewards": {"my.mod:fn": 1, "mine": {"kind": "my.mod:fn", "weight": 1}}},
+        {"rewards": {"my.mod.fn": 1, "mine": {"kind": "my.mod.fn", "weight": 1}}},
+        {"rewards": {"cosine_length": {"accuracy": "number", "max_tokens": 9}}},
+        {"rewards": {"cosine_length": {"accuracy": {"kind": "number", "after": "="}, "max_tokens": 9}}},
         {"context": None, "sampling": {"stop": ["a"]}, "trains": {"kind": "lora", "target_modules": ["q_proj"]}},
         {"trains": {"kind": "lora", "target_modules": "all-linear"}},
     ],
@@ -127,6 +130,8 @@ def test_what_loads_conforms(extra: dict[str, Any]) -> None:
         {"rewards": {"exact": "x"}},
         {"rewards": {"unheard_of": 1}},
         {"rewards": {"exact": {"weight": 1, "ignore_kase": True}}},
+        {"rewards": {"cosine_length": {"accuracy": "numbr", "max_tokens": 9}}},
+        {"rewards": {"cosine_length": {"max_tokens": 9}}},
         {"sampling": {"stop": "a"}},
         {"trains": {"kind": "lora", "target_modules": "some"}},
     ],

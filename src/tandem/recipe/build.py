@@ -38,7 +38,7 @@ class RewardSpec:
     """One reward of a run."""
 
     kind: str
-    """A file of ``rewards/``, or ``pkg.module:name``."""
+    """A file of ``rewards/``, or ``pkg.module:name`` (a recipe may write a dot for the colon)."""
     reward: Any
     """The part, or a plain function."""
     weight: float
@@ -256,6 +256,10 @@ class Builder:
         kind, options = self._kind(slot, _without(branch, "weight"), path, name)
         if kind is None or weight is BAD:
             return BAD
+        if "." in kind and ":" not in kind:  # as Axolotl and TRL write an import path
+            kind = ":".join(kind.rpartition(".")[::2])
+            options, where = _without(options, "kind"), options.key_where.get("kind", options.where)
+            options.put("kind", Leaf(value=kind, text=kind, where=where), where)
         function = self._function(kind, options, path) if ":" in kind else None
         reward = self.part(slot, options, path, name) if function is None else function
         return BAD if reward is BAD else RewardSpec(kind=kind, reward=reward, weight=weight)

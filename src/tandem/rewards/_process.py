@@ -9,36 +9,25 @@ import pickle
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tandem import waits
 from tandem.errors import RewardError
-from tandem.rewards._grader import HEADER, Failure, Verdicts
+from tandem.rewards._calls import Outcome
+from tandem.rewards._grader import HEADER, Ability, Call, Order
+from tandem.rewards.base import Failure
 
 Result = TypeVar("Result")
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from tandem.rewards._grader import main; main()"
 """What a worker runs; it searches where we search, so that what imports here imports there."""
 
-_START_SECONDS = 120.0
-"""Longest start of a worker: imports of the rewards' libraries on a busy machine."""
-
 _GRACE_SECONDS = 0.2
 """Waited past a deadline before it counts: our own event loop may have been late to read the answer."""
 
 _CLOSE_SECONDS = 3.0
 """How long a worker may take to end by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of one reward function."""
-
-    name: str
-    """Name of the reward."""
-    rows: tuple[int, ...]
-    """Places of its rollouts in the group: one, or for a group function several."""
 
 
 class Died(Exception):
@@ -60,16 +49,17 @@ class Worker:
         self._stdout = process.stdout
 
     @classmethod
-    async def start(cls, specs: bytes, log: Path | None) -> tuple[Worker, dict[str, bool]]:
-        """Start a process and wait until its rewards are ready; also tells which of them take whole groups.
+    async def start(cls, order: Order, seconds: float, log: Path | None) -> tuple[Worker, dict[str, Ability]]:
+        """Start a process and wait until its rewards are ready; also tells how each of them may be called.
 
         Raises:
-            RewardError: it does not start, or a reward cannot be imported.
+            RewardError: it does not start in ``seconds``, or a reward cannot be imported.
         """
         worker = cls(await _spawn(log))
+        reason = f"rewards {', '.join(name for name, *_ in order.specs)} to be ready"
         try:
-            await worker._send(specs, _START_SECONDS)
-            ready = await worker._receive(_START_SECONDS)
+            await worker._send(pickle.dumps(order), seconds, reason)
+            ready = await worker._receive(seconds, reason)
         except Died as error:
             seen = f"; see {log}" if log else ""
             raise RewardError(f"a grading process {error.failure.text} while it started{seen}") from error
@@ -86,22 +76,22 @@ class Worker:
         """False once the process ended."""
         return self._process.returncode is None
 
-    async def submit(self, rollouts: bytes, calls: Sequence[Call], seconds: float) -> None:
-        """Hand over calls; their answers come from ``answer``, in order.
+    async def submit(self, rollouts: bytes, batches: Sequence[Sequence[Call]], seconds: float) -> None:
+        """Hand over calls; their answers come from ``answer``, batch by batch.
 
         Raises:
             Died: the process crashed, or did not take them in time and was killed.
         """
-        await self._send(pickle.dumps(([(call.name, call.rows) for call in calls], rollouts)), seconds)
+        await self._send(pickle.dumps((batches, rollouts)), seconds, "a group to be taken")
 
-    async def answer(self, seconds: float) -> Verdicts:
-        """The next call's answer.
+    async def answer(self, seconds: float, reason: str) -> tuple[int, Outcome]:
+        """The next answer, and which call of the batch it belongs to; ``reason`` says what is waited for.
 
         Raises:
             Died: the process crashed, or passed the deadline and was killed.
         """
-        verdicts: Verdicts = await self._receive(seconds)
-        return verdicts
+        place, outcome = await self._receive(seconds, reason)
+        return place, outcome
 
     async def kill(self) -> None:
         """End the process at once, and with it whatever its graders started."""
@@ -119,31 +109,33 @@ class Worker:
         except TimeoutError:
             await self.kill()
 
-    async def _send(self, body: bytes, seconds: float) -> None:
+    async def _send(self, body: bytes, seconds: float, reason: str) -> None:
         self._stdin.write(HEADER.pack(len(body)) + body)
-        await self._within(self._stdin.drain(), seconds)
+        await self._within(self._stdin.drain(), seconds, reason)
 
-    async def _receive(self, seconds: float) -> Any:
-        return pickle.loads(await self._within(self._frame(), seconds))
+    async def _receive(self, seconds: float, reason: str) -> Any:
+        return pickle.loads(await self._within(self._frame(), seconds, reason))
 
     async def _frame(self) -> bytes:
         header = await self._stdout.readexactly(HEADER.size)
         return await self._stdout.readexactly(HEADER.unpack(header)[0])
 
-    async def _within(self, doing: Coroutine[Any, Any, Result], seconds: float) -> Result:
+    async def _within(self, doing: Coroutine[Any, Any, Result], seconds: float, reason: str) -> Result:
         task = asyncio.ensure_future(doing)
-        try:
-            done, _ = await asyncio.wait({task}, timeout=seconds)
-            if not done:
-                done, _ = await asyncio.wait({task}, timeout=_GRACE_SECONDS)
-            if done:
-                return task.result()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise Died(Failure("crashed", await self._obituary())) from None
-        finally:
-            task.cancel()
-        await self.kill()
-        raise Died(Failure("timeout", f"took longer than {seconds:g} s and was stopped"))
+        # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
+        with waits.blocking("grading", reason, f"a grading process (pid {self._process.pid})", seconds) as wait:
+            try:
+                done, _ = await asyncio.wait({task}, timeout=seconds)
+                if not done:
+                    done, _ = await asyncio.wait({task}, timeout=_GRACE_SECONDS)
+                if done:
+                    return task.result()
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise Died(Failure("crashed", await self._obituary())) from None
+            finally:
+                task.cancel()
+            await self.kill()
+            raise Died(Failure("timeout", f"took longer than {seconds:g} s and was stopped")) from wait.late()
 
     async def _obituary(self) -> str:
         await self.close()

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import pickle
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from tandem.errors import RewardError
 from tandem.metrics import Sum, Value
-from tandem.rewards._grader import Failure, Verdicts
-from tandem.rewards._process import Call, Died, Worker
-from tandem.rewards.base import Reward
+from tandem.rewards._calls import Outcome
+from tandem.rewards._grader import Call, Order
+from tandem.rewards._pool import AnyReward, Pool
+from tandem.rewards.base import Failure, Reward
 from tandem.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-AnyReward = Reward | Callable[..., Any] | str
-"""A reward, a plain function, or the import path of one."""
+Result = TypeVar("Result")
 
-
-@dataclass(slots=True)
-class _Slot:
-    """A place for a worker; empty after its worker died, until the next group needs one."""
-
-    worker: Worker | None = None
+_CONSEQUENCE = {"rollout": "its rollout is left out", "reward": "this reward is left out of its rollout's sum"}
 
 
 @dataclass(slots=True)
@@ -40,6 +34,7 @@ class _Marks:
 
     rewards: dict[str, float | None] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Graders:
@@ -52,30 +47,41 @@ class Graders:
         workers: int = 1,
         timeout: float = 10.0,
         log: Path | None = None,
+        steps: int | None = None,
     ) -> None:
         """Nothing starts yet.
 
         Args:
             specs: Rewards and their weights by name.
-            workers: Processes; each grades one group at a time.
+            workers: Processes; each grades one group at a time. A reward that is ``alone`` has one of its own.
             timeout: Seconds that one reward may take for one rollout; a function of a whole group gets that
                 much for each of its rollouts.
             log: File for what graders print and for their tracebacks; None: our own stderr.
+            steps: Of the run, for functions that ask for ``trainer_state``; None where nobody knows.
 
         Raises:
             RewardError: a reward cannot be sent to another process.
         """
         self._weights = {name: weight for name, (_, weight) in specs.items()}
         self._full_marks = {n: r.full_marks if isinstance(r, Reward) else None for n, (r, _) in specs.items()}
-        self._specs = pickle.dumps([(name, *_packed(name, reward)) for name, (reward, _) in specs.items()])
-        self._timeout = timeout
         self._log = log
-        self._slots = [_Slot() for _ in range(max(1, workers))]
-        self._free: asyncio.Queue[_Slot] = asyncio.Queue()
-        self._takes_groups: dict[str, bool] = {}
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._told: set[tuple[str, str]] = set()
+        alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
+        shared = [name for name in specs if name not in alone]
+        packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
+        self._pools = [
+            Pool(
+                {name: specs[name][0] for name in names},
+                Order([packed[name] for name in names], steps),
+                size=1 if names[0] in alone else max(1, workers),
+                timeout=timeout,
+                log=log,
+                counts=self._counts,
+            )
+            for names in [*([shared] if shared else []), *([name] for name in alone)]
+        ]
 
     @property
     def full_marks(self) -> Mapping[str, float | None]:
@@ -88,20 +94,15 @@ class Graders:
         Raises:
             RewardError: a reward cannot be imported, or a process does not start.
         """
-        started = await asyncio.gather(*(self._fill(slot) for slot in self._slots), return_exceptions=True)
-        failed = [outcome for outcome in started if isinstance(outcome, BaseException)]
-        if failed:
+        try:
+            await _all([pool.open() for pool in self._pools])
+        except BaseException:
             await self.close()
-            raise failed[0]
-        for slot in self._slots:
-            self._free.put_nowait(slot)
+            raise
 
     async def close(self) -> None:
         """End all workers."""
-        living = [slot.worker for slot in self._slots if slot.worker is not None]
-        for slot in self._slots:
-            slot.worker = None
-        await asyncio.gather(*(worker.close() for worker in living))
+        await asyncio.gather(*(pool.close() for pool in self._pools))
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -115,24 +116,23 @@ class Graders:
     async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The siblings of one task with rewards, weighted sum and status; failed ones pass through.
 
-        A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error;
-        one that returns None leaves its rollout out of the group.
+        A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error. One
+        that returns None says nothing of it: the sum is over the others. Without any, the rollout is left out of its
+        group: it has no reward.
 
         Raises:
-            RewardError: a worker had to be replaced and the new one does not start.
+            RewardError: a worker had to be replaced and the new one does not start, or a reward asks for the run to
+                end.
         """
         rows = tuple(row for row, rollout in enumerate(rollouts) if rollout.status == "ok")
         if not rows:
             return list(rollouts)
         since = time.perf_counter()
         marks = {row: _Marks() for row in rows}
-        packed = pickle.dumps(tuple(rollouts))
-        async with self._borrowed() as slot:
-            outcomes = await self._judged(slot, packed, self._plan(rows))
-            for call in [call for call, got in outcomes.items() if len(call.rows) > 1 and isinstance(got, Failure)]:
-                outcomes |= await self._isolated(slot, packed, call, outcomes.pop(call))
-        for call, verdicts in outcomes.items():
-            self._mark(marks, call, verdicts)
+        packed, group = pickle.dumps(tuple(rollouts)), rollouts[0].id.rpartition("/")[0]
+        for outcomes in await _all([pool.judge(packed, rows, group) for pool in self._pools]):
+            for call, outcome in outcomes.items():
+                self._mark(marks, call, outcome)
         self._seconds += time.perf_counter() - since
         return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
 
@@ -144,86 +144,54 @@ class Graders:
         self._seconds = 0.0
         return values
 
-    def _plan(self, rows: tuple[int, ...]) -> list[Call]:
-        """All calls for a group: one per rollout and reward, and one per reward that takes the group whole."""
-        alone = [name for name in self._weights if not self._takes_groups[name]]
-        together = [name for name in self._weights if self._takes_groups[name]]
-        return [Call(name, (row,)) for row in rows for name in alone] + [Call(name, rows) for name in together]
-
-    @contextlib.asynccontextmanager
-    async def _borrowed(self) -> AsyncIterator[_Slot]:
-        slot = await self._free.get()
-        try:
-            yield slot
-        except BaseException:
-            if slot.worker is not None:  # it may still be busy with what nobody waits for any more
-                await slot.worker.kill()
-                slot.worker = None
-            raise
-        finally:
-            self._free.put_nowait(slot)
-
-    async def _fill(self, slot: _Slot) -> Worker:
-        """The slot's worker, started if need be."""
-        if slot.worker is None or not slot.worker.alive:
-            slot.worker, self._takes_groups = await Worker.start(self._specs, self._log)
-        return slot.worker
-
-    async def _judged(self, slot: _Slot, rollouts: bytes, calls: Sequence[Call]) -> dict[Call, Verdicts]:
-        """Make the calls. One that kills its worker fails, and the others go on in a new worker.
-
-        The other rewards of a rollout that killed a worker are skipped: it is lost already.
-        """
-        outcomes: dict[Call, Verdicts] = {}
-        waiting = deque(calls)
-        while waiting:
-            worker = await self._fill(slot)
-            try:
-                await worker.submit(rollouts, waiting, self._timeout)
-                while waiting:
-                    verdicts = await worker.answer(self._timeout * len(waiting[0].rows))
-                    outcomes[waiting.popleft()] = verdicts
-            except Died as death:
-                slot.worker = None
-                self._counts["restarts"] += 1
-                culprit = waiting.popleft()
-                outcomes[culprit] = death.failure
-                if len(culprit.rows) == 1:
-                    waiting = deque(call for call in waiting if call.rows != culprit.rows)
-        return outcomes
-
-    async def _isolated(self, slot: _Slot, rollouts: bytes, call: Call, failed: Verdicts) -> dict[Call, Verdicts]:
-        """Outcomes of a group call that failed: each rollout alone shows the culprits, the others go again together."""
-        alone = await self._judged(slot, rollouts, [Call(call.name, (row,)) for row in call.rows])
-        culprits = {one: got for one, got in alone.items() if isinstance(got, Failure) or isinstance(got[0], Failure)}
-        if not culprits:
-            return {call: failed}
-        rest = tuple(row for row in call.rows if Call(call.name, (row,)) not in culprits)
-        return culprits | (await self._judged(slot, rollouts, [Call(call.name, rest)]) if rest else {})
-
-    def _mark(self, marks: Mapping[int, _Marks], call: Call, verdicts: Verdicts) -> None:
-        each = [verdicts] * len(call.rows) if isinstance(verdicts, Failure) else verdicts
-        for row, verdict in zip(call.rows, each, strict=True):
+    def _mark(self, marks: Mapping[int, _Marks], call: Call, outcome: Outcome) -> None:
+        each = outcome.verdicts
+        for at, (row, verdict) in enumerate(
+            zip(call.rows, [each] * len(call.rows) if isinstance(each, Failure) else each, strict=True)
+        ):
+            mark = marks[row]
+            mark.metrics |= outcome.metrics[at] if outcome.metrics else {}
             if not isinstance(verdict, Failure):
-                marks[row].rewards[call.name] = verdict
+                mark.rewards[call.name] = verdict
                 continue
             text = f"reward {call.name!r} {verdict.text}"
-            if not marks[row].failures:
+            if verdict.costs == "run":
+                raise RewardError(text)
+            if not mark.failures:
                 self._counts[f"failed_{verdict.reason}"] += 1
-            marks[row].failures.append(text)
-            first = (call.name, verdict.reason) not in self._told
-            self._told.add((call.name, verdict.reason))
-            where = f"; tracebacks are in {self._log}" if self._log else ""
-            logger.log(logging.WARNING if first else logging.DEBUG, "%s; its rollout is left out%s", text, where)
+            if verdict.costs == "rollout":
+                mark.failures.append(text)
+            self._tell(call.name, verdict, text)
+
+    def _tell(self, name: str, failure: Failure, text: str) -> None:
+        """Log a failure; the first of its kind as a warning."""
+        first = (name, failure.reason) not in self._told
+        self._told.add((name, failure.reason))
+        where = f"; tracebacks are in {self._log}" if self._log else ""
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "%s; %s%s", text, _CONSEQUENCE[failure.costs], where)
 
     def _graded(self, rollout: Rollout, marks: _Marks) -> Rollout:
         given = {name: value for name, value in marks.rewards.items() if value is not None}
         given = {name: given[name] for name in self._weights if name in given}
+        metrics = {**rollout.metrics, **marks.metrics}
         if marks.failures:
-            return replace(rollout, status="error", error="; ".join(marks.failures), rewards=given, reward=None)
-        complete = len(given) == len(self._weights)
-        total = sum(self._weights[name] * value for name, value in given.items()) if complete else None
-        return replace(rollout, rewards=given, reward=total)
+            error = "; ".join(marks.failures)
+            return replace(rollout, status="error", error=error, rewards=given, reward=None, metrics=metrics)
+        total = sum(self._weights[name] * value for name, value in given.items()) if given else None
+        return replace(rollout, rewards=given, reward=total, metrics=metrics)
+
+
+async def _all(doing: Sequence[Awaitable[Result]]) -> list[Result]:
+    """All results; if one fails, the others are cancelled and waited for first."""
+    tasks = [asyncio.ensure_future(one) for one in doing]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _packed(name: str, reward: AnyReward) -> tuple[str, str | bytes]:

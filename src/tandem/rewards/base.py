@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from typing import Literal, NamedTuple
 
+from tandem.errors import RewardError
 from tandem.types import Rollout
+
+
+class Failure(NamedTuple):
+    """Why there is no reward."""
+
+    reason: Literal["raised", "bad_value", "timeout", "crashed", "away"]
+    """Its kind, to count by; away: a service that the reward asks gave no answer."""
+    text: str
+    """What happened, to stand behind the reward's name."""
+    costs: Literal["rollout", "reward", "run"] = "rollout"
+    """What is lost: the rollout, this reward of it as if it were None, or the whole run."""
+
+
+Verdict = float | None | Failure
+"""What one rollout got: a reward, None for "this reward says nothing of it", or a failure."""
 
 
 class Reward(ABC):
@@ -16,7 +35,7 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, rollout: Rollout) -> float | None:
-        """Reward of one rollout, unweighted; None leaves the rollout out of its group."""
+        """Reward of one rollout, unweighted; None leaves this reward out of the rollout's sum."""
 
     def prepare(self) -> None:
         """Import what is needed. Called once in each worker process, before the first deadline runs.
@@ -30,3 +49,38 @@ class Reward(ABC):
     def full_marks(self) -> float | None:
         """What a gold reply earns, or None where a gold reply proves nothing (length, repetition)."""
         return 1.0
+
+    @property
+    def alone(self) -> bool:
+        """True for one that has a process to itself, because it holds much memory or starts slowly."""
+        return False
+
+    @property
+    def start_seconds(self) -> float:
+        """How long ``prepare`` may take, imports on a busy machine included."""
+        return 120.0
+
+    @property
+    def call_seconds(self) -> float | None:
+        """How long one call may take, however many rollouts it is for; None: the recipe's timeout for each."""
+        return None
+
+
+class GroupReward(Reward):
+    """A reward that is given the siblings of a task in one call."""
+
+    @abstractmethod
+    def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict] | Awaitable[Sequence[Verdict]]:
+        """One verdict per rollout, unweighted. Calls of an ``async def`` go on side by side."""
+
+    def __call__(self, rollout: Rollout) -> float | None:
+        """One rollout as a group of its own; raises RewardError for a failure."""
+
+        async def alone() -> Verdict:
+            found = self.scores([rollout])
+            return (await found if isinstance(found, Awaitable) else found)[0]
+
+        verdict = asyncio.run(alone())
+        if isinstance(verdict, Failure):
+            raise RewardError(verdict.text)
+        return verdict

@@ -118,6 +118,7 @@ async def opened(config: RunConfig, played: Mapping[str, Source], log: Path | No
                 workers=config.grading.workers,
                 timeout=config.grading.timeout,
                 log=log,
+                steps=config.steps,
             )
             for name, source in played.items()
         }

@@ -62,7 +62,8 @@ def _print_part(console: Console, slot: str, kind: str) -> None:
     console.print(Text.assemble((kind, "bold"), f"  {resolve.summary(cls)}"))
     docs = resolve.field_docs(cls)
     for field in resolve.options(cls):
-        kind_of_value = describe(hints(cls)[field.name])
+        inner = field.metadata.get("slot")
+        kind_of_value = f"one of {inner}" if inner else describe(hints(cls)[field.name])
         console.print(Text.assemble(f"    {field.name}: {default_text(field)}", (f"  {kind_of_value}", "dim")))
         console.print(Padding(Text(docs.get(field.name, "")), (0, 0, 0, 8)))
     console.print()

@@ -1,0 +1,258 @@
+"""How a reward is called: a part, a function of a rollout, or one of completions and columns as TRL calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import numbers
+import os
+import sys
+import sysconfig
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.errors import RewardError
+from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
+from tandem.types import Message, Rollout
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a data set that reward functions get in another shape."""
+
+_SHOWN_FRAMES = 2
+"""Innermost places in the user's code that a message names."""
+
+
+class Outcome(NamedTuple):
+    """What a call gave."""
+
+    verdicts: list[Verdict] | Failure
+    """One per rollout, or why the whole call failed."""
+    metrics: Sequence[dict[str, float]] = ()
+    """What the function logged of each rollout; empty: nothing."""
+
+
+class TrainerState:
+    """What a reward function is told of the training, as attributes."""
+
+    def __init__(self, step: int, steps: int | None) -> None:
+        """What is known.
+
+        Args:
+            step: Optimizer steps behind the newest weights that the completions were sampled with.
+            steps: Those of the whole run; None where that is not known.
+        """
+        self.global_step = step
+        if steps is not None:
+            self.max_steps = steps
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has no {name!r} here; it has {', '.join(vars(self))}")
+
+
+@dataclass(slots=True)
+class _Log:
+    """What ``log_metric`` and ``log_extra`` are told during one call."""
+
+    count: int
+    """Rollouts of the call."""
+    rows: list[dict[str, float]] = field(init=False)
+    """Numbers by name, for each rollout."""
+
+    def __post_init__(self) -> None:
+        self.rows = [{} for _ in range(self.count)]
+
+    def metric(self, name: str, value: float) -> None:
+        """Keep a number of the whole call."""
+        self.extra(name, [value] * self.count)
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep a column of numbers; one of anything else is printed, which in a grading process is its log."""
+        if len(values) != self.count:
+            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
+        found = [_verdict(value) for value in values]
+        if all(isinstance(value, float) for value in found):
+            for row, value in zip(self.rows, found, strict=True):
+                row[column] = value  # type: ignore[assignment]
+        else:
+            sys.stdout.write(f"{column}: {list(values)!r}\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A reward as it is called."""
+
+    call: Callable[..., Any]
+    """Of a rollout, of rollouts, or of columns."""
+    shape: str
+    """rollout, rollouts or columns: what it is called with."""
+    is_async: bool
+    """True if its calls wait rather than compute, so that several go on at once."""
+    accepts: frozenset[str] | None = None
+    """Names of the columns that it takes; None if it takes any."""
+    text: bool = False
+    """True if its completions and prompts are texts, False if they are lists of messages."""
+
+    @property
+    def takes_groups(self) -> bool:
+        """True if one call is for all siblings."""
+        return self.shape != "rollout"
+
+    def begin(self, rollouts: Sequence[Rollout], steps: int | None) -> tuple[Any, _Log]:
+        """What it returns, perhaps to be awaited first."""
+        log = _Log(len(rollouts))
+        if self.shape == "rollout":
+            return self.call(rollouts[0]), log
+        if self.shape == "rollouts":
+            return self.call(rollouts), log
+        return self.call(**self._columns(rollouts, steps, log)), log
+
+    def outcome(self, value: Any, log: _Log) -> Outcome:
+        """What that comes to, once it was awaited."""
+        if not self.takes_groups:
+            return Outcome([_verdict(value)])
+        values = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(values, (list, tuple)):
+            return Outcome(_bad(f"returned {_shown(values)}; expected a list of {log.count} numbers or None"))
+        if len(values) != log.count:
+            return Outcome(_bad(f"returned {len(values)} rewards for {log.count} completions"))
+        return Outcome([_verdict(value) for value in values], log.rows if any(log.rows) else ())
+
+    def _columns(self, rollouts: Sequence[Rollout], steps: int | None, log: _Log) -> dict[str, Any]:
+        """Keyword arguments in TRL's shape: one list per column, one entry per completion."""
+        task, count = rollouts[0].task, len(rollouts)
+        columns: dict[str, Any] = {
+            name: [value] * count for name, value in task.meta.items() if name not in _NOT_COLUMNS
+        }
+        columns.setdefault("answer", [task.answer] * count)
+        told = [r.messages[len(task.prompt) :] for r in rollouts]
+        columns["prompts"] = [task.prompt[-1].content if self.text else _plain(task.prompt)] * count
+        columns["completions"] = [r.text for r in rollouts] if self.text else [_plain(messages) for messages in told]
+        columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
+        turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
+        newest = max((completion.version_max for completion in turns), default=0)
+        columns["trainer_state"] = TrainerState(newest, steps)
+        columns["log_metric"], columns["log_extra"] = log.metric, log.extra
+        return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
+
+
+class Adapter(Reward):
+    """A reward that is somebody's plain function."""
+
+    @abstractmethod
+    def called(self) -> Called:
+        """How the function is called; raises whatever importing it raises."""
+
+    def __call__(self, rollout: Rollout) -> float | None:
+        """One rollout as a group of its own; raises RewardError for a bad value."""
+
+        async def alone() -> Outcome:
+            called = self.called()
+            value, log = called.begin([rollout], None)
+            return called.outcome(await value if inspect.isawaitable(value) else value, log)
+
+        verdicts = asyncio.run(alone()).verdicts
+        verdict = verdicts if isinstance(verdicts, Failure) else verdicts[0]
+        if isinstance(verdict, Failure):
+            raise RewardError(verdict.text)
+        return verdict
+
+
+def called(thing: Callable[..., Any]) -> Called:
+    """How a reward or a plain function is called.
+
+    Raises:
+        TypeError: it takes neither a rollout nor completions.
+    """
+    if isinstance(thing, Adapter):
+        return thing.called()
+    if isinstance(thing, GroupReward):
+        return Called(call=thing.scores, shape="rollouts", is_async=inspect.iscoroutinefunction(thing.scores))
+    if isinstance(thing, Reward):
+        return Called(call=thing, shape="rollout", is_async=inspect.iscoroutinefunction(thing.__call__))
+    return plain(thing)
+
+
+def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
+    """How a plain function is called, from the names of its parameters; raises as ``called``."""
+    is_async = _is_async(function)
+    parameters = inspect.signature(function).parameters
+    by_name = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "completions" in by_name:
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        accepts = None if open_ended else frozenset(by_name)
+        return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
+    required = [
+        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(required) > 1 or not parameters or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise TypeError(f"it takes ({', '.join(parameters)}); expected f(rollout) or f(completions, **columns)")
+    return Called(call=function, shape="rollout", is_async=is_async)
+
+
+def raised(error: BaseException) -> str:
+    """An exception in words, with the last places in the user's own code that it came through."""
+    frames = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in _own_frames(error)][-_SHOWN_FRAMES:]
+    return f"raised {said(error)}" + (f" ({', from '.join(reversed(frames))})" if frames else "")
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its traceback without the frames of the grading process itself, as Python prints it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _GRADING and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def said(error: BaseException) -> str:
+    """An exception's type and message."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+_TANDEM = str(Path(__file__).parents[1]) + os.sep
+_GRADING = frozenset({__file__, str(Path(__file__).with_name("_grader.py"))})
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Frames that are neither Tandem's nor a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if not f.filename.startswith((_TANDEM, "<", *_LIBRARIES))]
+
+
+def _is_async(function: Any) -> bool:
+    """True for an ``async def``, an object that is called by one, and a part of one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _verdict(value: Any) -> Verdict:
+    """The value if it is a finite number, None or a failure, else what is wrong with it."""
+    if value is None or isinstance(value, Failure):
+        return value
+    if hasattr(value, "item") and not isinstance(value, numbers.Real):
+        try:
+            value = value.item()  # a tensor or an array of one number
+        except (ValueError, RuntimeError):
+            return _bad(f"returned {_shown(value)}; expected a finite number or None")
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return _bad(f"returned {_shown(value)}; expected a finite number or None")
+    return float(value)
+
+
+def _bad(text: str) -> Failure:
+    return Failure("bad_value", text)
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:60]!r} ({type(value).__name__})" if not isinstance(value, float) else str(value)

@@ -1,0 +1,123 @@
+"""A sequence-classification model that scores conversations. The only rewards with tensors: loaded when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import RewardError
+from tandem.rewards.base import Failure, Verdict
+from tandem.types import Message
+
+
+@cache
+def loaded(name: str, label: int | None, device: str, dtype: str, chat_template: str) -> Classifier:
+    """The model, once in a process; arguments are the options of ``RewardModel``.
+
+    Raises:
+        RewardError: it cannot be loaded, or has no such output or chat template.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        where = torch.device(device)
+        model = _model(name, dtype).to(where).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError) as error:  # no such model or device; the message says which
+        raise RewardError(f"reward model {name} cannot be loaded on {device}: {error}") from error
+    if chat_template:
+        tokenizer.chat_template = _template(chat_template)
+    if not tokenizer.chat_template:
+        raise RewardError(f"reward model {name} has no chat template; give the option chat_template")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # its head looks for the last token before
+    model.config.pad_token_id = tokenizer.pad_token_id
+    outputs: int = model.config.num_labels
+    if label is None and outputs > 1:
+        named = ", ".join(str(model.config.id2label.get(i, i)) for i in range(outputs))
+        raise RewardError(f"reward model {name} has {outputs} outputs ({named}); give the option label, from 0")
+    if label is not None and label >= outputs:
+        raise RewardError(f"reward model {name} has {outputs} outputs, so label must be below {outputs}, got {label}")
+    return Classifier(name, model, tokenizer, label or 0, where)
+
+
+class Classifier:
+    """A loaded model with its tokenizer."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, label: int, device: Any) -> None:
+        self._name = name
+        self._model = model
+        self._tokenizer = tokenizer
+        self._label = label
+        self._device = device
+        limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
+        self._most: int = min(limit for limit in limits if limit is not None)
+
+    def scores(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Verdict]:
+        """The chosen output for each conversation; one that is longer than the model reads is a failure."""
+        tokens = [self._tokens(messages) for messages in conversations]
+        scores: list[Verdict] = [
+            Failure("bad_value", f"cannot read {len(t)} tokens, prompt included: {self._name} reads {self._most}")
+            for t in tokens
+        ]
+        rows = [row for row in sorted(range(len(tokens)), key=lambda row: len(tokens[row])) if self._fits(tokens[row])]
+        for start in range(0, len(rows), batch):
+            chosen = rows[start : start + batch]
+            for row, score in zip(chosen, self._forward([tokens[row] for row in chosen]), strict=True):
+                scores[row] = score
+        return scores
+
+    def _fits(self, tokens: Sequence[int]) -> bool:
+        return len(tokens) <= self._most
+
+    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        text = self._tokenizer.apply_chat_template(plain, tokenize=False)
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens
+
+    def _forward(self, tokens: Sequence[list[int]]) -> list[float]:
+        """Scores of one batch, padded on the right."""
+        import torch
+
+        padded = self._tokenizer.pad({"input_ids": list(tokens)}, padding_side="right", return_tensors="pt")
+        with torch.inference_mode():
+            logits = self._model(
+                input_ids=padded["input_ids"].to(self._device),
+                attention_mask=padded["attention_mask"].to(self._device),
+            ).logits
+        scores: list[float] = logits[:, self._label].float().tolist()
+        return scores
+
+
+def _model(name: str, dtype: str) -> Any:
+    """The model with its trained head.
+
+    Raises:
+        RewardError: the weights have no such head, and it would be random.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
+    model, info = AutoModelForSequenceClassification.from_pretrained(name, dtype=wanted, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise RewardError(
+            f"reward model {name} lacks {', '.join(missing[:3])}: it has no head for sequence classification; name a "
+            "model that was trained as a reward model"
+        )
+    return model
+
+
+def _template(given: str) -> str:
+    """A chat template as text, read from its file if it is the path of one."""
+    if "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RewardError(f"chat_template {given} cannot be read: {error.strerror}") from error

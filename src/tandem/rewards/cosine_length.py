@@ -1,0 +1,59 @@
+"""A reward for right and wrong answers that depends on their length: right ones had better be short."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from tandem.errors import ConfigError
+from tandem.rewards.base import GroupReward, Reward
+from tandem.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineLength(Reward):
+    """Half a cosine wave over the length, from one value at 0 tokens to another at ``max_tokens`` and beyond.
+
+    With n sampled tokens, L = max_tokens and the values a (short) and b (long) of a right or of a wrong answer:
+    r = b + (a - b) (1 + cos(pi min(n, L) / L)) / 2. The shape is that of arXiv 2502.03373 without its exceed-length
+    term, and the values are ms-swift's (cosine_min_len_value_correct is ``right_short``, and so on).
+    """
+
+    accuracy: Reward = field(metadata={"slot": "rewards"})
+    """The reward that says which answers are right: those to which it gives full marks (1 where it names none)."""
+    max_tokens: int
+    """Sampled tokens, all turns together, at which an answer is long; usually sampling.max_tokens."""
+    right_short: float = 1.0
+    """For a right answer of no tokens."""
+    right_long: float = 0.5
+    """For a right answer of max_tokens."""
+    wrong_short: float = -0.5
+    """For a wrong answer of no tokens."""
+    wrong_long: float = 0.0
+    """For a wrong answer of max_tokens: what tried longer may lose less."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        for name in ("right_short", "right_long", "wrong_short", "wrong_long"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} must be finite, got {getattr(self, name)}")
+        if isinstance(self.accuracy, GroupReward) or self.accuracy.alone:
+            raise ConfigError("accuracy must be a reward of one rollout, and one that needs no process of its own")
+
+    def prepare(self) -> None:
+        self.accuracy.prepare()
+
+    def __call__(self, rollout: Rollout) -> float | None:
+        given = self.accuracy(rollout)
+        if given is None:
+            return None
+        full = self.accuracy.full_marks
+        right = given >= (1.0 if full is None else full)
+        short, long = (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)
+        share = min(rollout.num_tokens, self.max_tokens) / self.max_tokens
+        return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
+
+    @property
+    def full_marks(self) -> None:
+        return None

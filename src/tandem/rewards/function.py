@@ -1,0 +1,52 @@
+"""Your own function by import path, as Axolotl and TRL call it."""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.errors import ConfigError, RewardError
+from tandem.rewards._calls import Adapter, Called, plain, said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Adapter):
+    """What ``f(completions, **columns)`` returns, one number or None per sibling; or ``f(rollout)``; or async."""
+
+    path: str
+    """pkg.module.fn or pkg.module:fn, found from the recipe's folder and the working directory; a class is called
+    without arguments, and what it makes is the function."""
+    completions: Literal["messages", "text"] = "messages"
+    """What a completion (and a prompt) is to it: a list of messages with role and content, or text."""
+
+    def __post_init__(self) -> None:
+        module, _, name = self.path.replace(":", ".").rpartition(".")
+        if not module or not name:
+            raise ConfigError(f"path must be pkg.module.fn, got {self.path!r}")
+
+    def prepare(self) -> None:
+        """Import it.
+
+        Raises:
+            RewardError: it cannot be imported, or is no function of completions or of a rollout.
+        """
+        try:
+            self.called()
+        except TypeError as error:
+            raise RewardError(f"reward function {self.path!r} cannot be used: {said(error)}") from error
+        except Exception as error:  # user code may raise anything while it is imported
+            why = error if isinstance(error, ImportError) else said(error)
+            raise RewardError(f"reward function {self.path!r} cannot be imported: {why}") from error
+
+    def called(self) -> Called:
+        thing = pkgutil.resolve_name(self.path)
+        if isinstance(thing, type):
+            thing = thing()
+        if not callable(thing):
+            raise TypeError(f"it is a {type(thing).__name__}; expected f(rollout) or f(completions, **columns)")
+        return plain(thing, text=self.completions == "text")
+
+    @property
+    def full_marks(self) -> None:
+        return None

@@ -1,0 +1,199 @@
+"""A language model as the judge, through any server with OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+
+from tandem.errors import ConfigError, RewardError
+from tandem.rewards._answers import final_message
+from tandem.rewards._questions import Answer, Server
+from tandem.rewards.base import Failure, GroupReward, Verdict
+from tandem.types import Rollout
+
+_PLACE = re.compile(r"\{(\w+)\}")
+
+_TEMPLATE = """Grade an assistant's reply.
+
+[Question]
+{prompt}
+
+[Reference answer, if there is one]
+{answer}
+
+[Reply]
+{reply}
+
+[Your task]
+How good is the reply, from {lowest} (wrong or useless) to {highest} (right, complete and clear)? Say briefly why, \
+then end with a line "Score: N"."""
+
+_PATTERN = r"(?im)^[^\w\n-]*(?:score[^\w\n-]*)?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[^\w\n]*$"
+
+_SLACK = 10.0
+"""Seconds beyond the deadline after which the judge's process is thought to hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge(GroupReward):
+    """The score that a language model gives, scaled to 0 to 1. Equal replies of a group are asked about once.
+
+    A server that answers 429 or 5xx, or not at all, is asked again after a pause that doubles (or that it names).
+    """
+
+    url: str
+    """Base URL of the API, such as http://127.0.0.1:8000/v1; /chat/completions is added."""
+    model: str
+    """What the server calls the judge."""
+    template: str = _TEMPLATE
+    """The question; {prompt}, {reply}, {answer}, {lowest}, {highest} and {column} of the task's meta are filled in."""
+    system: str = ""
+    """System message; empty: none."""
+    pattern: str = _PATTERN
+    """Regular expression whose first group is the score; its last match counts. As it is: a line with nothing but a
+    number, 'Score: 7' or '7/10'."""
+    lowest: float = 0.0
+    """Score that is a reward of 0."""
+    highest: float = 10.0
+    """Score that is a reward of 1."""
+    max_tokens: int = 512
+    """Most tokens of the judge's answer."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """More fields of the request, as the server knows them; null takes one out, such as {temperature: null}."""
+    key_variable: str = ""
+    """Environment variable with the API key; empty: none is sent."""
+    concurrency: int = 8
+    """Questions under way at once, in each of grading.workers processes."""
+    timeout: float = 60.0
+    """Seconds that one request may take."""
+    retries: int = 4
+    """How often a question is asked again."""
+    backoff: float = 1.0
+    """Seconds before it is asked again for the first time; each time they double."""
+    deadline: float = 300.0
+    """Seconds that the questions about one group may take, with all that are asked again."""
+    away: Literal["leave_out", "none", "stop"] = "leave_out"
+    """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's
+    sum, or end the run."""
+
+    def __post_init__(self) -> None:
+        least_1 = {"max_tokens": self.max_tokens, "concurrency": self.concurrency}
+        positive = {"timeout": self.timeout, "backoff": self.backoff, "deadline": self.deadline}
+        problems = [f"{name} must be at least 1, got {value}" for name, value in least_1.items() if value < 1]
+        problems += [f"{n} must be above 0 (seconds), got {v}" for n, v in positive.items() if not 0 < v < math.inf]
+        if not self.url.startswith(("http://", "https://")):
+            problems.append(f"url must begin with http:// or https://, got {self.url!r}")
+        if "{reply}" not in self.template:
+            problems.append("template must have {reply} in it, or the judge would not see what it judges")
+        if not -math.inf < self.lowest < self.highest < math.inf:
+            problems.append(f"highest must be above lowest ({self.lowest:g}), got {self.highest:g}")
+        if self.retries < 0:
+            problems.append(f"retries must be at least 0, got {self.retries}")
+        if told := _pattern_problem(self.pattern):
+            problems.append(told)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def inert(self) -> Mapping[str, str]:
+        """Options that change nothing, and why."""
+        return {} if self.retries else {"backoff": "retries is 0: nothing is asked again"}
+
+    def prepare(self) -> None:
+        """Look for the key; raises RewardError if it is not there."""
+        if self.key_variable and not os.environ.get(self.key_variable):
+            raise RewardError(f"reward judge: key_variable: {self.key_variable} is not set in the environment")
+
+    async def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
+        """One verdict per rollout; raises ValueError if the template names what a task does not have."""
+        questions = [self._question(rollout) for rollout in rollouts]
+        gate = asyncio.Semaphore(self.concurrency)
+        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            server = Server(session, self.url, seconds=self.timeout, retries=self.retries, backoff=self.backoff)
+
+            async def ask(question: str) -> Answer:
+                async with gate:
+                    return await server.ask(self._body(question))
+
+            asked = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
+            try:
+                await asyncio.wait(asked.values(), timeout=self.deadline)
+            finally:
+                late = [task for task in asked.values() if not task.done()]
+                for task in late:
+                    task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
+        return [self._verdict(asked[question]) for question in questions]
+
+    @property
+    def full_marks(self) -> None:
+        return None
+
+    @property
+    def call_seconds(self) -> float:
+        return self.deadline + _SLACK
+
+    def _question(self, rollout: Rollout) -> str:
+        spoken = [at for at, m in enumerate(rollout.messages) if m.role == "assistant"]
+        before = rollout.messages[: spoken[-1]] if spoken else rollout.messages
+        texts = [m.content if len(before) == 1 else f"{m.role}: {m.content}" for m in before]
+        fields = {
+            **rollout.task.meta,
+            "prompt": "\n\n".join(texts),
+            "reply": final_message(rollout),
+            "answer": rollout.task.answer,
+            "lowest": f"{self.lowest:g}",
+            "highest": f"{self.highest:g}",
+        }
+        if missing := [name for name in _PLACE.findall(self.template) if name not in fields]:
+            raise ValueError(f"template names {{{missing[0]}}}; task {rollout.task.id} has: {', '.join(fields)}")
+        return _PLACE.sub(lambda place: str(fields[place[1]]), self.template)
+
+    def _body(self, question: str) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {
+            "model": self.model,
+            "messages": [*system, {"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+            **self.request,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _verdict(self, task: asyncio.Task[Answer]) -> Verdict:
+        if task.cancelled():
+            return self._unanswered(f"had no answer from {self.url} within {self.deadline:g} s")
+        answer = task.result()
+        if answer.text is None:
+            return self._unanswered(answer.error) if answer.away else Failure("raised", answer.error, answer.costs)
+        found = [match for match in re.finditer(self.pattern, answer.text) if match[1]]
+        try:
+            score = float(found[-1][1])
+        except (IndexError, ValueError):
+            return Failure("bad_value", f"found no score in the judge's answer ...{answer.text[-60:]!r}")
+        if not self.lowest <= score <= self.highest:
+            return Failure(
+                "bad_value", f"was given {score:g}, expected a score from {self.lowest:g} to {self.highest:g}"
+            )
+        return (score - self.lowest) / (self.highest - self.lowest)
+
+    def _unanswered(self, text: str) -> Failure:
+        costs = {"leave_out": "rollout", "none": "reward", "stop": "run"}
+        return Failure("away", text, costs[self.away])  # type: ignore[arg-type]
+
+
+def _pattern_problem(pattern: str) -> str | None:
+    """What is wrong with a regular expression for the score."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        return f"pattern {pattern!r} is no regular expression: {error}"
+    return None if groups else f"pattern {pattern!r} must have a group (in brackets) around the score"

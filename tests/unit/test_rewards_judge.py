@@ -1,0 +1,391 @@
+"""The judge against a server that answers, errs, is slow or is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tandem.errors import ConfigError, RewardError
+from tandem.metrics import flatten
+from tandem.rewards._questions import Answer
+from tandem.rewards._workers import Graders
+from tandem.rewards.judge import Judge
+from tandem.rewards.number import Number
+from tandem.rollout.gold import gold_rollout
+from tandem.types import Message, Rollout, Task
+
+
+class FakeServer:
+    """Answers with the score that the reply names, after what ``script`` says of the same question's first tries."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.script: Callable[[str, int], web.StreamResponse | str | None] = lambda reply, times: None
+        self.url = ""
+        self.most = self.under_way = 0
+        self.full = 0
+        """Answers wait until this many questions are there."""
+        self._full = asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(self) -> Any:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._answer)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        self.headers.append(dict(request.headers))
+        question = body["messages"][-1]["content"]
+        times = sum(one["messages"][-1]["content"] == question for one in self.asked)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            if self.under_way >= self.full:
+                self._full.set()
+            await self._full.wait()
+            reply = re.search(r"\[Reply\]\n(.*)\n", question)
+            said = self.script(reply[1] if reply else question, times)
+            if said == "hang":
+                await asyncio.Event().wait()
+            if isinstance(said, web.StreamResponse):
+                return said
+            return completion(said if said is not None else f"Fine.\nScore: {reply[1] if reply else 5}")
+        finally:
+            self.under_way -= 1
+
+
+def completion(text: str | None, **more: Any) -> web.Response:
+    return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}, **more}]})
+
+
+def group(*replies: str, **meta: Any) -> list[Rollout]:
+    task = Task(id="t", env="e", prompt=(Message(role="user", content="What is 3 + 4?"),), answer="7", meta=meta)
+    return [replace(gold_rollout(task, reply), id=f"t@0/{i}") for i, reply in enumerate(replies)]
+
+
+def judged(rollouts: list[Rollout], server: FakeServer, **options: Any) -> tuple[list[Rollout], dict[str, float]]:
+    """Graded through a real grading process; pauses are short unless the options say otherwise."""
+
+    async def go() -> tuple[list[Rollout], dict[str, float]]:
+        async with server.serving():
+            judge = Judge(**{"url": server.url, "model": "grader", "backoff": 0.01, **options})
+            async with Graders({"judge": (judge, 1.0), "number": (Number(), 0.0)}) as graders:
+                return await graders.grade(rollouts), flatten(graders.metrics())
+
+    return asyncio.run(go())
+
+
+def says(text: str | None) -> Callable[[str, int], Any]:
+    return lambda reply, times: text
+
+
+# what is asked and read
+
+
+def test_scores_are_scaled_and_equal_replies_asked_about_once() -> None:
+    server = FakeServer()
+    got, _ = judged(group("7", "3", "7", "10", "7"), server)
+    assert [rollout.reward for rollout in got] == pytest.approx([0.7, 0.3, 0.7, 1.0, 0.7])
+    assert len(server.asked) == 3
+
+
+def test_the_request() -> None:
+    server = FakeServer()
+    options = {"system": "Be strict.", "request": {"seed": 3, "top_p": 0.5}, "max_tokens": 77}
+    judged(group("7"), server, **options)
+    (asked,) = server.asked
+    question = asked.pop("messages")
+    assert asked == {"model": "grader", "temperature": 0, "max_tokens": 77, "seed": 3, "top_p": 0.5}
+    assert question[0] == {"role": "system", "content": "Be strict."}
+    assert "[Question]\nWhat is 3 + 4?\n" in question[1]["content"]
+    assert "[Reference answer, if there is one]\n7\n" in question[1]["content"]
+    assert "from 0 (wrong or useless) to 10 (right" in question[1]["content"]
+    assert "Authorization" not in server.headers[0]
+
+
+def test_null_takes_a_field_out_of_the_request() -> None:
+    server = FakeServer()
+    judged(group("7"), server, request={"temperature": None, "max_tokens": None, "max_completion_tokens": 9})
+    assert {k: v for k, v in server.asked[0].items() if k != "messages"} == {
+        "model": "grader",
+        "max_completion_tokens": 9,
+    }
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    server = FakeServer()
+    judged(group("7"), server, key_variable="JUDGE_KEY")
+    assert server.headers[0]["Authorization"] == "Bearer sesame"
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(RewardError, match="reward judge: key_variable: JUDGE_KEY is not set in the environment"):
+        judged(group("7"), server, key_variable="JUDGE_KEY")
+
+
+def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> None:
+    server = FakeServer()
+    server.script = says("5")
+    template = '{rubric}|{prompt}|{reply}|{answer}|{"json": 1}|{ x }'
+    judged(group("I say {answer}", rubric="{reply} style"), server, template=template)
+    assert server.asked[0]["messages"][0]["content"] == (
+        '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }'
+    )
+
+
+def test_a_template_that_names_what_a_task_has_not() -> None:
+    server = FakeServer()
+    got, _ = judged(group("7", "8"), server, template="{reply} {rubric}")
+    assert "template names {rubric}; task t has: prompt, reply, answer, lowest, highest" in got[0].error
+    assert not server.asked
+
+
+def test_a_conversation_is_shown_with_its_roles() -> None:
+    server = FakeServer()
+    server.script = says("5")
+    prompt = (Message(role="system", content="Count."), Message(role="user", content="One."))
+    spoken = (
+        Message(role="assistant", content="Two."),
+        Message(role="user", content="Three."),
+        Message(role="assistant", content="Four."),
+    )
+    task = Task(id="t", env="e", prompt=prompt, answer="")
+    rollout = replace(gold_rollout(task, ""), messages=(*prompt, *spoken))
+    judged([rollout], server, template="{prompt}>{reply}")
+    assert server.asked[0]["messages"][0]["content"] == (
+        "system: Count.\n\nuser: One.\n\nassistant: Two.\n\nuser: Three.>Four."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("7", 7),
+        (" 8.5\n", 8.5),
+        ("7/10", 7),
+        ("Good.\nScore: 7", 7),
+        ("**Score:** 7 / 10.", 7),
+        ("Score: 3\nOn reflection:\nscore: 4", 4),
+        ("# Score\n10", 10),
+        ("Score = 0", 0),
+        ("1. It is right\n2. It is brief\nScore: 9", 9),
+    ],
+)
+def test_scores_are_found(text: str, score: float) -> None:
+    server = FakeServer()
+    server.script = says(text)
+    got, _ = judged(group("x"), server)
+    assert got[0].reward == pytest.approx(score / 10)
+
+
+def test_own_pattern_and_scale() -> None:
+    server = FakeServer()
+    server.script = says('{"grade": -1} or {"grade": 3}')
+    got, _ = judged(group("x"), server, pattern=r'"grade": (-?\d+)', lowest=-5.0, highest=5.0)
+    assert got[0].reward == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("I cannot say. 7 of them are fine.", "found no score in the judge's answer ...'I cannot say. 7 of them"),
+        ("Score: 12", "was given 12, expected a score from 0 to 10"),
+        ("Score: -1", "was given -1, expected a score from 0 to 10"),
+    ],
+)
+def test_an_answer_without_a_score_costs_its_rollout(text: str, said: str) -> None:
+    server = FakeServer()
+    server.script = lambda reply, times: text if reply == "x" else None
+    got, metrics = judged(group("5", "x"), server, away="stop")
+    assert [rollout.reward for rollout in got] == [0.5, None]
+    assert got[1].status == "error"
+    assert said in got[1].error
+    assert metrics["grading/failed_bad_value"] == 1.0
+
+
+def test_an_answer_that_was_cut_before_it_said_anything() -> None:
+    server = FakeServer()
+    server.script = lambda reply, times: completion(None, finish_reason="length")
+    got, _ = judged(group("x"), server)
+    assert (
+        "got an answer without text from the judge (finish_reason length; max_tokens may be too small)" in got[0].error
+    )
+
+
+# how many at once
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (3, 3), (8, 6)])
+def test_no_more_questions_are_under_way_at_once(concurrency: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        now = most = 0
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        async def ask(self, body: Any) -> Answer:
+            Counting.now += 1
+            Counting.most = max(Counting.most, Counting.now)
+            for _ in range(20):
+                await asyncio.sleep(0)  # whoever may begin has begun
+            Counting.now -= 1
+            return Answer(text="5")
+
+    monkeypatch.setattr("tandem.rewards.judge.Server", Counting)
+    judge = Judge(url="http://x/v1", model="m", concurrency=concurrency)
+    assert asyncio.run(_scores(judge, group("1", "2", "3", "4", "5", "6"))) == [0.5] * 6
+    assert Counting.most == most
+
+
+async def _scores(judge: Judge, rollouts: list[Rollout]) -> Any:
+    return await judge.scores(rollouts)
+
+
+@pytest.mark.parametrize(("concurrency", "full"), [(3, 3), (8, 6)])
+def test_so_many_questions_reach_the_server_at_once(concurrency: int, full: int) -> None:
+    server = FakeServer()
+    server.full = full  # nobody is answered before that many wait
+    got, _ = judged(group("1", "2", "3", "4", "5", "6"), server, concurrency=concurrency)
+    assert [rollout.reward for rollout in got] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert full <= server.most <= concurrency
+
+
+# away
+
+
+def status(code: int, times: int, **headers: str) -> Callable[[str, int], Any]:
+    """That status the first few times that a question is asked."""
+    return lambda reply, asked: web.Response(status=code, headers=headers) if asked <= times else None
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 529])
+def test_busy_servers_are_asked_again(code: int) -> None:
+    server = FakeServer()
+    server.script = status(code, 2)
+    got, _ = judged(group("7", "8"), server)
+    assert [rollout.reward for rollout in got] == pytest.approx([0.7, 0.8])
+    assert len(server.asked) == 6
+
+
+def test_a_page_of_a_proxy_is_no_answer() -> None:
+    server = FakeServer()
+    server.script = lambda reply, asked: web.Response(text="<html>") if asked == 1 else None
+    got, _ = judged(group("7"), server)
+    assert got[0].reward == pytest.approx(0.7)
+
+
+def test_a_request_that_takes_too_long_is_asked_again() -> None:
+    server = FakeServer()
+    server.script = lambda reply, asked: "hang" if asked == 1 else None
+    got, _ = judged(group("7"), server, timeout=0.3)
+    assert got[0].reward == pytest.approx(0.7)
+
+
+def test_a_server_that_names_a_pause_gets_it() -> None:
+    server = FakeServer()
+    server.script = status(429, 1, **{"Retry-After": "60"})
+    got, _ = judged(group("7"), server, deadline=0.5)
+    assert f"had no answer from {server.url} within 0.5 s" in got[0].error
+    assert len(server.asked) == 1  # the minute is not over
+
+
+@pytest.mark.parametrize(
+    ("away", "expected"),
+    [("leave_out", ("error", None)), ("none", ("ok", 0.0))],
+)
+def test_a_server_that_stays_away(away: str, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = FakeServer()
+    server.script = lambda reply, asked: web.Response(status=503) if reply == "x" else None
+    got, metrics = judged(group("5", "x"), server, retries=2, away=away)
+    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.5), expected]
+    assert got[1].rewards == {"number": 0.0}
+    assert metrics["grading/failed_away"] == 1.0
+    assert f"reward 'judge' had no answer from {server.url}/chat/completions: it said 503, asked 3 times" in caplog.text
+    assert len(server.asked) == 4
+
+
+def test_a_server_that_stays_away_may_end_the_run() -> None:
+    server = FakeServer()
+    server.script = status(503, 99)
+    with pytest.raises(RewardError, match=r"reward 'judge' had no answer from http.*: it said 503, asked 2 times"):
+        judged(group("7"), server, retries=1, away="stop")
+
+
+def test_nobody_is_there() -> None:
+    got, _ = judged(group("7"), FakeServer(), url="http://127.0.0.1:9/v1", retries=0)
+    assert got[0].status == "error"
+    assert "had no answer from http://127.0.0.1:9/v1/chat/completions: Cannot connect" in got[0].error
+
+
+def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
+    server = FakeServer()
+    server.script = lambda reply, asked: "hang" if reply != "5" else None
+    got, metrics = judged(group("5", "x", "y"), server, deadline=0.7)
+    assert [rollout.status for rollout in got] == ["ok", "error", "error"]
+    assert got[0].reward == 0.5
+    assert metrics["grading/failed_away"] == 2.0
+    assert "grading/restarts" not in metrics
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
+    server = FakeServer()
+    server.script = lambda reply, asked: web.Response(status=code, text='{"error": "no such model"}')
+    with pytest.raises(RewardError, match=rf"was refused by http.*: {code} .*no such model"):
+        judged(group("7", "8"), server)
+    assert len(server.asked) == 2
+
+
+def test_one_question_that_is_refused_costs_its_rollout() -> None:
+    server = FakeServer()
+    server.script = lambda reply, asked: web.Response(status=400, text="too long") if reply == "x" else None
+    got, metrics = judged(group("5", "x"), server, away="stop")
+    assert [rollout.status for rollout in got] == ["ok", "error"]
+    assert "400 too long" in got[1].error
+    assert metrics["grading/failed_raised"] == 1.0
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "localhost:8000"}, "url must begin with http"),
+        ({"template": "{prompt}"}, "template must have {reply} in it"),
+        ({"pattern": "("}, "pattern '(' is no regular expression"),
+        ({"pattern": r"\d"}, r"pattern '\\d' must have a group"),
+        ({"lowest": 10.0}, "highest must be above lowest (10), got 10"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"concurrency": 0}, "concurrency must be at least 1"),
+        ({"timeout": 0.0}, "timeout must be above 0"),
+        ({"backoff": 0.0}, "backoff must be above 0"),
+        ({"deadline": float("inf")}, "deadline must be above 0"),
+        ({"retries": -1}, "retries must be at least 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Judge(**{"url": "http://x/v1", "model": "m", **options})
+    assert said in str(caught.value)
+
+
+def test_inert_options() -> None:
+    assert Judge(url="http://x", model="m").inert() == {}
+    assert set(Judge(url="http://x", model="m", retries=0).inert()) == {"backoff"}
