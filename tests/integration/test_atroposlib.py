@@ -238,13 +238,16 @@ def test_real_engine(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
         words = ["env=arithmetic", f"model={model}", f"broker={broker.url}", "min_share=0.25", "n=4", "group_size=4"]
         words += [f"engine.urls=[{url}]", "engine.api_key_variable=ENGINE_KEY", "sampling.max_tokens=8"]
         work = peers.start("work", "work", *words, "flat_groups=keep")
-        until(lambda: trainer.take() and len(trainer.batches) >= 6, "batches", 60)
+
+        def groups(*, ours: bool) -> list[dict[str, Any]]:
+            return [group for batch in trainer.batches for group in batch if bool(group["group_overrides"]) == ours]
+
+        until(lambda: trainer.take() and min(len(groups(ours=True)), len(groups(ours=False))) >= 4, "batches", 120)
         env.process.end()
         work.end()
         trainer.take_all()
         assert set(trainer.served().values()) == {1}
-        ours = [group for batch in trainer.batches for group in batch if group["group_overrides"]]
-        theirs = [group for batch in trainer.batches for group in batch if not group["group_overrides"]]
+        ours, theirs = groups(ours=True), groups(ours=False)
         assert all(set(group["group_overrides"]) >= {"tandem_version", "tandem_task"} for group in ours)
         for group in (ours[0], theirs[0]):
             near_the_model(model, group)

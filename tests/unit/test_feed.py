@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import EngineError, Starved
 from tandem.metrics import flatten
+from tandem.rollout._mixture import REST
 from tandem.rollout.feed import (
     Cursor,
     Draw,
@@ -29,7 +30,8 @@ from tandem.rollout.feed import (
 )
 from tandem.rollout.measure import Solved
 from tandem.rollout.streams import Stream, Timetable
-from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+from tandem.trainer.state import TrainerState
+from tandem.types import Completion, Finish, Group, Message, PolicyVersion, Rollout, Sampling, Task, Turn
 
 T = TypeVar("T")
 Kind = Callable[[Task], str]
@@ -537,9 +539,133 @@ def test_a_draw_that_is_played_again_takes_a_place_of_its_own_stream() -> None:
     assert [group.id for group in batch if group.env == "easy"] == [easy.draw(3)[1]]
 
 
-def test_starved_names_the_environment() -> None:
-    with pytest.raises(Starved, match="Make hard easier or harder"):
-        trained(Mixture(lambda task: "ok" if task.id == "t1" else "flat"), 2, patience=4)
+# A mixture of which some give nothing to train on
+
+
+def from_step(step: int, trainer: Mixture, *, easy: str = "ok", hard: str = "flat") -> Callable[[Task], Any]:
+    """What groups are until a step: easy ones ok and hard ones flat; then as told."""
+
+    def kind(task: Task) -> str:
+        is_easy = task.id == "t1"
+        if trainer.step < step:
+            return "ok" if is_easy else "flat"
+        return easy if is_easy else hard
+
+    return kind
+
+
+def test_an_environment_without_a_use_is_left_out_and_tried_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Mixture(lambda task: "ok" if task.id == "t1" else "flat")
+    batches = trained(trainer, 2 * REST + 5, n=3, patience=4)
+    assert makeup(batches) == [{"easy": 3}] * (2 * REST + 5)
+    # Four batches' worth of its two places and one more, then one batch's worth each time.
+    assert len(trainer.dropped) == 4 * 2 + 2 + 2 * 2
+    (told,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert told.getMessage().startswith("hard: 9 groups in a row could not be trained on (flat); the last group, hard/")
+    assert "goes to the other environments, and after 20 steps it is tried again. Make hard easier" in told.getMessage()
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_an_environment_that_becomes_useful_is_back_in_its_share(
+    max_lag: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Mixture()
+    trainer.kind = from_step(4, trainer, hard="ok")
+    batches = makeup(trained(trainer, 2 * REST, n=3, patience=4, max_lag=max_lag))
+    first = next(number for number, batch in enumerate(batches) if "hard" in batch)
+    assert REST - 1 <= first <= REST
+    assert batches[first + 1 :] == [{"easy": 1, "hard": 2}] * (2 * REST - first - 1)
+    assert all(sum(batch.values()) == 3 for batch in batches)
+    assert caplog.text.count("hard gives groups that can be trained on again; it has its share as before") == 1
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_the_lag_is_bounded_whoever_is_left_out(max_lag: int) -> None:
+    for seed in range(4):
+        trainer = Mixture(seed=seed)
+        trainer.kind = from_step(4, trainer, hard="ok")
+        batches = trained(trainer, REST + 8, n=3, patience=3, max_lag=max_lag)
+        for step, batch in enumerate(batches):
+            assert max(step - group.version_min for group in batch) <= max_lag
+        assert len(set(ids(batches))) == 3 * len(batches)
+
+
+def test_one_that_is_left_out_is_tried_at_once_if_the_last_fails() -> None:
+    """The easy ones are too easy from step 3 on, where the hard ones have become good."""
+    trainer = Mixture()
+    trainer.kind = from_step(3, trainer, easy="flat", hard="ok")
+    assert makeup(trained(trainer, 6, n=3, patience=4)) == [{"easy": 3}] * 3 + [{"hard": 3}] * 3
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_the_run_ends_when_all_give_nothing(max_lag: int) -> None:
+    trainer = Mixture()
+    trainer.kind = from_step(3, trainer, easy="failed")
+    with pytest.raises(Starved, match=r"nor those of the other environments\. Make (hard|easy) easier or harder"):
+        trained(trainer, 9, n=3, patience=4, max_lag=max_lag)
+    assert 3 <= trainer.step <= 3 + max_lag
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_what_is_being_played_when_it_is_left_out_counts_no_more(max_lag: int) -> None:
+    """Else a stream with many groups in flight would be sent away anew before it was tried."""
+    trainer = Mixture(lambda task: "ok" if task.id == "t1" else "flat")
+
+    async def go() -> Cursor:
+        async with trainer.feed(n=3, patience=1, max_lag=max_lag).open(Cursor()) as feed:
+            await trainer.train(feed, 8)
+            return feed.cursor()
+
+    cursor = run(go())
+    assert cursor.resting == {"hard": REST}
+
+
+def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
+    (stream,) = Trainer().feed().streams
+    second, gate = stream.draw(1), asyncio.Event()
+
+    class Gated(Trainer):
+        async def group(self, task: Task, **options: Any) -> Group:
+            if task.id == second[0].id:
+                await gate.wait()
+            return await super().group(task, **options)
+
+    trainer = Gated(lambda task: "flat" if task.id == second[0].id else "ok")
+
+    async def go() -> None:
+        async with trainer.feed(n=1, max_lag=1).open(Cursor()) as feed:
+            batch = await feed.take()
+            gate.set()
+            while len(trainer.started) < 3:
+                await asyncio.sleep(0)
+            assert trainer.dropped == [("flat", second[1])]
+            feed.release(batch)
+
+    run(go())
+
+
+def test_who_is_left_out_survives_a_resume() -> None:
+    def kind(trainer: Mixture) -> Mixture:
+        trainer.kind = from_step(REST - 3, trainer, hard="ok")
+        return trainer
+
+    steps = REST + 6
+    whole = trained(kind(Mixture()), steps, n=3, patience=4)
+    assert {"easy": 3} in makeup(whole)
+    assert {"easy": 1, "hard": 2} in makeup(whole)
+
+    async def first(trainer: Mixture, steps: int) -> Cursor:
+        async with trainer.feed(n=3, patience=4).open(Cursor()) as feed:
+            await trainer.train(feed, steps)
+            return feed.cursor()
+
+    for done in (1, 5, REST - 1, REST + 2):
+        cursor = run(first(kind(Mixture()), done))
+        version = PolicyVersion(step=done, digest="")
+        state = TrainerState(step=done, version=version, tokens_seen=0, config_digest="", rng=(), cursor=cursor)
+        assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
+        again = trained(kind(Mixture(step=done)), steps - done, cursor, n=3, patience=4)
+        assert [ids([batch]) for batch in again] == [ids([batch]) for batch in whole[done:]]
 
 
 # Resume

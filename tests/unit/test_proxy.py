@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import pytest
 from fake_engine import END
+from proxied import USER, Scripted, said, served
 
 from tandem.engines.base import Engine
 from tandem.engines.fake import Fake
@@ -21,26 +22,8 @@ from tandem.rollout.chat import EngineChat, Template
 from tandem.rollout.proxy import Proxy, Session
 from tandem.types import Completion, Message, Sampling, Task
 
-T = TypeVar("T")
-USER = {"role": "user", "content": "hello"}
 A, B, C, SPACE, BREAK = 64, 65, 66, 220, 198
 """Token ids of letters in the tiny model's tokenizer."""
-
-
-class Scripted:
-    """Samples what it is told, and keeps what it was asked."""
-
-    context = 400
-
-    def __init__(self, *answers: Sequence[int]) -> None:
-        self.answers = list(answers)
-        self.asked: list[tuple[tuple[int, ...], Sampling, int]] = []
-
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
-        self.asked.append((tuple(prompt), sampling, key))
-        tokens = tuple(self.answers[(len(self.asked) - 1) % len(self.answers)])
-        finish: Any = "stop" if tokens[-1] == END else "length"
-        return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(4,) * len(tokens), finish=finish)
 
 
 @pytest.fixture(scope="module")
@@ -48,34 +31,6 @@ def template(tiny_model: Path) -> Template:
     from transformers import AutoTokenizer
 
     return Template(AutoTokenizer.from_pretrained(tiny_model), {})
-
-
-def served(
-    template: Template, engine: Any, talk: Callable[[Any, Session, Proxy], Coroutine[Any, Any, T]], **sampling: Any
-) -> T:
-    """Have ``talk`` post to a session's /v1/chat/completions; it gets (post, session, proxy)."""
-
-    async def go() -> T:
-        proxy = Proxy(engine, template, Sampling(**{"max_tokens": 8, **sampling}), model="m")
-        async with asyncio.timeout(20), proxy.serving() as url, aiohttp.ClientSession() as http:
-            name, session = proxy.create("s")
-
-            async def post(*messages: Any, path: str = "v1/chat/completions", status: int = 200, **body: Any) -> Any:
-                said = {"model": "m", "messages": list(messages), **body}
-                async with http.post(f"{url}/{name}/{path}", json=said) as response:
-                    text = await response.text()
-                    assert response.status == status, text
-                    return text if body.get("stream") else json.loads(text)
-
-            post.http, post.url, post.name = http, url, name  # type: ignore[attr-defined]
-            return await talk(post, session, proxy)
-
-    return asyncio.run(go())
-
-
-def said(answer: Any) -> dict[str, Any]:
-    message: dict[str, Any] = answer["choices"][0]["message"]
-    return message
 
 
 def test_a_longer_conversation_goes_on_with_the_very_tokens(template: Template) -> None:
@@ -210,7 +165,7 @@ def test_a_stream_has_the_whole_answer(template: Template) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"n": 0}, "n"),
@@ -324,7 +279,7 @@ def test_a_real_engine_of_fakes(template: Template) -> None:
             session = Session(engine, template, Sampling(max_tokens=20), "s")
             messages = [Message(role="user", content="hello")]
             for number in range(4):
-                text, _ = await session.reply(messages)
+                text = (await session.reply(messages)).text
                 messages += [Message(role="assistant", content=text), Message(role="user", content=str(number))]
             for before, after in zip(session.turns, session.turns[1:], strict=False):
                 whole = (*before.prompt, *before.completion.tokens)
@@ -401,3 +356,23 @@ def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.Monkey
             played(template, agent, seconds, fail=True)
     with pytest.raises(ConfigError, match="agent must be"):
         Agent(path="x.jsonl", agent=" ")
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("my_agent:nothing", "my_agent:nothing' cannot be imported.*pkg.module:function"),
+        ("no_such_module:solve", "No module named 'no_such_module'"),
+        ("no-such-command --fast", "there is no command 'no-such-command'"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_told_before_anything_is_played(
+    agent: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_agent", sys.modules[__name__])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(40)))
+    with pytest.raises(EnvError, match=message):
+        Agent(path=str(rows), agent=agent, prompt="{question}").tasks("train")
+    assert Agent(path=str(rows), agent="my_agent:ask", prompt="{question}").tasks("train")
+    assert Agent(path=str(rows), agent="sh -c true", prompt="{question}").tasks("train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,9 +13,12 @@ import msgspec
 from tandem import waits
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_process import EngineProcess
-from tandem.errors import EngineError
+from tandem.errors import EngineError, StaleWeights
 
 T = TypeVar("T")
+
+GONE_SECONDS = 10.0
+"""An engine that nobody can connect to for this long has gone."""
 
 
 class Unreachable(EngineError):
@@ -23,6 +27,10 @@ class Unreachable(EngineError):
 
 class Fallen(Unreachable):
     """Its HTTP process says that the engine behind it has died; that process will end too, in a few seconds."""
+
+
+class Replaced(Unreachable, StaleWeights):
+    """Another process answers than the one that weights were published to."""
 
 
 class Denied(EngineError):
@@ -125,6 +133,7 @@ class Server:
 
     async def gone(self) -> bool:
         """True if the engine itself has ended, or is about to, rather than one connection."""
+        late = time.monotonic() + GONE_SECONDS
         for _ in range(20):  # a dying process closes its sockets before it can be waited for
             if self.process is not None and not self.process.alive():
                 return True
@@ -133,6 +142,8 @@ class Server:
             except Fallen:
                 return True
             except Unreachable:
+                if time.monotonic() > late:
+                    return True
                 await asyncio.sleep(0.1)
             except EngineError:
                 return False  # it has its reasons, and says them

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_client import Server, Unreachable
+from tandem.engines._vllm_client import Replaced, Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
 from tandem.engines._vllm_slot import Borrowed
 from tandem.engines._vllm_stored import Stored
@@ -23,6 +23,8 @@ from tandem.weights.bridge import VllmBridge
 
 PROBE_TEMPERATURE = 0.7
 """Not 1, so that logprobs that leave the temperature out are seen."""
+TRIES = 3
+"""How often a request is asked of engines of somebody else's that are well and do not answer it."""
 PROBE_TOKENS = 4
 """Tokens sampled after a probe."""
 
@@ -68,7 +70,7 @@ class Vllm(Engine):
         await self.fleet.start()
         if self.fleet.adopted:
             await self._take_over()
-        self._context = min(self._context, self.fleet.context)
+        self._context = self.fleet.least = min(self._context, self.fleet.context)
 
     async def recover(self) -> bool:
         found = await self.fleet.recover()
@@ -81,7 +83,7 @@ class Vllm(Engine):
         return self.fleet.epoch
 
     def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:
-        self._republish = republish
+        self._republish = self.fleet.republish = republish
 
     async def close(self) -> None:
         self._slot = None
@@ -130,24 +132,28 @@ class Vllm(Engine):
             logprobs=0,
             detokenize=bool(sampling.stop),
         )
+        tries = 0
         while True:
             await self.fleet.ready.wait()
+            if self.fleet.failure is not None:
+                raise self.fleet.failure
             epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
             try:
                 return self._completion(server, await server.generate(asked))
             except Unreachable:
-                if self.fleet.closed or not await self._revived(server, epoch):
+                tries += 1
+                if self.fleet.closed or not await self._revived(server, epoch, tries):
                     raise
 
-    async def _revived(self, server: Server, epoch: int) -> bool:
+    async def _revived(self, server: Server, epoch: int, tries: int) -> bool:
         """Bring the engines back to life, weights and all; False if there is nothing to be brought back."""
         if epoch != self.epoch or not self.fleet.ready.is_set():
             return True  # somebody is at it, or was
-        if not await server.gone() or not await self.recover():
+        if self.fleet.ours and (not await server.gone() or not await self.recover()):
             return epoch != self.epoch
         if self._republish is not None:
-            await self._republish()
-        return True
+            await self._republish()  # which recovers those of others, though not in the midst of a publish
+        return self.fleet.ours or epoch != self.epoch or tries < TRIES
 
     def _completion(self, server: Server, found: wire.Generated) -> Completion:
         self._same(server, found.engine)
@@ -166,7 +172,7 @@ class Vllm(Engine):
 
     def _same(self, server: Server, boot: str) -> None:
         if boot != server.boot:
-            raise StaleWeights(
+            raise Replaced(
                 f"{server.name} is another process than the one that weights were published to: it was restarted "
                 "behind our back. Resume the run: its weights are then published again"
             )

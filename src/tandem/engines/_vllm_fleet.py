@@ -6,12 +6,13 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tandem import waits
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_client import Denied, Server, Unreachable
 from tandem.engines._vllm_process import EngineProcess, EngineRecord
@@ -57,6 +58,16 @@ class Fleet:
         self.ready = asyncio.Event()
         """Clear while a server was started and nothing was published to it yet."""
         self.ready.set()
+        self.least = 0
+        """Tokens that a server must take to join later."""
+        self.republish: Callable[[], Awaitable[None]] | None = None
+        """Recovers, and brings the current weights to every server, while nothing else is published."""
+        self.failure: Exception | None = None
+        """Why servers that came back could not be published to."""
+        self._away: list[Server] = []
+        self._back: list[Server] = []
+        self._said: set[str] = set()
+        self._looking: asyncio.Task[None] | None = None
         self._launch = launch
         self._options = options
         self._needs = needs
@@ -75,23 +86,25 @@ class Fleet:
             _unused(self.servers[index].url)
             await self._spawn(index)
 
-    async def _arrival(self, server: Server) -> None:
+    async def _arrival(self, server: Server) -> Server:
         """Greet a server that somebody else runs, or is about to: who is started first does not matter."""
         deadline, told = time.monotonic() + self._options.start_seconds, False
-        while True:
-            try:
-                await self._greet(server)
-                break
-            except Unreachable as error:
-                said = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
-                if time.monotonic() >= deadline:
-                    raise EngineError(f"{said} (engine.start_seconds: {self._options.start_seconds:g})") from error
-                if not told:
-                    log.warning("%s; it is waited for", said)
-                    told = True
-            await asyncio.sleep(LOOK_SECONDS)
+        async with waits.waiting("trainer", "an engine to answer", on=server.name):
+            while True:
+                try:
+                    await self._greet(server)
+                    break
+                except Unreachable as error:
+                    said = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
+                    if time.monotonic() >= deadline:
+                        raise EngineError(f"{said} (engine.start_seconds: {self._options.start_seconds:g})") from error
+                    if not told:
+                        log.warning("%s; it is waited for", said)
+                        told = True
+                await asyncio.sleep(LOOK_SECONDS)
         if told:
             log.warning("%s answers", server.name)
+        return server
 
     async def _adopt(self, launch: Launch, index: int) -> bool:
         """Go on with an engine that an earlier trainer of this run left behind, if it still answers."""
@@ -157,6 +170,8 @@ class Fleet:
             )
         if self._needs.travels == "adapter" and not info.adapters:
             raise EngineError(f"{server.name} was started without adapters; start it with --enable-lora")
+        if info.context < self.least:
+            raise EngineError(f"{server.name} takes {info.context} tokens and this run needs {self.least}")
         self.context = min(self.context or info.context, info.context)
 
     def dead(self) -> list[int]:
@@ -168,14 +183,18 @@ class Fleet:
         return [i for i, s in enumerate(self.servers) if s.process is not None and await s.gone()]
 
     async def recover(self) -> bool:
-        """Start dead servers of ours again; False if none was dead.
+        """Start dead servers of ours again, and go on without those of others; False if nothing is to be published to.
 
         Raises:
-            EngineError: it happened too often.
+            EngineError: it happened too often, or all servers of others stay away.
         """
         async with self._recovering:
+            if self._closed:
+                return False
+            if self._launch is None:
+                return await self._regroup()
             dead = await self._fallen()
-            if not dead or self._closed or self._launch is None:
+            if not dead:
                 return False
             self.ready.clear()
             self._restarts += 1
@@ -195,6 +214,78 @@ class Fleet:
             self.epoch += 1
             return True
 
+    async def _regroup(self) -> bool:
+        """Go on with those servers of others that answer; False if they are who they were. Nothing may be published.
+
+        One that came back, or that is another process than before, has no weights of ours yet.
+        """
+        before = [(server.url, server.boot) for server in self.servers]
+        answers = await asyncio.gather(*(self._answers(server, patient=True) for server in self.servers))
+        there = [server for server, does in zip(self.servers, answers, strict=True) if does]
+        gone = [server for server, does in zip(self.servers, answers, strict=True) if not does]
+        there += [server for server in self._back if await self._answers(server)]
+        self._back.clear()
+        self._away = [server for server in (*self._away, *gone) if server not in there]
+        if not there:
+            there = [await self._first_of(self._away)]
+            self._away.remove(there[0])
+        elif gone:
+            names = ", ".join(server.name for server in gone)
+            log.warning("%s does not answer; the other engines take over until it does", names)
+        if before == [(server.url, server.boot) for server in there]:
+            return False
+        self.servers[:] = there
+        self.ready.clear()
+        self.epoch += 1
+        if self._away and self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="engines that are away")
+        return True
+
+    async def _answers(self, server: Server, *, patient: bool = False) -> bool:
+        """Whether a server of somebody else's can be used; ``patient`` is with connections that break."""
+        try:
+            if patient and await server.gone():
+                return False
+            await self._greet(server)
+        except Unreachable:
+            return False
+        except EngineError as error:  # somebody answers, but not as this run needs it
+            if str(error) not in self._said:
+                log.warning("%s; it is left out", error)
+            self._said.add(str(error))
+            return False
+        return True
+
+    async def _first_of(self, servers: Sequence[Server]) -> Server:
+        """The first that answers; an error if none does in time."""
+        arriving = {asyncio.ensure_future(self._arrival(server)) for server in servers}
+        try:
+            while True:
+                done, arriving = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
+                well = [task for task in done if task.exception() is None]
+                if well or not arriving:
+                    return next(iter(well or done)).result()
+        finally:
+            for task in arriving:
+                task.cancel()
+            await asyncio.gather(*arriving, return_exceptions=True)
+
+    async def _look(self) -> None:
+        """Look for servers of others that are away, and have those published to that answer again."""
+        try:
+            while self._away and not self._closed:
+                await asyncio.sleep(LOOK_SECONDS)
+                self._back = [server for server in self._away if await self._answers(server)]
+                if self._back and self.republish is not None:
+                    names = ", ".join(server.name for server in self._back)
+                    log.warning("%s answers again; the weights of now are published to it", names)
+                    await self.republish()
+        except Exception as error:  # whoever asks for tokens next is told
+            self.failure = error
+            self.ready.set()
+        finally:
+            self._looking = None
+
     async def relaunch(self) -> None:
         """End every server of ours and, once its memory is free, start it on ``model``."""
         async with self._recovering:
@@ -209,6 +300,11 @@ class Fleet:
         """End our servers and let go of the others."""
         self._closed = True
         self.ready.set()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        for server in self._away:
+            await server.close()
         for index, server in enumerate(self.servers):
             await server.close()
             if server.process is not None and self._launch is not None:

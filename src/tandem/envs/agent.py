@@ -9,14 +9,15 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.envs.base import Chat
+from tandem.envs.base import Chat, Split
 from tandem.envs.dataset import Dataset
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Message, Task
@@ -40,6 +41,18 @@ class Agent(Dataset):
             raise ConfigError("agent must be an import path such as my_agent:solve, or a command, got an empty text")
         if self.seconds <= 0:
             raise ConfigError(f"seconds must be above 0, got {self.seconds:g}")
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """As of any data set; that the agent is there is seen now, and not when the first task is played.
+
+        Raises:
+            EnvError: it cannot be imported, or there is no such command.
+        """
+        if _FUNCTION.match(self.agent):
+            _function(self.agent)
+        elif shutil.which(command := shlex.split(self.agent)[0]) is None:
+            raise EnvError(f"agent {self.agent!r}: there is no command {command!r}; write its path, or pkg.module:fn")
+        return super().tasks(split)
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         try:

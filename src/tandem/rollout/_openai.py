@@ -1,17 +1,16 @@
-"""OpenAI's chat completions, as far as a policy that speaks text can answer them."""
+"""What OpenAI's chat completions and completions ask, as far as a policy that speaks text can answer it."""
 
 from __future__ import annotations
 
+import json
 import math
-import secrets
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
-from aiohttp import web
 
-from tandem.types import Completion, Json, Message, Sampling
+from tandem.rollout._tools import Call, Offer, Speech, Spoken
+from tandem.types import Message, Sampling
 
 MOST = 128
 """Most answers of one request."""
@@ -26,38 +25,27 @@ class Wrong(Exception):
         self.status = status
 
 
-class _Said(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[Any] | None = None
+class Asked(msgspec.Struct, kw_only=True):
+    """What both routes are asked. Fields that would change the answer and cannot be obeyed are refused."""
 
+    KIND: ClassVar[str] = "request"
+    REFUSED: ClassVar[tuple[str, ...]] = ("logit_bias", "presence_penalty", "frequency_penalty")
 
-class Chat(msgspec.Struct, kw_only=True):
-    """Body of /v1/chat/completions. Fields that would change the answer and cannot be obeyed are refused."""
-
-    messages: list[_Said]
-    """The conversation."""
     n: int | None = None
     """Answers."""
     max_tokens: int | None = None
     """Most tokens of one answer."""
-    max_completion_tokens: int | None = None
-    """The same by its newer name."""
     temperature: float | None = None
     """As in ``Sampling``."""
     top_p: float | None = None
     """As in ``Sampling``."""
     stop: str | list[str] | None = None
-    """Texts that end an answer."""
+    """Texts that end an answer, and are no part of it."""
     stream: bool | None = None
     """Answer in events; they come when all is sampled."""
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    """``include_usage``: the last event counts tokens."""
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | None = None
-    """Tell the logprob of each sampled token."""
-    top_logprobs: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -71,23 +59,32 @@ class Chat(msgspec.Struct, kw_only=True):
         try:
             asked = msgspec.json.decode(body, type=cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Wrong(f"the body is no chat completion's: {error}") from error
-        for name in ("tools", "functions", "logit_bias", "presence_penalty", "frequency_penalty"):
+            raise Wrong(f"the body is no {cls.KIND}'s: {error}") from error
+        for name in cls.REFUSED:
             if getattr(asked, name):
                 raise Wrong(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
-        if asked.top_logprobs:
-            raise Wrong("top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs")
-        if (asked.response_format or {}).get("type", "text") != "text":
-            raise Wrong("response_format cannot be obeyed: the policy answers in plain text", param="response_format")
-        if not asked.messages:
-            raise Wrong("messages are empty", param="messages")
-        if not 1 <= (1 if asked.n is None else asked.n) <= MOST:
+        if not 1 <= asked.answers <= MOST:
             raise Wrong(f"n must be from 1 to {MOST}", param="n")
+        asked.check()
         return asked
 
-    def said(self) -> tuple[Message, ...]:
-        """The conversation in our words."""
-        return tuple(Message(role=message.role, content=_text(message)) for message in self.messages)
+    def check(self) -> None:
+        """Refuse what the route cannot do."""
+
+    @property
+    def answers(self) -> int:
+        """How many of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of one answer, if the request says."""
+        return self.max_tokens
+
+    @property
+    def counted(self) -> bool:
+        """Whether a stream ends with counts of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
 
     def sampling(self, own: Sampling) -> Sampling:
         """``own``, but for what the request says.
@@ -95,8 +92,7 @@ class Chat(msgspec.Struct, kw_only=True):
         Raises:
             Wrong: a number is out of range.
         """
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        given: dict[str, Any] = {"max_tokens": limit, "temperature": self.temperature, "top_p": self.top_p}
+        given: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature, "top_p": self.top_p}
         if self.stop is not None:
             given["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
         made = replace(own, **{name: value for name, value in given.items() if value is not None})
@@ -111,79 +107,175 @@ class Chat(msgspec.Struct, kw_only=True):
         return made
 
 
-def answer(
-    model: str,
-    answers: Sequence[tuple[str, Completion]],
-    prompt_tokens: int,
-    now: int,
-    pieces: Callable[[Sequence[int]], list[str]] | None = None,
-) -> dict[str, Json]:
-    """Body of the answer; of each choice its text and how it was sampled.
-
-    Args:
-        model: what the policy is called.
-        answers: of each choice.
-        prompt_tokens: of the one prompt of all.
-        now: seconds since 1970.
-        pieces: text of each token, where logprobs are asked for.
-    """
-    sampled = sum(len(completion.tokens) for _, completion in answers)
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": now,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": "length" if completion.finish == "length" else "stop",
-                "logprobs": None if pieces is None else {"content": _logprobs(completion, pieces)},
-            }
-            for index, (text, completion) in enumerate(answers)
-        ],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": prompt_tokens + sampled,
-        },
-    }
+class _Function(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
 
 
-async def streamed(request: web.Request, body: dict[str, Json]) -> web.StreamResponse:
-    """An answer as server-sent events, each choice in one piece."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    head = {**body, "object": "chat.completion.chunk"}
-    del head["usage"]
-    for choice in body["choices"]:
-        delta = {k: choice[k] for k in ("index", "logprobs")} | {"delta": choice["message"], "finish_reason": None}
-        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-        for part in (delta, last):
-            await response.write(b"data: " + msgspec.json.encode({**head, "choices": [part]}) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+class _Called(msgspec.Struct, kw_only=True):
+    function: _Function
+    id: str | None = None
 
 
-def _logprobs(completion: Completion, pieces: Callable[[Sequence[int]], list[str]]) -> list[Json]:
-    """Of each sampled token, an end token too. A token that is no whole character has no text of its own."""
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(pieces(completion.tokens), completion.logprobs, strict=True)
-    ]
+class _Said(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_Called] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+
+class Chat(Asked, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    KIND: ClassVar[str] = "chat completion"
+    REFUSED: ClassVar[tuple[str, ...]] = (*Asked.REFUSED, "functions", "function_call")
+
+    messages: list[_Said]
+    """The conversation."""
+    max_completion_tokens: int | None = None
+    """``max_tokens`` by its newer name."""
+    tools: list[Any] | None = None
+    """What the policy may call."""
+    tool_choice: Any = None
+    """auto: the policy decides; none: it is offered no tools."""
+    parallel_tool_calls: bool | None = None
+    """False: one call per answer at most."""
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    """Tell the logprob of each sampled token."""
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            Wrong: says what.
+        """
+        if self.top_logprobs:
+            raise Wrong("top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs")
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise Wrong("response_format cannot be obeyed: the policy answers in plain text", param="response_format")
+        if not self.messages:
+            raise Wrong("messages are empty", param="messages")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise Wrong(
+                "tool_choice must be auto or none: what the policy calls is its own choice, since sampling is not "
+                "constrained; ask for the call in a message",
+                param="tool_choice",
+            )
+        for tool in self.tools or ():
+            _refuse_odd(tool)
+
+    @property
+    def limit(self) -> int | None:
+        """By either name."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def offer(self, speech: Speech) -> Offer:
+        """The tools that are offered; the conversation's template knows ``speech``.
+
+        Raises:
+            Wrong: the template would leave them out of the prompt.
+        """
+        if not self.tools or self.tool_choice == "none":
+            return Offer()
+        if not speech.shown:
+            raise Wrong(
+                "tools cannot be offered: the model's chat template writes none into the prompt; use a model that "
+                "knows tools, or a chat_template that shows them",
+                param="tools",
+            )
+        return Offer(tools=self.tools, single=self.parallel_tool_calls is False)
+
+    def said(self) -> tuple[Message, ...]:
+        """The conversation in our words.
+
+        Raises:
+            Wrong: a message has parts that are no text.
+        """
+        return tuple(_spoken(message) for message in self.messages)
+
+
+def _refuse_odd(tool: Any) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Wrong('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
+
+
+def _spoken(message: _Said) -> Message:
+    if message.function_call:
+        raise Wrong("function_call cannot be read; give tool_calls", param="messages")
+    text = _text(message)
+    if not (message.tool_calls or message.tool_call_id or message.name):
+        return Message(role=message.role, content=text)
+    calls = tuple(
+        Call(
+            name=call.function.name,
+            arguments=given if isinstance(given := call.function.arguments, str) else json.dumps(given),
+            id=call.id or "",
+        )
+        for call in message.tool_calls or ()
+    )
+    return Spoken(
+        role=message.role, content=text, calls=calls, answers=message.tool_call_id or "", name=message.name or ""
+    )
 
 
 def _text(message: _Said) -> str:
-    """Text of a message.
-
-    Raises:
-        Wrong: it has parts that are no text.
-    """
-    if message.tool_calls:
-        raise Wrong("tool_calls cannot be read: the policy speaks plain text", param="messages")
     if not isinstance(message.content, list):
         return message.content or ""
     if other := [part.get("type") for part in message.content if part.get("type") != "text"]:
         raise Wrong(f"a message has a part of type {other[0]}, and the policy reads text alone", param="messages")
     return "".join(str(part.get("text", "")) for part in message.content)
+
+
+class Text(Asked, kw_only=True):
+    """Body of /v1/completions."""
+
+    KIND: ClassVar[str] = "completion"
+    REFUSED: ClassVar[tuple[str, ...]] = (*Asked.REFUSED, "suffix", "echo")
+
+    prompt: str | list[Any]
+    """Text or token ids, or a list of such."""
+    logprobs: int | None = None
+    """0: tell the logprob of each sampled token."""
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            Wrong: says what.
+        """
+        if self.logprobs:
+            raise Wrong("logprobs must be 0: those of the sampled tokens alone are kept", param="logprobs")
+        if self.best_of is not None and self.best_of != self.answers:
+            raise Wrong("best_of must be n: every answer that is sampled is given", param="best_of")
+
+    def prompts(self, vocabulary: int) -> list[str | list[int]]:
+        """Each prompt; token ids must be below ``vocabulary``.
+
+        Raises:
+            Wrong: one is neither text nor token ids, or there are too many.
+        """
+        given: Any = self.prompt
+        several = isinstance(given, list) and not all(isinstance(part, int) for part in given)
+        found = given if several else [given]
+        for prompt in found:
+            fine = isinstance(prompt, str) or (
+                isinstance(prompt, list) and all(type(id) is int and 0 <= id < vocabulary for id in prompt)
+            )
+            if not fine or not prompt:
+                raise Wrong(
+                    f"prompt must be text or token ids from 0 to {vocabulary - 1}, or a list of such, and not empty",
+                    param="prompt",
+                )
+        if len(found) * self.answers > MOST:
+            raise Wrong(f"prompts times n must be {MOST} at most", param="n")
+        return list(found)

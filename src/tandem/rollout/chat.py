@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 from tandem.engines.base import Engine
 from tandem.errors import EnvError
+from tandem.rollout._tools import Speech, as_template, speech
 from tandem.types import Json, Message, Sampling, Task, Turn
 
 _MARK = "\u2042tandem\u2042"
@@ -22,24 +24,51 @@ class Template:
         self._tokenizer = tokenizer
         self._options = options
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the policy speaks."""
-        return self._encode(self._render(messages))
+    @cached_property
+    def speech(self) -> Speech:
+        """What the template knows of tools."""
+        return speech(self._render)
 
-    def bridge(self, opening: Sequence[Message], reply: Sequence[Message], last: int) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> list[int]:
+        """Token ids of a conversation, up to where the policy speaks; ``tools`` are those that it may call."""
+        return self._encode(self._render(messages, tools))
+
+    def bridge(
+        self, opening: Sequence[Message], reply: Sequence[Message], last: int, tools: Sequence[Json] = ()
+    ) -> list[int]:
         """Token ids between a sampled completion and the policy's next words.
 
         Args:
             opening: the conversation before the completion; templates may look at it.
             reply: what the environment says.
             last: the last sampled token; if it is the end-of-turn token the template writes, it is not repeated.
+            tools: those that the policy may call.
         """
-        text = self._render([*opening, Message(role="assistant", content=_MARK), *reply])
+        text = self._render([*opening, Message(role="assistant", content=_MARK), *reply], tools)
         after = text.rpartition(_MARK)[2]
         # A model may end a turn with another token than the tokenizer's eos, so the token itself is compared.
         tokens = self._encode(after)
-        is_end = not self.decode([last])
-        return tokens[1:] if is_end and tokens[:1] == [last] else tokens
+        return tokens[1:] if self.ends(last) and tokens[:1] == [last] else tokens
+
+    def ends(self, token: int) -> bool:
+        """True if a token has no text, as those that end a turn."""
+        return not self.decode([token])
+
+    def text(self, text: str) -> list[int]:
+        """Token ids of text that begins a prompt, with the tokens that the tokenizer begins all text with."""
+        tokens: list[int] = self._tokenizer.encode(text)
+        first = self._tokenizer.bos_token_id
+        # A text of somebody who writes templates by hand has that token already.
+        return tokens[1:] if tokens[:2] == [first, first] else tokens
+
+    def more(self, text: str) -> list[int]:
+        """Token ids of text that goes on after other tokens."""
+        return self._encode(text)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that have a text are below this."""
+        return len(self._tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special ones left out."""
@@ -49,11 +78,12 @@ class Template:
         """Text of each token on its own, for people."""
         return [self._tokenizer.decode([token]) for token in tokens]
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        plain = [{"role": m.role, "content": m.content} for m in messages]
+    def _render(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> str:
+        plain = [as_template(message) for message in messages]
+        options = {**self._options, "tools": list(tools)} if tools else self._options
         try:
             return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-                plain, tokenize=False, add_generation_prompt=True, **self._options
+                plain, tokenize=False, add_generation_prompt=True, **options
             )
         except Exception as error:
             roles = ", ".join(m.role for m in messages)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from tandem import waits
-from tandem.errors import Starved
 from tandem.metrics import Sum, Value, merge
+from tandem.rollout._mixture import Mixture
 from tandem.rollout.measure import measure
-from tandem.rollout.streams import Stream, Timetable
+from tandem.rollout.streams import Stream
 from tandem.types import Group, Json, Sampling
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class Cursor:
     """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
     ready: tuple[tuple[Draw, Group], ...] = ()
     """Groups judged and not yet trained, each with its draw."""
+    resting: Mapping[str, int] = field(default_factory=dict)
+    """Streams that are left out since they gave nothing to train on, each with the batch that tries it again."""
     batches: tuple[str, ...] = ()
     """A broker's batches whose groups were trained or dropped, or are in ``ready``, and that it was not told of."""
 
@@ -104,7 +106,7 @@ class FeedOptions:
     sampling: Sampling
     """How answers are sampled."""
     patience: int = 50
-    """Batches' worth of groups dropped in a row before giving up."""
+    """Batches' worth of a stream's groups dropped in a row before it is left out, or given up if no other is left."""
 
     @property
     def ahead(self) -> int:
@@ -138,7 +140,7 @@ class Feed:
     on_drop: Callable[[str, Group], None]
     """Told of every dropped group and why: flat, stale or failed."""
     _streams: dict[str, Stream] = field(init=False)
-    _timetable: Timetable = field(init=False)
+    _mixture: Mixture = field(init=False)
     _entries: list[_Entry] = field(default_factory=list)
     _again: list[Draw] = field(default_factory=list)
     _drawn: Counter[str] = field(default_factory=Counter)
@@ -148,14 +150,13 @@ class Feed:
     _dropped: Counter[str] = field(default_factory=Counter)
     _trained: Counter[str] = field(default_factory=Counter)
     _measured: list[Mapping[str, Value]] = field(default_factory=list)
-    _in_a_row: int = 0
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
         self._streams = {stream.name: stream for stream in self.streams}
-        self._timetable = Timetable(self.streams, self.options.groups_per_step)
+        self._mixture = Mixture(self.streams, self.options.groups_per_step, self.options.patience)
 
     @asynccontextmanager
     async def open(self, cursor: Cursor) -> AsyncIterator[Feed]:
@@ -163,6 +164,7 @@ class Feed:
         self._drawn, self._admitted, self._again = Counter(cursor.drawn), cursor.admitted, list(cursor.again)
         self._taken = self._released = cursor.taken
         self._entries = [_Entry(group.index, draw, group, judged=True) for draw, group in cursor.ready]
+        self._mixture.resting.update(cursor.resting)
         self._admit()
         try:
             yield self
@@ -175,7 +177,7 @@ class Feed:
         """The next batch: of each stream the groups admitted first. They keep their slots until ``release``.
 
         Raises:
-            Starved: group after group was dropped.
+            Starved: group after group was dropped, of every stream.
             EngineError: the engine failed.
         """
         while True:
@@ -209,6 +211,7 @@ class Feed:
             admitted=self._admitted,
             again=(*(entry.draw for entry in waiting if not entry.judged), *self._again),
             ready=tuple((entry.draw, entry.group) for entry in waiting if entry.judged and entry.group is not None),
+            resting=dict(self._mixture.resting),
         )
 
     async def saved(self, cursor: Cursor) -> None:
@@ -225,7 +228,7 @@ class Feed:
 
     def _first(self) -> list[_Entry]:
         """What the next batch is made of, as far as it is admitted."""
-        wanted = Counter(self._timetable.counts(self._taken))
+        wanted = Counter(self._mixture.counts(self._taken))
         first = []
         for entry in self._entries:
             if not entry.taken and wanted[entry.draw.stream]:
@@ -247,10 +250,11 @@ class Feed:
 
     def _free(self) -> list[str]:
         """Streams of the free slots, in the order in which they will be trained on."""
-        held = Counter(entry.draw.stream for entry in self._entries)
+        # Batches that were taken and are being trained hold all the slots that were theirs.
+        held = Counter(entry.draw.stream for entry in self._entries if not entry.taken)
         free = []
-        for batch in range(self._released, self._released + self.options.ahead + 1):
-            for stream in self._timetable.batch(batch):
+        for batch in range(self._taken, self._released + self.options.ahead + 1):
+            for stream in self._mixture.batch(batch):
                 if held[stream]:
                     held[stream] -= 1
                 else:
@@ -304,7 +308,7 @@ class Feed:
                 self._drop("flat", entry, entry.group)
             else:
                 entry.judged = True
-                self._in_a_row = 0
+                self._mixture.good(entry.draw.stream)
 
     def _drop_stale(self) -> None:
         """A guard: slots bound the lag of what this feed sampled, but a resumed or foreign group may be older."""
@@ -319,27 +323,13 @@ class Feed:
     def _drop(self, reason: str, entry: _Entry, group: Group) -> None:
         self._entries.remove(entry)
         self._dropped[reason] += 1
-        self._in_a_row += 1
         self.on_drop(reason, group)
-        if self._in_a_row > self.options.patience * self.options.groups_per_step and self._failure is None:
-            self._failure = Starved(_starved(self._in_a_row, reason, group))
+        starved = self._mixture.dropped(entry.draw.stream, reason, group, self._taken)
+        self._failure = self._failure or starved
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _starved(count: int, reason: str, group: Group) -> str:
-    example = group.rollouts[0]
-    detail = f"the last group, {group.id}, got rewards {[r.reward for r in group.rollouts]}"
-    if reason == "failed":
-        detail += f"; first failure: {next((r.error for r in group.rollouts if r.error), 'no reward')}"
-    else:
-        detail += f"; its first answer was {example.text[:200]!r}"
-    return (
-        f"{count} groups in a row could not be trained on ({reason}); {detail}. Make {group.env} easier or harder, "
-        "sample more answers (group_size), raise the temperature, or keep such groups (flat_groups: keep)"
-    )
 
 
 def penalise_truncated(penalty: float) -> Judge:

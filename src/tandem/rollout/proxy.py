@@ -1,8 +1,8 @@
 """An OpenAI-compatible server whose chats are recorded as token-exact turns: for agents that know nothing else.
 
 A session is one agent's work on one task. A request whose messages extend an earlier conversation of its session goes
-on with the very tokens of that conversation: what was sampled is never tokenised again, and an end token is not
-written twice. One that extends nothing is rendered from the start, and recorded beside the others.
+on with the very tokens of that conversation: what was sampled is never tokenised again, calls of tools included, and an
+end token is not written twice. One that extends nothing is rendered from the start, and recorded beside the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import msgspec
 from aiohttp import web
@@ -22,9 +23,11 @@ from aiohttp import web
 from tandem.broker.wire import MASKED, NO_LOGPROB
 from tandem.engines.base import Engine
 from tandem.errors import EngineError, EnvError
-from tandem.rollout._openai import Chat, Wrong, answer, streamed
+from tandem.rollout._openai import Asked, Chat, Text, Wrong
+from tandem.rollout._openai_answers import Answer, chat_body, streamed, text_body
+from tandem.rollout._tools import Offer, Spoken, alike, as_text, read
 from tandem.rollout.chat import Template
-from tandem.types import Completion, Json, Message, Sampling, Turn
+from tandem.types import Json, Message, Sampling, Turn
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +37,17 @@ IDLE_SECONDS = 3600.0
 """A session that was begun over HTTP and is not heard of for this long has been abandoned."""
 
 
+NONE = Offer()
+"""No tools."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Said:
     """A conversation that the policy has spoken in last."""
 
     tokens: tuple[int, ...]
     turn: int
+    messages: tuple[Message, ...]  # as people read it
 
 
 @dataclass(slots=True)
@@ -57,47 +65,89 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     """Everything that was sampled, in the order in which it was answered."""
     messages: tuple[Message, ...] = ()
-    """The conversation that was answered last, the answer included."""
-    _said: dict[tuple[Message, ...], _Said] = field(default_factory=dict)  # by conversation as ``_alike`` has it
-    _asked: int = 0
+    """The conversation that was answered last, the answer included; what the policy said is as it was sampled."""
+    # By the tools that were offered, and the conversation as agents tell them apart.
+    _said: dict[tuple[str, tuple[Message, ...]], _Said] = field(default_factory=dict)
+    _written: dict[str, _Said] = field(default_factory=dict)  # by text
+    _numbers: Iterator[int] = field(default_factory=count)
 
-    async def reply(self, messages: Sequence[Message], sampling: Sampling | None = None) -> tuple[str, Turn]:
+    async def reply(self, messages: Sequence[Message], sampling: Sampling | None = None, offer: Offer = NONE) -> Answer:
         """Let the policy answer a conversation.
-
-        Returns:
-            The answer as text, and its record.
 
         Raises:
             EnvError: the conversation leaves no room in the context, or the chat template refuses it.
             EngineError: the engine failed.
         """
         said, sampling = tuple(messages), sampling or self.sampling
-        prompt = tuple(self.prompt(said))
+        form = self.template.speech.form if offer.tools else None
+        # A form whose calls end with a text of their own is kept to one call by ending there.
+        ends = (form.stop,) if form is not None and form.stop and offer.single else ()
+        prompt, before = self._prompt(said, offer)
+        turn = await self._sample(prompt, replace(sampling, stop=(*sampling.stop, *ends)))
+        whole = self.template.decode(turn.completion.tokens)
+        text, calls = read(form, offer, _cut(whole, sampling.stop))
+        key = (*said, Spoken(role="assistant", content=text, calls=calls))
+        self._said[offer.key, _alike(key)] = self._noted(turn, before, whole)
+        return Answer(text=text, calls=calls, turn=turn)
+
+    async def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Answer:
+        """Let the policy go on with text, or with token ids.
+
+        Raises:
+            EnvError: the prompt leaves no room in the context.
+            EngineError: the engine failed.
+        """
+        sampling = sampling or self.sampling
+        written = prompt if isinstance(prompt, str) else self.template.decode(prompt)
+        tokens, before = self._begun(prompt) if isinstance(prompt, str) else (list(prompt), _user(written))
+        turn = await self._sample(tokens, sampling)
+        text = self.template.decode(turn.completion.tokens)
+        self._written[written + text] = self._noted(turn, before, text)
+        return Answer(text=_cut(text, sampling.stop), turn=turn)
+
+    async def _sample(self, prompt: Sequence[int], sampling: Sampling) -> Turn:
+        """Sample after a prompt, and record it."""
         if len(prompt) >= self.engine.context:
             raise EnvError(
                 f"the conversation has {len(prompt)} tokens and the context is {self.engine.context}, so no room is "
                 "left for an answer"
             )
-        key = hashlib.blake2b(f"{self.stream}/{self._asked}".encode(), digest_size=8).digest()
-        self._asked += 1
+        key = hashlib.blake2b(f"{self.stream}/{next(self._numbers)}".encode(), digest_size=8).digest()
         completion = await self.engine.generate(prompt, sampling, int.from_bytes(key, "big"))
-        turn = Turn(prompt=prompt, completion=completion, temperature=sampling.temperature or 1.0)
-        text = self.template.decode(completion.tokens)
-        self.messages = (*said, Message(role="assistant", content=text))
-        self._said[_alike(self.messages)] = _Said((*prompt, *completion.tokens), len(self.turns))
+        turn = Turn(prompt=tuple(prompt), completion=completion, temperature=sampling.temperature or 1.0)
         self.turns.append(turn)
-        return text, turn
+        return turn
 
-    def prompt(self, messages: tuple[Message, ...]) -> list[int]:
-        """Token ids of a conversation: those of the longest one that it extends, and what is new."""
-        alike = _alike(messages)
+    def _noted(self, turn: Turn, before: tuple[Message, ...], text: str) -> _Said:
+        """What was said up to now, the newest turn included."""
+        self.messages = (*before, Message(role="assistant", content=text))
+        return _Said((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
+
+    def _prompt(self, messages: tuple[Message, ...], offer: Offer) -> tuple[list[int], tuple[Message, ...]]:
+        """A conversation as token ids, those of the longest one that it extends and what is new; and for people."""
+        same = _alike(messages)
         for cut in range(len(messages) - 1, 0, -1):
-            if (said := self._said.get(alike[:cut])) is None:
+            if (said := self._said.get((offer.key, same[:cut]))) is None:
                 continue
             new = messages[cut:]
-            self.turns[said.turn] = replace(self.turns[said.turn], reply=new)
-            return [*said.tokens, *self.template.bridge(messages[: cut - 1], new, last=said.tokens[-1])]
-        return self.template.prompt(messages)
+            bridge = self.template.bridge(messages[: cut - 1], new, last=said.tokens[-1], tools=offer.tools)
+            return [*said.tokens, *bridge], self._answered(said, tuple(map(as_text, new)))
+        return self.template.prompt(messages, offer.tools), tuple(map(as_text, messages))
+
+    def _begun(self, text: str) -> tuple[list[int], tuple[Message, ...]]:
+        """The same of a text."""
+        known = max((known for known in self._written if text.startswith(known)), key=len, default=None)
+        if known is None:
+            return self.template.text(text), _user(text)
+        said, new = self._written[known], text[len(known) :]
+        # An end token is no text: where the agent does not write it, it is not there.
+        tokens = said.tokens[:-1] if self.template.ends(said.tokens[-1]) else said.tokens
+        return [*tokens, *self.template.more(new)], self._answered(said, _user(new))
+
+    def _answered(self, said: _Said, new: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Note what the agent said next; all that was said."""
+        self.turns[said.turn] = replace(self.turns[said.turn], reply=new)
+        return (*said.messages, *new)
 
     def nodes(self) -> Iterator[dict[str, Json]]:
         """Every conversation that nothing continues, as one sequence each, in the form that Atropos' clients know."""
@@ -119,8 +169,17 @@ class Session:
 
 
 def _alike(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Conversations that are the same to an agent: many strip what the policy said before they send it back."""
-    return tuple(replace(m, content=m.content.strip()) if m.role == "assistant" else m for m in messages)
+    """Conversations that are the same to an agent."""
+    return tuple(map(alike, messages))
+
+
+def _user(text: str) -> tuple[Message, ...]:
+    return (Message(role="user", content=text),) if text else ()
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """A text up to the first stop text, which is sampled and recorded but no part of an answer."""
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
 class Proxy:
@@ -173,6 +232,7 @@ class Proxy:
                 web.post("/sessions/create", self._create),
                 web.get("/{session}/v1/models", self._models),
                 web.post("/{session}/v1/chat/completions", self._chat),
+                web.post("/{session}/v1/completions", self._complete),
                 web.get("/{session}/nodes", self._nodes),
                 web.delete("/{session}", self._delete),
             ]
@@ -213,11 +273,26 @@ class Proxy:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, asked = self._session(request), Chat.read(await request.read())
         sampling, messages = asked.sampling(self._sampling), asked.said()
-        found = await asyncio.gather(*(session.reply(messages, sampling) for _ in range(asked.n or 1)))
-        answers: list[tuple[str, Completion]] = [(text, turn.completion) for text, turn in found]
+        offer = asked.offer(self._template.speech) if asked.tools else NONE
+        found = await asyncio.gather(*(session.reply(messages, sampling, offer) for _ in range(asked.answers)))
         pieces = self._template.pieces if asked.logprobs else None
-        body = answer(self._model, answers, len(found[0][1].prompt), int(time.time()), pieces)
-        return await streamed(request, body) if asked.stream else web.json_response(body)
+        body = chat_body(self._model, found, int(time.time()), pieces)
+        return await self._told(request, asked, body)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session, asked = self._session(request), Text.read(await request.read())
+        sampling, prompts = asked.sampling(self._sampling), asked.prompts(self._template.vocabulary)
+        wanted = [prompt for prompt in prompts for _ in range(asked.answers)]
+        found = await asyncio.gather(*(session.complete(prompt, sampling) for prompt in wanted))
+        each = [found[at : at + asked.answers] for at in range(0, len(found), asked.answers)]
+        pieces = None if asked.logprobs is None else self._template.pieces
+        body = text_body(self._model, each, int(time.time()), pieces)
+        return await self._told(request, asked, body)
+
+    async def _told(self, request: web.Request, asked: Asked, body: dict[str, Json]) -> web.StreamResponse:
+        if asked.stream:
+            return await streamed(request, body, counted=asked.counted)
+        return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["session"])

@@ -58,6 +58,11 @@ class Remote:
     backoff: Backoff = field(default_factory=lambda: Backoff(most=5.0))
     """Waits between tries."""
 
+    @property
+    def waited(self) -> str:
+        """The end of an error, once patience is at its end."""
+        return f"it was waited for {self.patience:g} s (patience_seconds)"
+
     @asynccontextmanager
     async def open(self, *, context: int, ends: Sequence[int]) -> AsyncIterator[RemoteEngine]:
         """Find out what they are.
@@ -84,14 +89,15 @@ class Remote:
             try:
                 dialect, context = await self._kind(http)
             except (Unreachable, AnswerLost) as error:
-                if trouble.lasts(f"{error}; is it running? (tandem serve engine RECIPE)") > self.patience:
-                    raise EngineError(str(error)) from error
+                said = f"{error}; is it running? (tandem serve engine RECIPE)"
+                if trouble.lasts(said) > self.patience:
+                    raise EngineError(f"{said}; {self.waited}") from error
                 await backoff.wait()
             except Answered as error:
                 if error.status < 500:
                     raise EngineError(_advice(error)) from error
                 if trouble.lasts(str(error)) > self.patience:
-                    raise EngineError(str(error)) from error
+                    raise EngineError(f"{error}; {self.waited}") from error
                 await backoff.wait(error.retry_after or 0.0)
             else:
                 trouble.over()
@@ -205,7 +211,7 @@ class RemoteEngine(Engine):
             EngineError: patience is at its end.
         """
         if server.trouble.lasts(what) > self._spec.patience and not self._others(server):
-            raise EngineError(what)
+            raise EngineError(f"{what}; {self._spec.waited}")
         server.rests_until = time.monotonic() + max(at_least, server.backoff.next())
 
     def _others(self, server: _Server) -> bool:

@@ -266,6 +266,7 @@ class Link:
     async def _revived(self) -> None:
         """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
         async with self._lock:
+            await self.engine.recover()
             if self._current is not None and self._served != self.engine.epoch:
                 await self._persist(self._current)
 

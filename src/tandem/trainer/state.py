@@ -47,6 +47,7 @@ class TrainerState:
                 "admitted": self.cursor.admitted,
                 "again": [list(draw) for draw in self.cursor.again],
                 "ready": [[list(draw), group_to_json(group)] for draw, group in self.cursor.ready],
+                "resting": dict(self.cursor.resting),
                 "batches": list(self.cursor.batches),
             },
         }
@@ -67,6 +68,7 @@ class TrainerState:
                 admitted=cursor["admitted"],
                 again=tuple(Draw(*draw) for draw in cursor["again"]),
                 ready=tuple((Draw(*draw), group_from_json(group)) for draw, group in cursor["ready"]),
+                resting=cursor.get("resting", {}),
                 batches=tuple(cursor.get("batches", ())),
             ),
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem import resolve
 from tandem.config import RunConfig
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError
@@ -165,6 +166,8 @@ def load(recipe: Path | None, overrides: Sequence[str]) -> Work:
     tree = Branch(where=source) if recipe is None else _parsed(recipe, problems)
     problems.raise_if_any(source)
     assert isinstance(tree, Branch)
+    if recipe is not None:
+        resolve.search(recipe.parent)
     return _built(_of_the_environment(tree), overrides, source, problems)
 
 

@@ -1,0 +1,234 @@
+"""Calls of tools in chats: offered to the policy by its chat template, and read back out of what it said."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.errors import EnvError
+from tandem.types import Json, Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a tool."""
+
+    name: str
+    """Which."""
+    arguments: str
+    """JSON of what it is called with, or whatever text an agent says it was."""
+    id: str = ""
+    """What the agent calls it; no part of what was said, so agents may change it."""
+
+    def value(self) -> Json:
+        """The arguments as chat templates take them."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return self.arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken(Message):
+    """A message with what a chat of tools has beyond role and text."""
+
+    calls: tuple[Call, ...] = ()
+    """What an assistant's message calls."""
+    answers: str = ""
+    """Id of the call whose result a tool's message is."""
+    name: str = ""
+    """Who speaks, where the message says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The tools of one request."""
+
+    tools: Sequence[Json] = ()
+    """Each as JSON in OpenAI's form."""
+    single: bool = False
+    """One call per answer at most."""
+
+    @property
+    def key(self) -> str:
+        """The same for the same tools: they stand at the head of a prompt, so other ones begin another conversation."""
+        return json.dumps(self.tools, sort_keys=True) if self.tools else ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What may be called."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+
+class Form(ABC):
+    """How a model writes calls."""
+
+    stop: str = ""
+    """Text with which every call ends, if there is one."""
+
+    @abstractmethod
+    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
+        """The text beside the calls, and the calls.
+
+        A call that cannot be read leaves all of the text as text: whoever asked sees what the policy wrote.
+
+        Args:
+            text: an answer.
+            names: tools that were offered.
+        """
+
+
+class Tagged(Form):
+    """``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, once for each call: Hermes, Qwen and others."""
+
+    stop = "</tool_call>"
+    _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
+        thought, closed, said = text.rpartition("</think>")
+        calls = [_call(found) for found in self._CALL.findall(said)]
+        if not calls or None in calls:
+            return text, ()
+        return (thought + closed + self._CALL.sub("", said)).strip(), tuple(call for call in calls if call)
+
+
+class Bare(Form):
+    """``{"name": ..., "parameters": ...}`` as the whole answer, several divided by semicolons: Llama."""
+
+    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
+        rest, calls, decoder = text.strip().removeprefix("<|python_tag|>").lstrip(), [], json.JSONDecoder()
+        while rest:
+            try:
+                _, end = decoder.raw_decode(rest)
+            except ValueError:
+                return text, ()
+            call, rest = _call(rest[:end]), rest[end:].lstrip().removeprefix(";").lstrip()
+            # An answer may be JSON without being a call: what it names tells.
+            if call is None or call.name not in names:
+                return text, ()
+            calls.append(call)
+        return ("", tuple(calls)) if calls else (text, ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speech:
+    """What a chat template knows of tools."""
+
+    shown: bool
+    """It writes the tools that are offered into the prompt."""
+    form: Form | None
+    """How it writes calls; None: in no way that is known here, so calls stay text."""
+
+
+Render = Callable[[Sequence[Message], Sequence[Json]], str]
+"""Text of messages and tools, by a chat template."""
+
+_ASKED = Message(role="user", content="?")
+_PROBE = Call(name="tandem_probe", arguments='{"tandem_key": "tandem_value"}', id="tandem000")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE.name,
+        "description": "?",
+        "parameters": {"type": "object", "properties": {"tandem_key": {"type": "string", "description": "?"}}},
+    },
+}
+
+
+def speech(render: Render) -> Speech:
+    """Find out what a chat template knows, by what it makes of a tool and of a call of it."""
+    try:
+        shown = _PROBE.name in render([_ASKED], [_TOOL])
+    except EnvError:
+        return Speech(shown=False, form=None)
+    try:
+        text = render([_ASKED, Spoken(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
+    except EnvError:
+        return Speech(shown=shown, form=None)
+    return Speech(shown=shown, form=_form(text))
+
+
+def _form(text: str) -> Form | None:
+    """The form of the last call in a text."""
+    tagged, start = Tagged(), text.rfind("<tool_call>")
+    if start >= 0 and _is_probe(tagged.read(text[start:], ())[1]):
+        return tagged
+    for found in re.finditer(r'\{\s*"name":\s*"tandem_probe"', text):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        call = text[found.start() : end]
+        if '"parameters"' in call and _is_probe(Bare().read(call, {_PROBE.name})[1]):
+            return Bare()
+    return None
+
+
+def _is_probe(calls: Sequence[Call]) -> bool:
+    return [(call.name, call.value()) for call in calls] == [(_PROBE.name, _PROBE.value())]
+
+
+def read(form: Form | None, offer: Offer, text: str) -> tuple[str, tuple[Call, ...]]:
+    """An answer as agents get it: its text and its calls, each with an id of its own.
+
+    Where there is no form, where calls cannot be read, or where there are more than asked for, all of it is text.
+    """
+    rest, calls = (text, ()) if form is None else form.read(text, offer.names)
+    if offer.single and len(calls) > 1:
+        return text, ()
+    return rest, tuple(replace(call, id=f"call_{secrets.token_hex(12)}") for call in calls)
+
+
+def _call(text: str) -> Call | None:
+    """A call as its model wrote it; None if it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    given = found.get("arguments", found.get("parameters"))
+    if not isinstance(given, dict):
+        return None
+    return Call(name=found["name"], arguments=json.dumps(given, ensure_ascii=False))
+
+
+def as_template(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if not isinstance(message, Spoken):
+        return plain
+    if message.calls:
+        plain["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.value()}}
+            for call in message.calls
+        ]
+    if message.answers:
+        plain["tool_call_id"] = message.answers
+    if message.name:
+        plain["name"] = message.name
+    return plain
+
+
+def as_text(message: Message) -> Message:
+    """A message for graders and people, who read text: calls that the policy did not write itself follow as JSON."""
+    calls = message.calls if isinstance(message, Spoken) else ()
+    written = [json.dumps({"name": call.name, "arguments": call.value()}, ensure_ascii=False) for call in calls]
+    return Message(role=message.role, content="\n".join(part for part in (message.content, *written) if part))
+
+
+def alike(message: Message) -> Message:
+    """What of a message tells it from others to an agent.
+
+    Many agents strip what the policy said, or write the arguments of its calls anew, before they send it back.
+    """
+    if message.role != "assistant":
+        return message
+    calls = message.calls if isinstance(message, Spoken) else ()
+    same = tuple(Call(name=c.name, arguments=json.dumps(c.value(), sort_keys=True)) for c in calls)
+    return Spoken(role="assistant", content=message.content.strip(), calls=same)

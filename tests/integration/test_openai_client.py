@@ -1,0 +1,61 @@
+"""OpenAI's own client, which agents are built on, against the proxy: tools, streams, completions and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+from fake_engine import END
+from integration.atropos_peers import HERE, atropos_python
+from proxied import Scripted
+
+from tandem.rollout.chat import Template
+from tandem.rollout.proxy import Proxy
+from tandem.types import Sampling
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Roomy(Scripted):
+    context = 4000
+
+
+def test_openais_client(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = TEMPLATE
+    template = Template(tokenizer, {})
+    said = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>")]
+
+    async def go() -> tuple[int, str]:
+        engine = Roomy(*said)
+        proxy = Proxy(engine, template, Sampling(max_tokens=100), model="m")  # type: ignore[arg-type]
+        async with proxy.serving() as url:
+            name, session = proxy.create()
+            process = await asyncio.create_subprocess_exec(
+                atropos_python(),
+                HERE / "openai_client.py",
+                f"{url}/{name}/v1",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                out, _ = await asyncio.wait_for(process.communicate(), 60)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+            one, two = session.turns[:2]
+            assert two.prompt[: len(one.prompt) + len(said[0])] == (*one.prompt, *said[0])
+            assert len(session.turns) == 5
+            return process.returncode or 0, out.decode()
+
+    status, out = asyncio.run(go())
+    assert status == 0, out

@@ -1,0 +1,62 @@
+"""What the tests of the proxy share: an engine that samples what it is told, and a session that is posted to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+from fake_engine import END
+
+from tandem.rollout.chat import Template
+from tandem.rollout.proxy import Proxy, Session
+from tandem.types import Completion, Sampling
+
+T = TypeVar("T")
+USER = {"role": "user", "content": "hello"}
+
+
+class Scripted:
+    """Samples what it is told, and keeps what it was asked."""
+
+    context = 400
+
+    def __init__(self, *answers: Sequence[int]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[tuple[int, ...], Sampling, int]] = []
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        self.asked.append((tuple(prompt), sampling, key))
+        tokens = tuple(self.answers[(len(self.asked) - 1) % len(self.answers)])
+        finish: Any = "stop" if tokens[-1] == END else "length"
+        return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(4,) * len(tokens), finish=finish)
+
+
+def served(
+    template: Template, engine: Any, talk: Callable[[Any, Session, Proxy], Coroutine[Any, Any, T]], **sampling: Any
+) -> T:
+    """Have ``talk`` post to a session's /v1/chat/completions; it gets (post, session, proxy)."""
+
+    async def go() -> T:
+        proxy = Proxy(engine, template, Sampling(**{"max_tokens": 8, **sampling}), model="m")
+        async with asyncio.timeout(20), proxy.serving() as url, aiohttp.ClientSession() as http:
+            name, session = proxy.create("s")
+
+            async def post(*messages: Any, path: str = "v1/chat/completions", status: int = 200, **body: Any) -> Any:
+                said = {"model": "m", "messages": list(messages), **body}
+                async with http.post(f"{url}/{name}/{path}", json=said) as response:
+                    text = await response.text()
+                    assert response.status == status, text
+                    return text if body.get("stream") else json.loads(text)
+
+            post.http, post.url, post.name = http, url, name  # type: ignore[attr-defined]
+            return await talk(post, session, proxy)
+
+    return asyncio.run(go())
+
+
+def said(answer: Any) -> dict[str, Any]:
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message

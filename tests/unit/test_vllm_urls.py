@@ -1,0 +1,359 @@
+"""Engines at urls that die: the others take over, one that comes back is published to before it is sampled from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from tandem.engines import _vllm_client, _vllm_fleet
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_client import Server
+from tandem.engines._vllm_engine import TRIES
+from tandem.engines._vllm_engine import Vllm as LiveVllm
+from tandem.engines._vllm_fleet import Fleet
+from tandem.engines._vllm_process import free_port
+from tandem.engines.base import Needs
+from tandem.engines.vllm import Vllm
+from tandem.errors import EngineError
+from tandem.types import Completion, PolicyVersion, Sampling
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_vllm_fleet, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(_vllm_client, "GONE_SECONDS", 0.0)
+
+
+class Somebodys:
+    """Somebody's engine: what it samples tells the version it was stamped with, or the boot it sampled before any."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.boots = 0
+        self.context = 128
+        self.asked = 0
+        self.cut = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._runner: web.AppRunner | None = None
+
+    async def up(self) -> None:
+        self.boots += 1
+        self.step, self.digest = -1, ""
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/bridge/info", self._info),
+                web.get("/health", self._health),
+                web.get("/lora/status", self._lora),
+                web.post("/generate", self._generate),
+                web.post("/bridge/stamp", self._stamp),
+                web.post("/bridge/resume", self._resume),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+
+    async def down(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    @property
+    def boot(self) -> str:
+        return f"boot {self.boots}"
+
+    async def _info(self, request: web.Request) -> web.Response:
+        about = wire.Info(
+            engine=self.boot, state="", reason="", step=self.step, digest=self.digest, updates=0, running=0,
+            adapter=None, model="m", context=self.context, logprobs="processed_logprobs", adapters=False, workers=[],
+        )  # fmt: skip
+        return web.Response(body=msgspec.json.encode(about), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"running": 0})
+
+    async def _lora(self, request: web.Request) -> web.Response:
+        return web.json_response({"loaded": [], "in_place": None})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        await request.read()
+        if self.cut:
+            self.cut -= 1
+            assert request.transport is not None
+            request.transport.close()
+        await self.gate.wait()
+        found = wire.Generated(
+            engine=self.boot, text=[""], finish_reasons=["stop"], token_ids=[[5]], versions=[[(self.step, 1)]],
+            logprobs=[[[{5: -0.5}]]], prompt="", prompt_token_ids=[],
+        )  # fmt: skip
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+    async def _stamp(self, request: web.Request) -> web.Response:
+        said = msgspec.json.decode(await request.read(), type=wire.Stamp)
+        self.step, self.digest = said.step, said.digest
+        return web.json_response({"engine": self.boot})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        return web.json_response({"seconds": 0.0, "step": self.step, "digest": self.digest})
+
+
+class Publisher:
+    """As a link publishes: one at a time, anew where engines died under it."""
+
+    def __init__(self, engine: LiveVllm) -> None:
+        self.engine = engine
+        self.step = 0
+        self.served = -1
+        self.lock = asyncio.Lock()
+        self.to: list[list[str]] = []
+        self.failing: Exception | None = None
+        engine.on_revival(self.republish)
+
+    async def commit(self, step: int) -> None:
+        async with self.lock:
+            self.step = step
+            await self._persist()
+
+    async def republish(self) -> None:
+        async with self.lock:
+            await self.engine.recover()
+            if self.served != self.engine.epoch:
+                await self._persist()
+
+    async def _persist(self) -> None:
+        while True:
+            if self.failing is not None:
+                raise self.failing
+            try:
+                await self.engine.stamp(PolicyVersion(step=self.step, digest="d"))
+                await self.engine.resume()
+            except EngineError:
+                if not await self.engine.recover():
+                    raise
+            else:
+                self.served = self.engine.epoch
+                self.to.append([server.url for server in self.engine.servers])
+                return
+
+
+@asynccontextmanager
+async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[tuple[LiveVllm, Publisher]]:
+    for each in somebodys:
+        await each.up()
+    urls = tuple(each.url for each in somebodys)
+    spec = Vllm(urls=urls, start_seconds=seconds)
+    needs = Needs(model="m", dtype="bfloat16")
+    servers = [Server(url, "", control_seconds=5.0, request_seconds=5.0) for url in urls]
+    fleet = Fleet(servers, launch=None, options=spec, needs=needs)
+    engine = LiveVllm(fleet, seeded=False, context=64, ends=[1], needs=needs, patience=5.0)
+    try:
+        await engine.start()
+        publisher = Publisher(engine)
+        await publisher.commit(1)
+        yield engine, publisher
+    finally:
+        await engine.close()
+        for each in somebodys:
+            each.gate.set()
+            await each.down()
+
+
+async def sample(engine: LiveVllm) -> Completion:
+    return await engine.generate([1, 2], Sampling(max_tokens=4), 0)
+
+
+async def until(true: Callable[[], Any]) -> None:
+    while not true():
+        await asyncio.sleep(0.002)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(limited())
+
+
+def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            one.gate.clear()
+            two.gate.clear()
+            asked = [asyncio.create_task(sample(engine)) for _ in range(6)]
+            await until(lambda: (one.asked, two.asked) == (3, 3))
+            two.gate.set()
+            await one.down()
+            assert [completion.versions for completion in await asyncio.gather(*asked)] == [(1,)] * 6
+            assert publisher.to == [[one.url, two.url], [two.url]]
+            assert caplog.text.count("the other engines take over until it does") == 1
+            await publisher.commit(2)
+            assert publisher.to[-1] == [two.url]
+            one.gate.set()
+            await one.up()
+            await until(lambda: len(engine.servers) == 2 and engine.fleet.ready.is_set())
+            assert sorted(publisher.to[-1]) == sorted([one.url, two.url])
+            before = one.asked
+            found = await asyncio.gather(*(sample(engine) for _ in range(4)))
+            assert [completion.versions for completion in found] == [(2,)] * 4
+            assert one.asked == before + 2
+            assert f"{one.url} answers again; the weights of now are published to it" in caplog.text
+
+    run(go)
+
+
+def test_nobody_samples_from_it_before_it_is_published_to() -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await one.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            asked = one.asked
+            async with publisher.lock:  # a step is being trained
+                await one.up()
+                for _ in range(5):
+                    await asyncio.sleep(0.02)
+                    assert (await sample(engine)).versions == (1,)
+                assert one.asked == asked
+                assert len(engine.servers) == 1, "the servers of a publish do not change under it"
+            await until(lambda: len(engine.servers) == 2)
+
+    run(go)
+
+
+def test_a_death_in_the_midst_of_a_publish(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await two.down()
+            await publisher.commit(2)
+            assert publisher.to == [[one.url, two.url], [one.url]]
+            assert (await sample(engine)).versions == (2,)
+
+    run(go)
+
+
+def test_the_only_one_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            await one.down()
+            asked = [asyncio.create_task(sample(engine)) for _ in range(3)]
+            await until(lambda: "it is waited for" in caplog.text)
+            assert not any(task.done() for task in asked)
+            await one.up()
+            assert [completion.versions for completion in await asyncio.gather(*asked)] == [(1,)] * 3
+            assert publisher.to == [[one.url]] * 2
+            assert f"engine {one.url} answers" in caplog.text
+
+    run(go)
+    assert caplog.text.count("it is waited for") == 1
+
+
+def test_the_only_one_that_stays_away_ends_the_run() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one, seconds=0.05) as (engine, _):
+            await one.down()
+            with pytest.raises(EngineError, match=r"does not answer.*serve engine RECIPE \(engine.start_seconds: 0.05"):
+                await sample(engine)
+
+    run(go)
+
+
+def test_all_that_stay_away_end_the_run_and_the_first_that_comes_is_enough() -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await one.down()
+            await two.down()
+            asked = asyncio.create_task(sample(engine))
+            await asyncio.sleep(0.05)
+            await two.up()
+            assert (await asked).versions == (1,)
+            assert publisher.to[-1] == [two.url]
+        async with opened(one, two, seconds=0.05) as (engine, _):
+            await one.down()
+            await two.down()
+            with pytest.raises(EngineError, match="start_seconds"):
+                await sample(engine)
+
+    run(go)
+
+
+def test_one_that_was_restarted_unseen_is_published_to() -> None:
+    """Its process is another than the one that was published to, though somebody answered whenever one asked."""
+
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            await one.down()
+            await one.up()
+            assert (await sample(engine)).versions == (1,)
+            await one.down()
+            await one.up()
+            await publisher.commit(2)
+            assert (await sample(engine)).versions == (2,)
+            assert len(publisher.to) == 3
+
+    run(go)
+
+
+def test_a_broken_connection_is_no_death() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            one.cut = TRIES - 1
+            assert (await sample(engine)).versions == (1,)
+            assert len(publisher.to) == 1
+            one.cut = 100
+            with pytest.raises(EngineError, match="does not answer /generate"):
+                await sample(engine)
+
+    run(go)
+
+
+def test_one_that_comes_back_too_small_is_left_out_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, _):
+            await one.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            one.context = 32
+            await one.up()
+            await until(lambda: "takes 32 tokens and this run needs 64; it is left out" in caplog.text)
+            await asyncio.sleep(0.05)
+            assert (await sample(engine)).versions == (1,)
+            assert len(engine.servers) == 1
+
+    run(go)
+    assert caplog.text.count("takes 32 tokens") == 1
+
+
+def test_whoever_samples_is_told_that_one_could_not_be_published_to(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await one.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            publisher.failing = ValueError("it is not what it should be")
+            await one.up()
+            await until(lambda: engine.fleet.failure)
+            with pytest.raises(ValueError, match="not what it should be"):
+                await sample(engine)
+
+    run(go)
