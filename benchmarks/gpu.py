@@ -113,6 +113,26 @@ def one_copy(args: argparse.Namespace, out: Path) -> list[str]:
     return python(str(HERE / "one_copy.py"), *ONE_COPY.split(), "--json", str(out / "gpu.jsonl"), *args.extra)
 
 
+def versus(half: str) -> Command:
+    """One half of the comparison with TRL."""
+
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        what = ["--halves", half, "--shape", args.shape, "--out", str(out / "versus.jsonl")]
+        return python(str(HERE / "versus_trl.py"), *what, "--minutes", str(args.minutes - 0.4), *args.extra)
+
+    return command
+
+
+def step(what: str) -> Command:
+    """The step alone, without an engine."""
+
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        given = [what, "--shape", args.shape, "--out", str(out / f"{what}.jsonl"), "--minutes", str(args.minutes - 0.4)]
+        return python(str(HERE / "step_gpu.py"), *given, *args.extra)
+
+    return command
+
+
 def itself(job: str) -> Command:
     def command(args: argparse.Namespace, out: Path) -> list[str]:
         return python(str(HERE / "gpu.py"), "--job", job, "--out", str(out))
@@ -184,6 +204,10 @@ PARTS: dict[str, Part] = {
         400,
         cards=3,
     ),
+    "versus-tandem": Part("Tandem's half of the comparison with TRL, a few settings", versus("tandem"), 420, 550),
+    "versus-trl": Part("TRL's half", versus("trl"), 420, 550),
+    "scaling": Part("a training step by length, shape, adapter, compilation, checkpointing", step("scaling"), 420, 550),
+    "profile": Part("where each millisecond of a training step goes", step("profile"), 90, 200),
 }
 
 
@@ -380,7 +404,7 @@ def main() -> int:
         return {"kernel": kernel, "wire": wire}[args.job](args.out)
     if args.list:
         for name, part in PARTS.items():
-            print(f"{name:<11} {part.cards} card{'s' * (part.cards > 1):<2} about {part.seconds:>4} s   {part.about}")
+            print(f"{name:<13} {part.cards} card{'s' * (part.cards > 1):<2} about {part.seconds:>4} s   {part.about}")
         return 0
     wanted = args.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
@@ -403,7 +427,7 @@ def main() -> int:
         verdicts.append({"part": name, "verdict": verdict, "said": said})
         with (args.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdicts[-1]) + "\n")
-    print("\n" + "\n".join(f"{v['verdict']:<8} {v['part']:<11} {v['said']}" for v in verdicts))
+    print("\n" + "\n".join(f"{v['verdict']:<8} {v['part']:<13} {v['said']}" for v in verdicts))
     return int(any(v["verdict"] != "PASS" for v in verdicts))
 
 

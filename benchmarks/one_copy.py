@@ -71,7 +71,7 @@ class Trained:
 
     def write(self, version: int) -> None:
         """On the compute thread."""
-        self.norm = self._step.stepper.step(self._step.optimizer.rate(version, 100), 1.0)
+        self.norm = float(self._step.stepper.step(self._step.optimizer.rate(version, 100), 1.0))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tandem.metrics import flatten, merge
+from tandem.pending import Told, settle
 from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.trains.base import Trains
 from tandem.trains.full import Full
@@ -28,6 +30,11 @@ def live_policy(folder: Path, *, trains: Trains | None = None) -> Iterator[Polic
         yield Policy(model, load_tokenizer(str(folder)), name=str(folder), compute=compute)
     finally:
         compute.close()
+
+
+def told(*parts: Told) -> dict[str, float]:
+    """Plain numbers of metrics that may be pending, merged."""
+    return flatten(merge(settle(parts)[0]))
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

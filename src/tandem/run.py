@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tandem.engines.base import CanAttest, CanLend, Engine, Needs
 from tandem.envs.base import Split
 from tandem.errors import UnsupportedPair
 from tandem.optimizers.base import Stepper
+from tandem.policy import float8, layers
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.references.base import Held
 from tandem.rollout.chat import Template
@@ -41,11 +42,15 @@ from tandem.types import Json, PolicyVersion, Sampling
 
 
 def check_pairs(config: RunConfig) -> None:
-    """Refuse parts that cannot work together, before anything is loaded.
+    """Refuse parts that cannot work together, or not on this machine, before anything is loaded.
 
     Raises:
         UnsupportedPair: names the ones that can.
+        ConfigError: this machine lacks what an option needs.
     """
+    layers.check(config.compile)
+    if config.matmul == "fp8":
+        float8.check()
     config.sync.check(trains=config.trains, engine=config.engine)
     behind = config.sync.behind
     if config.max_lag < behind:
@@ -55,8 +60,10 @@ def check_pairs(config: RunConfig) -> None:
         )
 
 
-async def train(config: RunConfig, *, resume: Path | None) -> Path:
+async def train(config: RunConfig, *, resume: Path | None, given: Collection[str] = ()) -> Path:
     """Start a run, or go on with the one in ``resume``; returns its folder.
+
+    ``given`` options are the recipe's own, by dotted path: ``memory: fit`` leaves them be.
 
     Raises:
         KeyboardInterrupt: stopped by a signal; everything is saved, and its text says how to go on.
@@ -66,7 +73,7 @@ async def train(config: RunConfig, *, resume: Path | None) -> Path:
     tasks = {split: players.tasks(config, split) for split in players.splits(config)}
     model = load_config(config.model)
     longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
-    memory.plan(config, model, prompt_tokens=longest, resumed=resume).require()
+    config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
     folder = resume or lifetime.new_folder(config)
     with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder), vitals.shown(folder):
         if resume:
@@ -248,10 +255,14 @@ async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
     def load() -> Any:
         torch.manual_seed(config.seed)
         model = load_model(config.model, dtype=getattr(torch, config.dtype), device=_device(config))
-        return config.trains.prepare(model).eval()
+        model = config.trains.prepare(model).eval()
+        if config.matmul == "fp8":
+            float8.convert(model)
+        layers.tune(model, compile=config.compile, checkpointing=config.checkpointing)
+        return model
 
     try:
-        yield Policy(await compute(load), tokenizer, name=config.model, compute=compute)
+        yield Policy(await compute(load), tokenizer, name=config.model, compute=compute, compile=config.compile)
     finally:
         compute.close()
 
@@ -321,6 +332,7 @@ def packer(config: RunConfig, policy: Policy) -> Packer:
         budget=config.micro_batch_tokens,
         mask_truncated=config.truncated == "mask",
         device=policy.device,
+        width=policy.config.hidden_size,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,43 @@ import pytest
 import torch
 from tiny import live_policy
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GlmConfig,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MiniMaxConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+    T5Config,
 )
 
 from tandem.errors import EngineError
+from tandem.policy import families
 from tandem.policy.attention import NAME, KVCache, Packed, decode_plan, sequential_positions
 
 SIZES: dict[str, Any] = {
@@ -31,11 +60,32 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
 }
-CONFIGS = {
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16}
+WINDOW = 8
+"""Shorter than most of the sequences, and than what some of their segments come after."""
+CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama, one key head": LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
+    "smollm": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "smollm3": SmolLM3Config(**SIZES, pad_token_id=0),  # some layers know no positions
     "qwen2": Qwen2Config(**SIZES),
+    "qwen2, some layers with a window": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),  # 4 heads of 16 are wider than the hidden size
+    "qwen3 moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2),
+    "olmo2": Olmo2Config(**SIZES),
+    "glm": GlmConfig(**SIZES, head_dim=8, pad_token_id=0),
+    "starcoder2": Starcoder2Config(**SIZES, sliding_window=WINDOW),
+    "granite": GraniteConfig(**SIZES, attention_multiplier=0.3),  # another scale than a head's size gives
 }
 
 
@@ -45,7 +95,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         plain = AutoModelForCausalLM.from_config(
-            copy.deepcopy(CONFIGS[request.param]), attn_implementation="sdpa", dtype=torch.float32
+            copy.deepcopy(CONFIGS[request.param]), attn_implementation="eager", dtype=torch.float32
         ).eval()
         for parameter in plain.parameters():  # biases and norms start at 0 and 1, where mistakes hide
             parameter.data += torch.randn_like(parameter) * 0.1
@@ -54,25 +104,30 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return plain, ours
 
 
+def body(model: Any) -> Any:
+    """Without its head."""
+    return getattr(model, model.base_model_prefix)
+
+
 def hidden(ours: Any, tokens: list[int], plan: Packed) -> Tensor:
-    positions = torch.tensor([sequential_positions(plan)])
-    out = ours.model(input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False, plan=plan)
+    positions = torch.tensor(sequential_positions(plan))[None]
+    out = body(ours)(input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False, plan=plan)
     return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def plain_hidden(plain: Any, tokens: list[int]) -> Tensor:
-    return plain.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
+    return body(plain)(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def tree() -> tuple[list[list[int]], tuple[int | None, ...], list[int]]:
-    """Three sequences that share a prompt (one of them goes no further), two that share another, and a lonely one."""
+    """Two prompts, each continued in several ways, some of which are continued in turn, and a lonely sequence."""
     draw = torch.Generator().manual_seed(3)
 
     def ids(n: int) -> list[int]:
         return torch.randint(0, 64, (n,), generator=draw).tolist()  # type: ignore[no-any-return]
 
     segments = [ids(7), ids(5), ids(1), ids(12), ids(3), ids(4), ids(9), ids(1), ids(2)]
-    return segments, (None, 0, 0, None, 3, None, 0, 3, 5), [len(s) for s in segments]
+    return segments, (None, 0, 1, None, 3, None, 0, 4, 1), [len(s) for s in segments]
 
 
 def test_a_packed_tree_is_its_sequences(pair: tuple[Any, Any]) -> None:
@@ -87,8 +142,8 @@ def test_a_packed_tree_is_its_sequences(pair: tuple[Any, Any]) -> None:
     packed = hidden(ours, [t for s in segments for t in s], plan).split(lengths)
     sum((x * w).sum() for x, w in zip(packed, weights, strict=True)).backward()  # type: ignore[union-attr]
     loss = torch.zeros(())
-    for i, parent in enumerate(parents):
-        before = [] if parent is None else segments[parent]
+    for i in range(len(segments)):
+        before = [t for a in plan.ancestors(i) for t in segments[a]]
         alone = plain_hidden(plain, [*before, *segments[i]])[len(before) :]
         torch.testing.assert_close(packed[i], alone, rtol=1e-5, atol=1e-5)
         loss = loss + (alone * weights[i]).sum()
@@ -103,15 +158,15 @@ def test_a_packed_tree_is_its_sequences(pair: tuple[Any, Any]) -> None:
 
 
 def test_a_neighbour_is_invisible(pair: tuple[Any, Any]) -> None:
-    """Changing one sibling changes no other segment, not in the last bit."""
+    """Changing one sibling changes nothing but it and what continues it, not in the last bit."""
     _, ours = pair
     segments, parents, lengths = tree()
     plan = Packed(lengths=tuple(lengths), parents=parents)
     with torch.no_grad():
         first = hidden(ours, [t for s in segments for t in s], plan).split(lengths)
-        segments[1] = [(t + 1) % 64 for t in segments[1]]
+        segments[4] = [(t + 1) % 64 for t in segments[4]]
         second = hidden(ours, [t for s in segments for t in s], plan).split(lengths)
-    assert [i for i in range(len(segments)) if not torch.equal(first[i], second[i])] == [1]
+    assert [i for i in range(len(segments)) if not torch.equal(first[i], second[i])] == [4, 7]
 
 
 def test_decoding_from_a_stored_prompt_is_the_whole_sequence(pair: tuple[Any, Any]) -> None:
@@ -124,7 +179,7 @@ def test_decoding_from_a_stored_prompt_is_the_whole_sequence(pair: tuple[Any, An
     cache = KVCache(
         layers=2,
         rows=4,
-        heads=config.num_key_value_heads,
+        heads=getattr(config, "num_key_value_heads", 4),
         head_dim=getattr(config, "head_dim", None) or 8,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -138,7 +193,7 @@ def test_decoding_from_a_stored_prompt_is_the_whole_sequence(pair: tuple[Any, An
         for i in range(70):
             step = decode_plan(cache, [len(prompts[p]) + i for p in rows], torch.device("cpu"), torch.float32)
             tokens = torch.tensor([[said[r][i]] for r in range(3)])
-            out = ours.model(input_ids=tokens, position_ids=step.positions_R[:, None], use_cache=False, plan=step)
+            out = body(ours)(input_ids=tokens, position_ids=step.positions_R[:, None], use_cache=False, plan=step)
             for r in range(3):
                 found[r].append(out.last_hidden_state[r, 0])
         for r, p in enumerate(rows):
@@ -148,8 +203,23 @@ def test_decoding_from_a_stored_prompt_is_the_whole_sequence(pair: tuple[Any, An
 
 
 def test_positions_go_on_from_the_parent() -> None:
-    plan = Packed(lengths=(3, 2, 1, 2, 2), parents=(None, 0, 0, None, 3))
-    assert sequential_positions(plan) == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3]
+    plan = Packed(lengths=(3, 2, 1, 2, 2, 2), parents=(None, 0, 0, None, 3, 1))
+    assert sequential_positions(plan).tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3, 5, 6]
+    assert plan.longest == 7
+    assert plan.ancestors(5) == [0, 1]
+
+
+@pytest.mark.parametrize("parents", [(1, None), (None, 1), (None, -1)])
+def test_a_segment_continues_an_earlier_one(parents: tuple[int | None, ...]) -> None:
+    with pytest.raises(ValueError, match="earlier"):
+        Packed(lengths=(2, 2), parents=parents)
+
+
+def test_a_plan_with_other_parents_keeps_nothing_of_the_old() -> None:
+    plan = Packed(lengths=(2, 2), parents=(None, 0))
+    cpu = torch.device("cpu")
+    assert plan.spans(cpu).key_ends.tolist() == [0, 2, 6]
+    assert dataclasses.replace(plan, parents=(None, None)).spans(cpu).key_ends.tolist() == [0, 2, 4]
 
 
 def test_a_cache_keeps_what_it_holds() -> None:
@@ -173,15 +243,52 @@ def test_a_cache_keeps_what_it_holds() -> None:
     assert cache.keys[0].shape == (3, 2, cache.capacity, 4)
 
 
-def test_a_sliding_window_is_refused() -> None:
-    """It would be computed as full attention: wrong beyond the window, and nothing would say so."""
-    for config in (
-        MistralConfig(**SIZES, sliding_window=8),
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-    ):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32)
-        with pytest.raises(EngineError, match="sliding_window"):
-            hidden(model, [1, 2, 3], Packed(lengths=(3,), parents=(None,)))
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Gemma2Config(**SIZES), "attn_logit_softcapping"),
+        (Qwen3NextConfig(**SIZES), "linear_attention"),
+        (Qwen3_5TextConfig(**SIZES), "linear_attention"),
+        (MiniMaxConfig(**SIZES), "linear_attention"),
+        (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "conv"),
+        (Llama4TextConfig(**SIZES), "chunked_attention"),
+        (MambaConfig(), "packed row"),
+        (JambaConfig(), "packed row"),
+        (BloomConfig(), "by itself"),
+        (FalconConfig(), "by itself"),
+        (StableLmConfig(), "by itself"),
+        (T5Config(), "T5Config"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
+)
+def test_what_would_be_computed_wrongly_is_refused_by_its_configuration(config: PretrainedConfig, why: str) -> None:
+    assert why in (families.refusal(config) or "")
+
+
+def test_an_architecture_that_keeps_a_state_is_refused_whatever_its_layers_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_is_stateful", True)
+    assert "recurrent" in (families.refusal(CONFIGS["llama"]) or "")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_computed_right_is_not_refused(name: str) -> None:
+    assert families.refusal(CONFIGS[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Gemma2Config(**SIZES), "softcap"),
+        (GptOssConfig(**SIZES, num_local_experts=4, head_dim=8), "s_aux"),
+    ],
+    ids=["softcap", "sinks"],
+)
+def test_an_attention_with_terms_of_its_own_is_refused_when_it_runs(config: PretrainedConfig, why: str) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32)
+    with pytest.raises(EngineError, match=why):
+        hidden(model, [1, 2, 3], Packed(lengths=(3,), parents=(None,)))
 
 
 def test_a_model_that_could_slide_but_does_not_is_fine() -> None:
@@ -193,3 +300,30 @@ def test_a_model_that_could_slide_but_does_not_is_fine() -> None:
 def test_without_a_plan_it_says_what_to_call(tiny_model: Path) -> None:
     with live_policy(tiny_model) as policy, pytest.raises(EngineError, match=r"Policy\.hidden"):
         policy.model(input_ids=torch.tensor([[1, 2]]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's tracer looks at it
+def test_compiled_layers_are_compiled_once_for_all_plans() -> None:
+    """What attention is told differs from one micro-batch to the next; the graphs around it must not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = LlamaConfig(**SIZES)
+        plain = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32).eval()
+    compiled = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("eager")
+    for layer in compiled.model.layers:
+        layer.compile(backend=counted, dynamic=True)
+    graphs = []
+    for lengths, parents in [((7, 5, 3), (None, 0, 0)), ((30,), (None,)), ((12, 5, 6, 1), (None, 0, 1, None))]:
+        plan = Packed(lengths=lengths, parents=parents)
+        tokens = [(7 * t) % 64 for t in range(sum(lengths))]
+        found, expected = (hidden(model, tokens, plan) for model in (compiled, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for out in (found, expected):
+            (out.sin()).sum().backward()  # type: ignore[no-untyped-call]
+        graphs.append(counted.frame_count)
+    assert graphs[0] > 0
+    assert set(graphs) == {graphs[0]}, "another plan was compiled for"
+    for one, other in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)

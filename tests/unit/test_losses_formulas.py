@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import told
 
 from tandem.losses.base import Loss, MicroBatch
 from tandem.losses.cispo import Cispo
@@ -15,7 +16,6 @@ from tandem.losses.grpo import Grpo
 from tandem.losses.gspo import Gspo
 from tandem.losses.reinforce import Reinforce
 from tandem.losses.sapo import Sapo
-from tandem.metrics import flatten
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LENGTHS = (4, 1, 3, 2, 1, 5)
@@ -176,11 +176,11 @@ def test_what_counts_as_clipped() -> None:
         num_samples=1,
     )
     now = torch.tensor([6.0, 4.0, 0.1, 0.9, 7.0]).log()
-    told = flatten(Cispo(cap=5.0)(now, micro).metrics)
-    assert (told["clip_fraction/low"], told["clip_fraction/high"]) == pytest.approx((0.0, 1 / 5))
-    told = flatten(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
-    assert (told["clip_fraction/low"], told["clip_fraction/high"]) == pytest.approx((1 / 5, 2 / 5))
-    assert flatten(Reinforce()(now, micro).metrics)["clip_fraction"] == 0.0
+    found = told(Cispo(cap=5.0)(now, micro).metrics)
+    assert (found["clip_fraction/low"], found["clip_fraction/high"]) == pytest.approx((0.0, 1 / 5))
+    found = told(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
+    assert (found["clip_fraction/low"], found["clip_fraction/high"]) == pytest.approx((1 / 5, 2 / 5))
+    assert told(Reinforce()(now, micro).metrics)["clip_fraction"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import told
 
 from tandem import config, memory
 from tandem.corrections.opsm import Opsm
@@ -18,7 +19,7 @@ from tandem.losses.base import MicroBatch
 from tandem.losses.cispo import Cispo
 from tandem.losses.grpo import Grpo
 from tandem.losses.reinforce import Reinforce
-from tandem.metrics import Share, flatten, merge
+from tandem.metrics import Share, flatten
 from tandem.policy.policy import load_config, load_model
 from tandem.references.average import Average
 from tandem.references.base import Reference
@@ -67,12 +68,12 @@ def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
     cost.sum().backward()
     assert now.grad is not None
     assert now.grad.tolist() == pytest.approx([-1.5 * 2.0 + 0.5 * 0.5, -weights[1] * 3.0, 0.0])
-    told = flatten(metrics)
-    assert told["correction/masked"] == told["correction/opsm/masked"] == pytest.approx(1 / 3)
-    assert told["correction/token/masked"] == 0.0
-    assert told["correction/weight"] == pytest.approx(sum(weights) / 3)
-    assert told["correction/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
-    assert told["kl_reference"] == pytest.approx(0.125 / 3)
+    found = told(metrics)
+    assert found["correction/masked"] == found["correction/opsm/masked"] == pytest.approx(1 / 3)
+    assert found["correction/token/masked"] == 0.0
+    assert found["correction/weight"] == pytest.approx(sum(weights) / 3)
+    assert found["correction/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
+    assert found["kl_reference"] == pytest.approx(0.125 / 3)
 
 
 @pytest.mark.parametrize("gap", [-1e4, -100.0, 100.0, 1e4])
@@ -89,21 +90,21 @@ def test_ratios_are_against_the_sampler_or_the_step_s_start() -> None:
     now, batch, first = torch.tensor([-1.0]), micro([-1.5]), known([-1.2])
     for recomputed, ratio in ((False, math.exp(0.5)), (True, math.exp(0.2))):
         _, metrics = Objective(loss=Cispo(), recomputed=recomputed)(now, batch, first)
-        assert flatten(metrics)["ratio"] == pytest.approx(ratio)
-        assert flatten(metrics)["logprob_gap/max"] == pytest.approx(0.5), "the mismatch is with the sampler, always"
+        assert told(metrics)["ratio"] == pytest.approx(ratio)
+        assert told(metrics)["logprob_gap/max"] == pytest.approx(0.5), "the mismatch is with the sampler, always"
 
 
 def test_where_the_sampler_told_nothing_the_policy_of_the_step_s_start_stands_in() -> None:
     """At a batch's later updates too: what was not told does not follow the policy."""
     ours = Objective(loss=Cispo())
     _, metrics = ours(torch.tensor([-1.0, -1.0]), micro([UNKNOWN, -1.0]), known([-1.7, -1.0]))
-    assert flatten(metrics)["ratio/max"] == pytest.approx(math.exp(0.7))
+    assert told(metrics)["ratio/max"] == pytest.approx(math.exp(0.7))
 
 
 def test_kl_of_nearly_equal_policies_keeps_its_digits() -> None:
     """At a gap of 1e-4 the estimate is 5e-9: exp(x) - 1 - x in float32 would be noise."""
     gap = 1e-4
-    kl = flatten(mismatch(torch.tensor([gap]), micro([0.0])))["kl_behavior"]
+    kl = told(mismatch(torch.tensor([gap]), micro([0.0])))["kl_behavior"]
     assert kl == pytest.approx(math.expm1(gap) - gap, rel=1e-3)
 
 
@@ -111,19 +112,19 @@ def test_kl_estimates_the_divergence_of_behavior_from_policy() -> None:
     torch.manual_seed(0)
     behavior, policy = torch.randn(5).log_softmax(-1), torch.randn(5).log_softmax(-1)
     tokens = torch.multinomial(behavior.exp(), 200_000, replacement=True)
-    got = flatten(mismatch(policy[tokens], micro(behavior[tokens].tolist())))["kl_behavior"]
+    got = told(mismatch(policy[tokens], micro(behavior[tokens].tolist())))["kl_behavior"]
     assert got == pytest.approx(float((behavior.exp() * (behavior - policy)).sum()), rel=0.02)
 
 
 def test_effective_sample_size() -> None:
     gaps = np.array([0.0, 1.0, -0.5, 2.0])
     ratio = np.exp(gaps)
-    told = flatten(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
-    assert told["ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()), rel=1e-6)
-    assert told["logprob_gap/max"] == 2.0
-    assert flatten(mismatch(torch.full((3,), 0.7), micro([0.0] * 3)))["ess"] == pytest.approx(1.0)
+    found = told(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
+    assert found["ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()), rel=1e-6)
+    assert found["logprob_gap/max"] == 2.0
+    assert told(mismatch(torch.full((3,), 0.7), micro([0.0] * 3)))["ess"] == pytest.approx(1.0)
     halves = [mismatch(torch.tensor(gaps[s]).float(), micro([0.0] * 2)) for s in (slice(2), slice(2, 4))]
-    assert flatten(merge(halves)) == pytest.approx(told)
+    assert told(*halves) == pytest.approx(found)
     assert flatten({"ess": Share(0.0, 0.0, 3)}) == {"ess": 0.0}
     assert flatten({"ess": Share(0.0, 0.0, 0)}) == {}
 
@@ -137,14 +138,14 @@ def test_metrics_of_extreme_gaps_are_finite(gap: float) -> None:
             cost, metrics = ours(now, micro([0.0]), known([gap], [reference]))
             cost.sum().backward()
             assert now.grad is not None
-            assert all(math.isfinite(v) for v in [*flatten(metrics).values(), *cost.tolist(), *now.grad.tolist()])
+            assert all(math.isfinite(v) for v in [*told(metrics).values(), *cost.tolist(), *now.grad.tolist()])
 
 
 def test_no_tokens() -> None:
     ours = Objective(loss=Grpo(), corrections=(Opsm(),), recomputed=True, reference=Start())
     cost, metrics = ours(torch.zeros(0), micro([]), Known(first_N=torch.zeros(0), reference_N=torch.zeros(0)))
     assert cost.shape == (0,)
-    assert all(math.isfinite(v) for v in flatten(metrics).values())
+    assert all(math.isfinite(v) for v in told(metrics).values())
 
 
 @pytest.mark.parametrize("part", ESTIMATORS, ids=repr)

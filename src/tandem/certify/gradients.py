@@ -73,7 +73,7 @@ class Recorder:
         self._sums[name] += parameter.grad.float()
         parameter.grad = None
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
+    def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Keep what was added up; the weights go where the next update is looked at."""
         found = self._sums
         for gradient in found.values():
@@ -81,7 +81,7 @@ class Recorder:
         self.updates.append(found)
         self._sums = {name: torch.zeros_like(gradient) for name, gradient in found.items()}
         self.move(len(self.updates))
-        return norm([found])
+        return torch.tensor(norm([found]), dtype=torch.float64)
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Forget everything, in order to look at a step anew; a weight that no token reaches has a gradient of 0."""

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.metrics import Max, Mean, Value
+from tandem.metrics import Max, Mean
+from tandem.pending import Pending, Told
 
 MOST = 80.0
 """Log ratios are held within this, so that exp stays finite in float32; beyond it every ratio is absurd alike."""
@@ -18,9 +19,7 @@ def ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MOST, MOST).exp()
 
 
-def clipped(
-    ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None
-) -> tuple[Tensor, dict[str, Value]]:
+def clipped(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Told]:
     """-min(r A, clip(r, 1 - low, 1 + high) A), where A < 0 at most -dual A, and the shares of what was clipped."""
     # The ratio is clamped, not the loss: where a clamp binds, its gradient is 0 and nothing infinite meets a 0.
     most = math.inf if dual is None else dual
@@ -33,18 +32,17 @@ def clipped(
         return loss_N, counts(ratio_N, below_N, above_N)
 
 
-def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> dict[str, Value]:
-    """Mean and largest ratio, and the shares of tokens whose gradient a bound took, with one wait for the device."""
+def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> Told:
+    """Mean and largest ratio, and the shares of tokens whose gradient a bound took."""
     n = ratio_N.numel()
     if n == 0:
         return {}
     ratio_N = ratio_N.detach()
-    found = torch.stack([ratio_N.sum(), ratio_N.max(), below_N.sum(), above_N.sum()]).tolist()
-    total, largest, below, above = found
+    below, above = below_N.sum(), above_N.sum()
     return {
-        "ratio": Mean(total, n),
-        "ratio/max": Max(largest),
-        "clip_fraction": Mean(below + above, n),
-        "clip_fraction/low": Mean(below, n),
-        "clip_fraction/high": Mean(above, n),
+        "ratio": Pending(Mean, ratio_N.sum(), n),
+        "ratio/max": Pending(Max, ratio_N.max()),
+        "clip_fraction": Pending(Mean, below + above, n),
+        "clip_fraction/low": Pending(Mean, below, n),
+        "clip_fraction/high": Pending(Mean, above, n),
     }

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tandem.metrics import Metrics
+from tandem.pending import Told
 
 Reduction = Literal["token", "sequence", "constant"]
 """What a step's loss is divided by: its trained tokens; its samples, each a mean over its own tokens; or
@@ -62,8 +62,8 @@ class TokenLoss:
 
     loss_N: Tensor
     """float32, differentiable in the policy's logprobs."""
-    metrics: Metrics = field(default_factory=dict)
-    """Values that add up over micro-batches, detached."""
+    metrics: Told = field(default_factory=dict)
+    """Values that add up over micro-batches; ``Pending`` where they are on a device, so that nothing waits for it."""
 
 
 class Loss(Protocol):

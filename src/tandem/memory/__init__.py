@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from tandem.memory.engines import ENGINE
+from tandem.memory.fitting import Fitted, fit, settled
 from tandem.memory.lines import (
     DRIVER,
     GRADER,
     LIBRARIES,
     TYPICAL_PROMPT,
-    activation_bytes,
+    Planner,
     checkpoint_bytes,
     context,
     count,
     plan,
+    planner,
 )
 from tandem.memory.table import Line, MemoryPlan
 
@@ -22,11 +24,15 @@ __all__ = [
     "GRADER",
     "LIBRARIES",
     "TYPICAL_PROMPT",
+    "Fitted",
     "Line",
     "MemoryPlan",
-    "activation_bytes",
+    "Planner",
     "checkpoint_bytes",
     "context",
     "count",
+    "fit",
     "plan",
+    "planner",
+    "settled",
 ]

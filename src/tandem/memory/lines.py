@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ from tandem.config import RunConfig
 from tandem.engines.base import CanReceive
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.memory.engines import ENGINE, Engines
+from tandem.memory.passes import Counts, Layout, Modelled, Pass
 from tandem.memory.table import Line, MemoryPlan
+from tandem.memory.updates import update_bytes
 
 LIBRARIES = 700_000_000
 """Bytes of Python with torch and transformers imported, measured on Linux."""
@@ -18,20 +20,118 @@ GRADER = 150_000_000
 """Bytes of one grader process."""
 DRIVER = 600_000_000
 """Bytes that an accelerator's driver and kernels take."""
+SLACK = 0.4
+"""Share by which a pass on a CPU holds more than its live tensors: glibc's allocator leaves holes between what it frees
+and what it reuses. Measured on Linux, 0.28 to 0.48; with MALLOC_MMAP_THRESHOLD_=65536 there are none."""
 TYPICAL_PROMPT = 256
 """Tokens of a prompt where none was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Counts:
-    """Of a model as it is trained."""
+class Planner:
+    """Everything about a run that its memory depends on and ``fit`` does not choose."""
 
-    parameters: int
-    trainable: int
-    largest: int  # of the trained tensors
-    base: int  # those that an engine lends: all but an adapter's
-    kept: int  # bytes of frozen weights kept beside those that are sampled from, where these are
-    kept_on_host: int  # those of them that are kept on the host
+    modelled: Modelled
+    """The model, built once without memory."""
+    model_config: Any
+    """The model's transformers configuration."""
+    machine: Machine
+    """Where the run has to fit."""
+    beside: Machine | None
+    """The host, where ``machine`` is an accelerator."""
+    prompt_tokens: int = TYPICAL_PROMPT
+    """Of the longest prompt."""
+    resumed: Path | None = None
+    """Folder of a run that is gone on with; an engine that it left running has its memory already."""
+    _passes: dict[tuple[Layout, str], Pass] = field(default_factory=dict)
+
+    def plan(self, config: RunConfig) -> MemoryPlan:
+        """Every line of a run."""
+        machine, counts = self.machine, self.modelled.counts
+        engines = Engines.of(config, machine, self.resumed)
+        lines = [
+            *_programs(config, machine, engines),
+            *_weights(config, counts, machine, engines),
+            *_buckets(config, counts, machine, engines),
+            _optimizer(config, counts, machine),
+            *_reference(config, counts),
+            *self._training(config),
+            *_update(config, counts, machine),
+            *self._sampling(config, engines),
+        ]
+        return MemoryPlan(
+            lines=tuple(lines),
+            overlap=config.max_lag > 0,
+            machine=machine,
+            beside=self.beside,
+            parameters=counts.parameters,
+            trainable=counts.trainable,
+        )
+
+    def longest(self, config: RunConfig) -> tuple[int, int]:
+        """Tokens of the longest prompt, and of what may follow it."""
+        # What environments of several turns call their limit.
+        turns = max((getattr(source.env, "max_turns", 1) for source in config.sources.values()), default=1)
+        room = max(1, context(config, self.model_config) - self.prompt_tokens)
+        return self.prompt_tokens, min(room, turns * config.sampling.max_tokens)
+
+    def step_tokens(self, config: RunConfig) -> int:
+        """Tokens of a step whose answers are all of the longest."""
+        prompt, answer = self.longest(config)
+        return config.groups_per_step * (prompt + config.group_size * (answer - 1))
+
+    def _training(self, config: RunConfig) -> list[Line]:
+        """What a forward and backward take."""
+        prompt, answer = self.longest(config)
+        budget = min(config.micro_batch_tokens, self.step_tokens(config))
+        layout = Layout.of(tokens=budget, prompt=prompt, answer=answer, siblings=config.group_size)
+        key = (layout, config.checkpointing)
+        if key not in self._passes:
+            self._passes[key] = self.modelled.run(config, layout)
+        found = self._passes[key]
+        kept = {"none": "all", "selective": "products and attention", "full": "each layer's input, and one layer"}
+        each = found.activations // layout.tokens
+        what = f"one micro-batch: {layout.tokens:,} tokens × {each:,} bytes, of {kept[config.checkpointing]}"
+        lines = [Line(name="activations", bytes=found.activations, why=what, when="training")]
+        why = f"tiles of logits of {layout.trained:,} trained tokens, and what goes with them"
+        lines.append(Line(name="logprobs", bytes=found.logits, why=why, when="training"))
+        why = "the largest on their way at once; each weight's goes to the optimizer as soon as it is whole"
+        lines.append(Line(name="gradients", bytes=found.gradients, why=why, when="training"))
+        if self.machine.is_host:
+            why = f"{SLACK:.0%} of what is made and freed, which the allocator cannot use again at once"
+            lines.append(Line(name="slack", bytes=int(SLACK * found.total), why=why, when="training"))
+        return lines
+
+    def _sampling(self, config: RunConfig, engines: Engines) -> list[Line]:
+        """What sampling in this process takes."""
+        if engines.apart:
+            return []
+        text = self.model_config.get_text_config()
+        rows = _rows(config)
+        why = f"{rows} rows × {text.vocab_size:,} tokens × 4 bytes, and two copies to choose from"
+        logits = Line(name="logits", bytes=rows * text.vocab_size * 4 * 3, why=why, when="sampling")
+        return [_kv_cache(text, rows, sum(self.longest(config)), _width(config)), logits]
+
+
+def planner(
+    config: RunConfig,
+    model_config: Any,
+    machine: Machine | None = None,
+    beside: Machine | None = None,
+    *,
+    prompt_tokens: int = TYPICAL_PROMPT,
+    resumed: Path | None = None,
+) -> Planner:
+    """What plans a run's memory; arguments as of ``plan``."""
+    machine = machine or accelerator() or host()
+    return Planner(
+        modelled=Modelled(config, model_config, on_host=machine.is_host),
+        model_config=model_config,
+        machine=machine,
+        beside=None if machine.is_host else beside or host(),
+        prompt_tokens=prompt_tokens,
+        resumed=resumed,
+    )
 
 
 def plan(
@@ -43,7 +143,7 @@ def plan(
     prompt_tokens: int = TYPICAL_PROMPT,
     resumed: Path | None = None,
 ) -> MemoryPlan:
-    """Estimate a run's memory.
+    """A run's memory.
 
     Args:
         config: the run.
@@ -53,33 +153,7 @@ def plan(
         prompt_tokens: tokens of the longest prompt.
         resumed: folder of a run that is gone on with; an engine that it left running has its memory already.
     """
-    machine = machine or accelerator() or host()
-    beside = None if machine.is_host else beside or host()
-    width = _width(config)
-    counts = _counts(config, model_config, machine.is_host)
-    engines = Engines.of(config, machine, resumed)
-    lines = [
-        *_programs(config, machine, engines),
-        *_weights(config, counts, machine, engines),
-        *_buckets(config, counts, machine, engines),
-        _optimizer(config, counts, machine),
-        *_reference(config, counts),
-        Line(
-            name="gradients",
-            bytes=2 * counts.largest * width,
-            why=f"twice the largest tensor, {counts.largest:,} × {width} bytes; each goes to the optimizer at once",
-            when="training",
-        ),
-        *_working(config, model_config, machine, engines, prompt_tokens),
-    ]
-    return MemoryPlan(
-        lines=tuple(lines),
-        overlap=config.max_lag > 0,
-        machine=machine,
-        beside=beside,
-        parameters=counts.parameters,
-        trainable=counts.trainable,
-    )
+    return planner(config, model_config, machine, beside, prompt_tokens=prompt_tokens, resumed=resumed).plan(config)
 
 
 def context(config: RunConfig, model_config: Any) -> int:
@@ -90,55 +164,16 @@ def context(config: RunConfig, model_config: Any) -> int:
 
 def checkpoint_bytes(config: RunConfig, model_config: Any) -> int:
     """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
-    _, trainable, _ = count(config, model_config)
-    width = _width(config)
-    reference = (
-        _reference(config, _counts(config, model_config, True)) if getattr(config.reference, "saved", False) else []
-    )
-    return trainable * width + config.optimizer.state_bytes(trainable, width) + sum(line.bytes for line in reference)
+    counts, width = Modelled(config, model_config, on_host=True).counts, _width(config)
+    reference = _reference(config, counts) if getattr(config.reference, "saved", False) else []
+    states = config.optimizer.state_bytes(counts.trainable, width)
+    return counts.trainable * width + states + sum(line.bytes for line in reference)
 
 
 def count(config: RunConfig, model_config: Any) -> tuple[int, int, int]:
     """Parameters of the model, those trained, and those of the largest trained tensor; nothing is allocated."""
-    found = _counts(config, model_config, True)
+    found = Modelled(config, model_config, on_host=True).counts
     return found.parameters, found.trainable, found.largest
-
-
-def _counts(config: RunConfig, model_config: Any, on_host: bool) -> _Counts:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype))
-        model = config.trains.prepare(model)
-    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    kept = config.trains.kept_bytes(model, on_host=on_host)
-    return _Counts(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(trained),
-        largest=max(trained),
-        base=sum(parameter.numel() for parameter in config.trains.base_names(model).values()),
-        kept=kept,
-        kept_on_host=config.trains.kept_bytes(model, on_host=True) - kept,
-    )
-
-
-def activation_bytes(text: Any, width: int, on_cpu: bool) -> int:
-    """Bytes kept per token for the backward pass, over all layers of a Llama-like model.
-
-    Per layer, with h the hidden size, q and k the sizes of queries and keys, f that of the feed-forward layer:
-    the two norms keep their input in float32, its normalised form and their output (2 × (4h + 2wh) for weights
-    of w bytes); attention keeps queries, keys, values and output (in float32 on a CPU, where it is computed so)
-    and the projection's input (wq); the feed-forward layer keeps gate, up, activation and product (4wf). A tenth
-    is added for the prompt's keys and values, which are copied for each sibling.
-    """
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    head = getattr(text, "head_dim", None) or hidden // heads
-    queries, keys = heads * head, (getattr(text, "num_key_value_heads", None) or heads) * head
-    feed_forward = getattr(text, "intermediate_size", None) or 4 * hidden
-    attention = (4 if on_cpu else width) * (2 * queries + 2 * keys) + width * queries
-    layer = 2 * (4 + 2 * width) * hidden + attention + 4 * width * feed_forward
-    return int(1.1 * layer * text.num_hidden_layers)
 
 
 def _width(config: RunConfig) -> int:
@@ -166,36 +201,7 @@ def _kv_cache(text: Any, rows: int, length: int, width: int) -> Line:
     )
 
 
-def _working(
-    config: RunConfig, model_config: Any, machine: Machine, engines: Engines, prompt_tokens: int
-) -> list[Line]:
-    """What a training pass and, in this process, sampling take."""
-    text = model_config.get_text_config()
-    # What environments of several turns call their limit.
-    turns = max((getattr(source.env, "max_turns", 1) for source in config.sources.values()), default=1)
-    length = min(context(config, model_config), prompt_tokens + turns * config.sampling.max_tokens)
-    tokens = max(config.micro_batch_tokens, length)
-    width = _width(config)
-    per_token = activation_bytes(text, width, machine.is_host)
-    activations = Line(
-        name="activations",
-        bytes=tokens * per_token,
-        why=f"one micro-batch: {tokens:,} tokens × {per_token:,} bytes",
-        when="training",
-    )
-    if engines.apart:
-        return [activations]
-    rows = _rows(config)
-    logits = Line(
-        name="logits",
-        bytes=rows * text.vocab_size * 4 * 3,
-        why=f"{rows} rows × {text.vocab_size:,} tokens × 4 bytes, and two copies to choose from",
-        when="sampling",
-    )
-    return [activations, _kv_cache(text, rows, length, width), logits]
-
-
-def _optimizer(config: RunConfig, counts: _Counts, machine: Machine) -> Line:
+def _optimizer(config: RunConfig, counts: Counts, machine: Machine) -> Line:
     amount = config.optimizer.state_bytes(counts.trainable, _width(config))
     return Line(
         name="optimizer",
@@ -206,7 +212,17 @@ def _optimizer(config: RunConfig, counts: _Counts, machine: Machine) -> Line:
     )
 
 
-def _reference(config: RunConfig, counts: _Counts) -> list[Line]:
+def _update(config: RunConfig, counts: Counts, machine: Machine) -> list[Line]:
+    """What an optimizer makes while it updates a tensor, and forgets."""
+    amount = update_bytes(config.optimizer, counts.largest, _width(config))
+    if not amount:
+        return []
+    beside = config.optimizer.states_on == "host" and not machine.is_host
+    why = "float32 values of one piece of a weight, and what they are computed from"
+    return [Line(name="update", bytes=amount, why=why, when="updating", beside=beside)]
+
+
+def _reference(config: RunConfig, counts: Counts) -> list[Line]:
     """A second copy of what the model computes with and training changes."""
     if config.reference is None:
         return []
@@ -214,7 +230,7 @@ def _reference(config: RunConfig, counts: _Counts) -> list[Line]:
     return [Line(name="reference", bytes=amount, why="a second copy of the weights that training changes")]
 
 
-def _weights(config: RunConfig, counts: _Counts, machine: Machine, engines: Engines) -> list[Line]:
+def _weights(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[Line]:
     """The trainer's weights, or those it is lent, what is kept beside them, and the engines'."""
     width = _width(config)
     whole, base = counts.parameters * width, counts.base * width
@@ -245,7 +261,7 @@ def _borrowed(whole: int, base: int, machine: Machine, engines: Engines) -> list
     return [weights, *(adapter if whole > base else []), loading]
 
 
-def _buckets(config: RunConfig, counts: _Counts, machine: Machine, engines: Engines) -> list[Line]:
+def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[Line]:
     """Buffers of a broadcast."""
     if config.sync.port is not CanReceive:
         return []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, readable
 
-When = Literal["always", "starting", "running", "sampling", "training"]
+When = Literal["always", "starting", "running", "sampling", "training", "updating"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class Line:
     why: str
     """How the number comes about."""
     when: When = "always"
-    """starting is over before what is running is there; sampling and training are parts of running, and take turns
-    unless max_lag lets them overlap."""
+    """starting is over before what is running is there; sampling, training and updating are parts of running and take
+    turns, unless max_lag lets sampling overlap the others."""
     beside: bool = False
     """It is in the host's memory, and the weights are on an accelerator."""
 
@@ -45,6 +45,8 @@ class MemoryPlan:
     """Weights of the model, adapters included."""
     trainable: int
     """Those that are trained."""
+    fitted: bool = False
+    """What could be chosen was chosen already, so it is no remedy."""
 
     @property
     def total(self) -> int:
@@ -58,16 +60,28 @@ class MemoryPlan:
 
     def _peak(self, lines: Iterable[Line]) -> int:
         """What is always there, and the larger of the start and the run."""
-        by: dict[When, int] = {"always": 0, "starting": 0, "running": 0, "sampling": 0, "training": 0}
+        by: dict[When, int] = dict.fromkeys(get_args(When), 0)
         for line in lines:
             by[line.when] += line.bytes
-        turns = by["sampling"] + by["training"] if self.overlap else max(by["sampling"], by["training"])
+        step = max(by["training"], by["updating"])
+        turns = by["sampling"] + step if self.overlap else max(by["sampling"], step)
         return by["always"] + max(by["starting"], by["running"] + turns)
 
     @property
     def fits(self) -> bool:
         """True if the peak is within what is free, on the host too."""
-        return self.total <= self.machine.free and (self.beside is None or self.total_beside <= self.beside.free)
+        return self.within(1.0)
+
+    def within(self, share: float) -> bool:
+        """Whether a share of what is free is enough, on the host too."""
+        there = self.beside is None or self.total_beside <= share * self.beside.free
+        return self.total <= share * self.machine.free and there
+
+    @property
+    def lack(self) -> int:
+        """Bytes by which the peaks exceed what is free."""
+        there = 0 if self.beside is None else max(0, self.total_beside - self.beside.free)
+        return max(0, self.total - self.machine.free) + there
 
     def table(self) -> str:
         """The plan as text."""
@@ -111,11 +125,11 @@ class MemoryPlan:
     def _remedies(self, beside: bool, total: int) -> list[str]:
         """What would help most where it does not fit, largest line first."""
         advicefor = {
-            "optimizer": "train an adapter (trains: lora)"
-            if self.trainable == self.parameters
-            else "lower trains.rank",
+            "optimizer": self._smaller_states(beside),
             "KV cache": "lower sampling.max_tokens, context or the engine's max_rows",
-            "activations": "lower micro_batch_tokens",
+            "activations": "lower sampling.max_tokens or context"
+            if self.fitted
+            else "lower micro_batch_tokens, set checkpointing: full, or let memory: fit choose",
             "weights": "choose a smaller model, or dtype: bfloat16",
             "logits": "lower the engine's max_rows",
             "engine": "lower engine.gpu_memory_utilization, or engine.kv_cache_gb where it is set",
@@ -125,3 +139,11 @@ class MemoryPlan:
         }
         largest = sorted((line for line in self.lines if line.beside is beside), key=lambda line: -line.bytes)
         return [advicefor[line.name] for line in largest if line.name in advicefor and line.bytes > total // 10]
+
+    def _smaller_states(self, beside: bool) -> str:
+        """What makes an optimizer's states smaller, or brings them elsewhere."""
+        ways = ["train an adapter (trains: lora)" if self.trainable == self.parameters else "lower trains.rank"]
+        if not self.fitted:
+            ways.append("take optimizer: adamw8bit")
+            ways += ["or adamw_cpu, whose states are on the host"] if self.beside is not None and not beside else []
+        return ", ".join(ways)

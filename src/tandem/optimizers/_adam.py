@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ class Adam(Optimizer):
                 raise ValueError(f"{name} must be at least 0 and finite")
 
 
+class _Guard(NamedTuple):
+    """What torch's fused kernels read on the device, so that the host need not know the norm."""
+
+    divisor: Tensor | None
+    """Gradients are divided by it, to clip them."""
+    skip: Tensor | None
+    """1 where nothing is to be updated or counted, else 0."""
+
+
 class FloatMoments(Slots):
     """AdamW with float32 moments, by torch's fused kernels."""
 
@@ -53,7 +63,19 @@ class FloatMoments(Slots):
             "exp_avg_sq": torch.zeros(like.shape, device=like.device),
         }
 
+    def clipped_update(self, slots: Sequence[Slot], norm: Tensor, lr: float, max_grad_norm: float) -> None:
+        """Clip and skip on the device. The bits of stochastic rounding depend on the count of updates: those wait."""
+        if any(slot.rounds_stochastically for slot in slots):
+            super().clipped_update(slots, norm, lr, max_grad_norm)
+            return
+        divisor = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm > 0 else None
+        self._update(slots, lr, _Guard(divisor, (~norm.isfinite()).float()))
+
     def update(self, slots: Sequence[Slot], lr: float) -> None:
+        """By gradients that are clipped and finite."""
+        self._update(slots, lr, _Guard(None, None))
+
+    def _update(self, slots: Sequence[Slot], lr: float, guard: _Guard) -> None:
         """Masters all at once, weights without piece by piece."""
         whole = [slot for slot in slots if _is_whole(slot)]
         if whole:
@@ -63,11 +85,12 @@ class FloatMoments(Slots):
                 [slot.gradient for slot in whole],
                 *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
                 lr=lr,
+                guard=guard,
             )
             self.write([slot for slot in whole if not slot.own])
         for slot in slots:
             if not _is_whole(slot):
-                self._update_pieces(slot, lr)
+                self._update_pieces(slot, lr, guard)
 
     def write(self, slots: Sequence[Slot]) -> None:
         """Round masters to their weights."""
@@ -75,14 +98,15 @@ class FloatMoments(Slots):
         if masters:
             torch._foreach_copy_([slot.parameter for slot in slots], masters)
 
-    def _update_pieces(self, slot: Slot, lr: float) -> None:
+    def _update_pieces(self, slot: Slot, lr: float, guard: _Guard) -> None:
         state = self.states[slot]
         exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
         grad = slot.gradient.reshape(-1)
         for value, at in slot.pieces():
             # torch raises the count; it must be raised once, not once for each piece.
-            self._adamw([value], [grad[at]], [exp_avg[at]], [exp_avg_sq[at]], [state["step"].clone()], lr=lr)
-        state["step"] += 1
+            step = state["step"].clone()
+            self._adamw([value], [grad[at]], [exp_avg[at]], [exp_avg_sq[at]], [step], lr=lr, guard=guard)
+        state["step"] += 1 if guard.skip is None else 1 - guard.skip
 
     def _adamw(
         self,
@@ -93,6 +117,7 @@ class FloatMoments(Slots):
         steps: list[Tensor],
         *,
         lr: float,
+        guard: _Guard,
     ) -> None:
         adamw(
             values,
@@ -109,6 +134,8 @@ class FloatMoments(Slots):
             weight_decay=self._options.weight_decay,
             eps=self._options.eps,
             maximize=False,
+            grad_scale=guard.divisor,
+            found_inf=guard.skip,
         )
 
 

@@ -77,6 +77,11 @@ class Slot:
         elif precision == "kahan":
             self.compensation = torch.zeros(weights.shape, dtype=torch.int16, device=home)
 
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Nothing is kept of what rounding takes off."""
+        return self.master is None and self.compensation is None
+
     def add(self, grad: Tensor) -> None:
         """Add a micro-batch's gradient. The first of a step is moved or copied in, so nothing has to be zeroed.
 
@@ -171,22 +176,31 @@ class Slots(ABC):
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, lr: float, max_grad_norm: float) -> float:
+    def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip, update, write the weights in place and forget the gradient; returns the norm before clipping.
 
         A norm that is not finite is returned with nothing updated: weights and states stay as they were.
         """
         slots = [slot for slot in self.slots if slot.started]
-        grads = [slot.gradient for slot in slots]
-        norm = float(global_norm(grads)) if grads else 0.0
-        if grads and math.isfinite(norm):
-            if 0.0 < max_grad_norm < norm:
-                torch._foreach_mul_(grads, max_grad_norm / norm)
+        norm = torch.zeros((), dtype=torch.float64)
+        if slots:
+            norm = global_norm([slot.gradient for slot in slots])
+            self.clipped_update(slots, norm, lr, max_grad_norm)
+        self.zero_grad()
+        return norm
+
+    def clipped_update(self, slots: Sequence[Slot], norm: Tensor, lr: float, max_grad_norm: float) -> None:
+        """Update by gradients of this norm, unless it is not finite.
+
+        Waits for the norm: a skipped update must not be counted, and the host needs the count.
+        """
+        size = float(norm)
+        if math.isfinite(size):
+            if 0.0 < max_grad_norm < size:
+                torch._foreach_mul_([slot.gradient for slot in slots], max_grad_norm / size)
             for slot in slots:
                 slot.steps += 1
             self.update(slots, lr)
-        self.zero_grad()
-        return norm
 
     def zero_grad(self) -> None:
         """Forget the gradient of an unfinished step, and those still on the parameters."""

@@ -66,7 +66,7 @@ class _HostMoments(FloatMoments):
             arrived.synchronize()
             slot.add(landing)
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
+    def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip and update on the host, write the weights in place and forget the gradient."""
         self._receive(0)
         return super().step(lr, max_grad_norm)

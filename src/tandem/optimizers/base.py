@@ -19,8 +19,11 @@ class Stepper(Protocol):
         """Add ``parameter.grad`` to the float32 gradient of the step and set it to None."""
         ...
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
-        """Clip, update, write the parameters in place, forget the gradients; returns the norm before clipping."""
+    def step(self, lr: float, max_grad_norm: float) -> Tensor:
+        """Clip, update, write the parameters in place, forget the gradients; returns the norm before clipping.
+
+        The norm is float64 with no dimension, wherever it was computed: not to look at it is not to wait for it.
+        """
         ...
 
     def zero_grad(self) -> None:

@@ -4,18 +4,25 @@ The vocabulary is walked in tiles: a tile is [tokens, some of the vocabulary], a
 long the micro-batch and large the vocabulary, so that it stays in cache and peak memory does not grow with
 tokens x vocabulary. The backward pass recomputes the tiles. Each row of the weight's gradient is complete
 after its own tile, so no float32 copy of it is needed.
+
+A tile is one product and then arithmetic on each of its numbers: ``absorb`` in the forward pass, ``slope`` in the
+backward pass. Eager they run over the tile in float32 a handful of times; compiled each reads the product once or twice
+and holds no float32 tile at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tandem.policy import _compile
+from tandem.policy._compile import Compile
 from tandem.policy.sampling import threshold
 
 _TILE_CPU = 3 << 20
@@ -38,6 +45,7 @@ def token_logprobs(
     min_p: float = 0.0,
     entropy: bool = False,
     tile: int | None = None,
+    compile: Compile = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprob of each target under the distribution it was sampled from; float32, differentiable.
 
@@ -53,20 +61,103 @@ def token_logprobs(
         min_p: see top_p.
         entropy: also return the entropy of each distribution in nats (float32, no gradient); costs a pass.
         tile: most logits held at once; by default as fits the device.
+        compile: the arithmetic on a tile; the last bits of the result may differ from those of eager.
 
     Returns:
         The logprobs, and the entropies or None. Sums are float32 (float64 for a float64 weight).
     """
     wide = torch.promote_types(weight_VH.dtype, torch.float32)
-    temperature_N1 = torch.as_tensor(temperature, dtype=wide, device=hidden_NH.device)
-    temperature_N1 = temperature_N1.reshape(-1, 1).expand(targets_N.numel(), 1)
-    tiles = _Tiles(hidden_NH, weight_VH, bias, targets_N, temperature_N1, tile)
+    if isinstance(temperature, Tensor):
+        temperature_N1 = temperature.to(hidden_NH.device, wide).reshape(-1, 1).expand(targets_N.numel(), 1)
+    else:  # filled in where it is: a number that is sent to a device is waited for
+        temperature_N1 = torch.full((targets_N.numel(), 1), temperature, dtype=wide, device=hidden_NH.device)
+    tiles = _Tiles(hidden_NH, weight_VH, bias, targets_N, temperature_N1, tile, compile)
     if top_p < 1.0 or top_k > 0 or min_p > 0.0:
         tiles.edge_N1 = tiles.support_edge(top_p, top_k, min_p)
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, bias, tiles, entropy
     )
     return logprobs_N, entropy_N if entropy else None
+
+
+class _Rows(NamedTuple):
+    """What belongs to the rows of a tile."""
+
+    at_N1: Tensor
+    """Column of each row's target, counted from the tile's first: it may be outside."""
+    temperature_N1: Tensor
+    edge_N1: Tensor | None
+    """Smallest logit of the support, where there is one."""
+
+
+class _Sums(NamedTuple):
+    """An online logsumexp: ``total`` is the sum of exp(logit - top) over the tiles so far."""
+
+    top_N1: Tensor
+    total_N1: Tensor
+    target_N1: Tensor
+    """The target's logit, once its tile has been seen."""
+    weighted_N1: Tensor | None
+    """Sum of exp(logit - top) * (logit - top), for the entropy."""
+
+
+def absorb(tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, s: _Sums) -> _Sums:
+    """The sums with one more tile in them."""
+    logits_NW, place_N1, here_N1 = _finished(tile_NW, wide_NW, bias_W, rows)
+    target_N1 = torch.where(here_N1, logits_NW.gather(1, place_N1), s.target_N1)
+    raised_N1 = torch.maximum(s.top_N1, logits_NW.amax(-1, keepdim=True))
+    shrink_N1 = (s.top_N1 - raised_N1).exp()
+    logits_NW.sub_(raised_N1)
+    weighted_N1 = None
+    if s.weighted_N1 is None:
+        probs_NW = logits_NW.exp_()
+    else:
+        probs_NW = logits_NW.exp()
+        moved_N1 = torch.where(s.total_N1 > 0, (s.top_N1 - raised_N1) * s.total_N1, 0.0)
+        weighted_N1 = (s.weighted_N1 + moved_N1) * shrink_N1 + torch.linalg.vecdot(probs_NW, logits_NW)[:, None]
+    return _Sums(raised_N1, s.total_N1 * shrink_N1 + probs_NW.sum(-1, keepdim=True), target_N1, weighted_N1)
+
+
+def slope(
+    tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, lse_N1: Tensor, scale_N1: Tensor
+) -> Tensor:
+    """Gradient of a tile's logits before bias and temperature, in their type: scale * (1 if the target, else 0 - p)."""
+    logits_NW, place_N1, here_N1 = _finished(tile_NW, wide_NW, bias_W, rows)
+    probs_NW = logits_NW.sub_(lse_N1).exp_()
+    # The target's own before anything is rounded: where p is near 1, so is what it is taken from.
+    target_N1 = probs_NW.gather(1, place_N1)
+    own_N1 = scale_N1 * (here_N1.to(target_N1.dtype) - target_N1)
+    grad_NW = probs_NW.mul_(-scale_N1).to(tile_NW.dtype)
+    return grad_NW.scatter_(1, place_N1, own_N1.to(grad_NW.dtype))
+
+
+def _finished(
+    tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Wide logits with bias, temperature and support; the column of each target, and true where it is in this tile.
+
+    They are in ``wide_NW`` if that is given, and may be in ``tile_NW``.
+    """
+    width = tile_NW.shape[1]
+    here_N1 = (rows.at_N1 >= 0) & (rows.at_N1 < width)
+    place_N1 = rows.at_N1.clamp(0, width - 1)
+    logits_NW = tile_NW.to(rows.temperature_N1.dtype) if wide_NW is None else wide_NW.copy_(tile_NW)
+    if bias_W is not None:
+        logits_NW.add_(bias_W)
+    logits_NW.div_(rows.temperature_N1)
+    if rows.edge_N1 is not None:
+        target_N1 = logits_NW.gather(1, place_N1)
+        logits_NW.masked_fill_(logits_NW < rows.edge_N1, _OUTSIDE)
+        kept_N1 = torch.where(here_N1, target_N1, logits_NW.gather(1, place_N1))
+        logits_NW.scatter_(1, place_N1, kept_N1)
+    return logits_NW, place_N1, here_N1
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for any number of rows and columns."""
+    fast: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return fast
 
 
 class _Tiles:
@@ -80,51 +171,43 @@ class _Tiles:
         targets_N: Tensor,
         temperature_N1: Tensor,
         tile: int | None,
+        compile: Compile,
     ) -> None:
         self.hidden_NH, self.weight_VH = hidden_NH.detach(), weight_VH.detach()
         self.bias_V = None if bias_V is None else bias_V.detach()
         self.targets_N1, self.temperature_N1 = targets_N[:, None], temperature_N1
         self.edge_N1: Tensor | None = None
         self.tile = tile or (_TILE_CPU if hidden_NH.device.type == "cpu" else _TILE_GPU)
+        self._compile = _compile.decide(compile, hidden_NH.device)
 
-    def walk(self) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-        """Yield (start, end, logits, column of each target, true where the target is in it).
-
-        The logits are the caller's to overwrite; the next tile takes their place.
-        """
-        rows, vocab = self.targets_N1.shape[0], self.weight_VH.shape[0]
-        width = min(vocab, max(64, self.tile // max(1, rows) // 64 * 64))
-        narrow = self.hidden_NH.new_empty(rows * width)
-        wide = self.temperature_N1.new_empty(rows * width)
+    def walk(self, function: Callable[..., Any]) -> Iterator[tuple[int, int, Callable[..., Any]]]:
+        """Yield (start, end, ``function`` with a tile's logits and all that is known of its rows)."""
+        num, vocab = self.targets_N1.shape[0], self.weight_VH.shape[0]
+        width = min(vocab, max(64, self.tile // max(1, num) // 64 * 64))
+        # A tile takes the place of the one before it.
+        narrow = self.hidden_NH.new_empty(num * width)
+        widened = self.temperature_N1.dtype != narrow.dtype and not self._compile
+        wide = self.temperature_N1.new_empty(num * width) if widened else None
+        run = _compiled(function) if self._compile else function
         for start in range(0, vocab, width):
             end = min(vocab, start + width)
-            place_N1 = self.targets_N1 - start
-            here_N1 = (place_N1 >= 0) & (place_N1 < end - start)
-            place_N1 = place_N1.clamp(0, end - start - 1)
-            logits_NW = wide[: rows * (end - start)].view(rows, end - start)
-            if wide.dtype == narrow.dtype:
-                torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=logits_NW)
-            else:
-                narrow_NW = narrow[: logits_NW.numel()].view_as(logits_NW)
-                logits_NW.copy_(torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=narrow_NW))
-            self._finish(logits_NW, start, end, place_N1, here_N1)
-            yield start, end, logits_NW, place_N1, here_N1
-
-    def _finish(self, logits_NW: Tensor, start: int, end: int, place_N1: Tensor, here_N1: Tensor) -> None:
-        """Bias, temperature and support, in place."""
-        if self.bias_V is not None:
-            logits_NW.add_(self.bias_V[start:end])
-        logits_NW.div_(self.temperature_N1)
-        if self.edge_N1 is not None:
-            target_N1 = logits_NW.gather(1, place_N1)
-            logits_NW.masked_fill_(logits_NW < self.edge_N1, _OUTSIDE)
-            kept_N1 = torch.where(here_N1, target_N1, logits_NW.gather(1, place_N1))
-            logits_NW.scatter_(1, place_N1, kept_N1)
+            size = num * (end - start)
+            tile_NW = narrow[:size].view(num, end - start)
+            torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=tile_NW)
+            wide_NW = None if wide is None else wide[:size].view_as(tile_NW)
+            bias_W = None if self.bias_V is None else self.bias_V[start:end]
+            # The start goes in by a tensor: of a number, the compiler would keep code for 0 apart.
+            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1)
+            yield start, end, partial(run, tile_NW, wide_NW, bias_W, rows)
 
     def support_edge(self, top_p: float, top_k: int, min_p: float) -> Tensor:
-        """Smallest logit of each row's support. It needs whole rows, so it takes a few rows at a time."""
+        """Where each row's support ends. It needs whole rows, so it takes a few rows at a time.
+
+        It lies half-way between the lowest logit within and the highest one without: products of another shape differ
+        in the last bits, and would else drop the token that is the edge.
+        """
         rows = max(1, self.tile // self.weight_VH.shape[0])
-        edges = [self.temperature_N1.new_empty(0)]
+        edges = [self.temperature_N1.new_empty(0, 1)]
         for hidden_CH, temperature_C1 in zip(
             torch.split(self.hidden_NH, rows), torch.split(self.temperature_N1, rows), strict=True
         ):
@@ -132,13 +215,15 @@ class _Tiles:
             if self.bias_V is not None:
                 logits_CV.add_(self.bias_V)
             edge_C = threshold(logits_CV.div_(temperature_C1), top_p, top_k, min_p)
-            edges += [] if edge_C is None else [edge_C]
-        edge_N1 = torch.cat(edges)[:, None]
-        if self.weight_VH.dtype == edge_N1.dtype:
-            # Products of another shape may differ in the last bits, and would drop the token that is the edge. Logits
-            # of narrower weights are rounded so coarsely that they are the same again, and others are near.
-            edge_N1 -= (edge_N1.abs() + 1) * (16 * torch.finfo(edge_N1.dtype).eps)
-        return edge_N1
+            if edge_C is not None:
+                within_CV = logits_CV >= edge_C[:, None]
+                lowest_C1 = logits_CV.masked_fill(~within_CV, math.inf).amin(-1, keepdim=True)
+                beyond_C1 = logits_CV.masked_fill_(within_CV, -math.inf).amax(-1, keepdim=True)
+                middle_C1 = (lowest_C1 + beyond_C1) / 2
+                # Neighbours have no number between them; where nothing is without, the edge is -inf.
+                apart_C1 = (middle_C1 > beyond_C1) | beyond_C1.isneginf()
+                edges.append(torch.where(apart_C1, middle_C1, lowest_C1))
+        return torch.cat(edges)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -146,29 +231,20 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tiles: _Tiles, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """An online logsumexp: ``total`` is the sum of exp(logit - top) over the tiles so far."""
         top_N1 = torch.full_like(tiles.temperature_N1, -math.inf, memory_format=torch.contiguous_format)
-        total_N1, target_N1 = torch.zeros_like(top_N1), torch.zeros_like(top_N1)
-        weighted_N1 = torch.zeros_like(top_N1)
-        for _, _, logits_NW, place_N1, here_N1 in tiles.walk():
-            target_N1 = torch.where(here_N1, logits_NW.gather(1, place_N1), target_N1)
-            raised_N1 = torch.maximum(top_N1, logits_NW.amax(-1, keepdim=True))
-            shrink_N1 = (top_N1 - raised_N1).exp_()
-            logits_NW.sub_(raised_N1)
-            if entropy:
-                probs_NW = logits_NW.exp()
-                moved_N1 = torch.where(total_N1 > 0, (top_N1 - raised_N1) * total_N1, 0.0)
-                weighted_N1 = (weighted_N1 + moved_N1) * shrink_N1 + torch.linalg.vecdot(probs_NW, logits_NW)[:, None]
-            else:
-                probs_NW = logits_NW.exp_()
-            total_N1 = total_N1 * shrink_N1 + probs_NW.sum(-1, keepdim=True)
-            top_N1 = raised_N1
-        lse_N1 = top_N1 + total_N1.log()
+        # Each a tensor of its own: for one that is given twice the compiler would keep code apart.
+        total_N1, target_N1, weighted_N1 = (torch.zeros_like(top_N1) for _ in range(3))
+        sums = _Sums(top_N1, total_N1, target_N1, weighted_N1 if entropy else None)
+        for _, _, absorbed in tiles.walk(absorb):
+            sums = absorbed(sums)
+        lse_N1 = sums.top_N1 + sums.total_N1.log()
         ctx.tiles = tiles
         ctx.save_for_backward(hidden_NH, weight_VH, lse_N1)
-        entropy_N = (total_N1.log() - weighted_N1 / total_N1)[:, 0]
+        if sums.weighted_N1 is not None:
+            weighted_N1 = sums.weighted_N1
+        entropy_N = (sums.total_N1.log() - weighted_N1 / sums.total_N1)[:, 0]
         ctx.mark_non_differentiable(entropy_N)
-        return (target_N1 - lse_N1)[:, 0], entropy_N
+        return (sums.target_N1 - lse_N1)[:, 0], entropy_N
 
     @staticmethod
     @once_differentiable
@@ -183,12 +259,10 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
         grad_bias_V = torch.empty_like(tiles.bias_V) if needs_bias and tiles.bias_V is not None else None
         part_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        for start, end, logits_NW, place_N1, here_N1 in tiles.walk():
-            grad_NW = logits_NW.sub_(lse_N1).exp_().mul_(-scale_N1)
-            grad_NW.scatter_add_(1, place_N1, torch.where(here_N1, scale_N1, 0.0))
+        for start, end, sloped in tiles.walk(slope):
+            grad_NW = sloped(lse_N1, scale_N1)
             if grad_bias_V is not None:
-                grad_bias_V[start:end] = grad_NW.sum(0)
-            grad_NW = grad_NW.to(weight_VH.dtype)
+                grad_bias_V[start:end] = grad_NW.sum(0, dtype=lse_N1.dtype)
             if grad_hidden_NH is not None and part_NH is not None:
                 grad_hidden_NH += torch.mm(grad_NW, weight_VH[start:end], out=part_NH)
             if grad_weight_VH is not None:

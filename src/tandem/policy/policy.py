@@ -16,7 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem.errors import ConfigError
 from tandem.machine import cores
+from tandem.policy._compile import Compile
 from tandem.policy.attention import NAME, Packed, Plan, sequential_positions
+from tandem.policy.families import refusal
 from tandem.policy.logprobs import token_logprobs
 
 P = ParamSpec("P")
@@ -46,13 +48,14 @@ class Compute:
 
 
 class Policy:
-    """Model, tokenizer and the thread they run on."""
+    """Model, tokenizer and the thread they run on; ``compile`` is for the arithmetic of logprobs."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, compute: Compute):
+    def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, compute: Compute, compile: Compile = False):
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
         self.compute = compute
+        self.compile = compile
 
     @property
     def causal(self) -> Any:
@@ -112,7 +115,9 @@ class Policy:
         positions = torch.tensor(sequential_positions(plan), device=self.device)
         with torch.no_grad():
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
-            logprobs, _ = token_logprobs(hidden, self.head.weight, ids[1:], temperature, bias=self.head.bias)
+            logprobs, _ = token_logprobs(
+                hidden, self.head.weight, ids[1:], temperature, bias=self.head.bias, compile=self.compile
+            )
         return logprobs.tolist()
 
     def close(self) -> None:
@@ -147,12 +152,15 @@ def load_config(name: str) -> Any:
     """transformers configuration of a hub id or folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or such a model would be computed wrongly.
     """
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "configuration", error)) from error
+    if why := refusal(config.get_text_config()):
+        raise ConfigError(f"model {name!r} {why}")
+    return config
 
 
 def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from tandem import resolve
 from tandem.corrections.base import Correction
 from tandem.losses.base import Loss, MicroBatch
 from tandem.metrics import Max, Mean, Share, Value
+from tandem.pending import Pending, Told
 from tandem.references.base import Reference
 from tandem.types import UNKNOWN
 
@@ -43,11 +43,11 @@ class Objective:
     reference: Reference | None = None
     """The penalty."""
 
-    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, dict[str, Value]]:
+    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, Told]:
         """What each token costs, float32 and differentiable, and what is to be told of it."""
         micro = self.informed(batch, known)
         found = self.loss(logprobs_N, micro)
-        metrics = {**found.metrics, **mismatch(logprobs_N.detach(), micro)}
+        metrics: dict[str, Value | Pending] = {**found.metrics, **mismatch(logprobs_N.detach(), micro)}
         cost_N = found.loss_N
         if self.corrections:
             weights_N, told = self.weights(logprobs_N.detach(), micro)
@@ -56,7 +56,7 @@ class Objective:
         if self.reference is not None:
             penalty_N, kl_N = self.reference.divergence(logprobs_N, micro)
             cost_N = cost_N + self.reference.beta * penalty_N
-            metrics["kl_reference"] = Mean(kl_N.sum().item(), kl_N.numel())
+            metrics["kl_reference"] = Pending(Mean, kl_N.sum(), kl_N.numel())
         return cost_N, metrics
 
     def informed(self, batch: MicroBatch, known: Known) -> MicroBatch:
@@ -69,25 +69,25 @@ class Objective:
             ref_logprobs_N=known.reference_N,
         )
 
-    def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Value]]:
+    def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Told]:
         """Product of the corrections' weights; how large it is, and the share of tokens that each one drops."""
         whole_N = torch.ones_like(logprobs_N)
-        metrics: dict[str, Value] = {}
+        metrics: dict[str, Value | Pending] = {}
         n = logprobs_N.numel()
         for correction in self.corrections:
             weights_N = correction(logprobs_N, micro)
-            dropped = (weights_N == 0).sum().item()
-            metrics[f"correction/{resolve.kind_of('corrections', correction)}/masked"] = Mean(dropped, n)
+            dropped = (weights_N == 0).sum()
+            metrics[f"correction/{resolve.kind_of('corrections', correction)}/masked"] = Pending(Mean, dropped, n)
             whole_N = whole_N * weights_N
-        total, squares, dropped = torch.stack([whole_N.sum(), whole_N.square().sum(), (whole_N == 0).sum()]).tolist()
-        metrics["correction/weight"] = Mean(total, n)
-        metrics["correction/masked"] = Mean(dropped, n)
-        metrics["correction/ess"] = Share(total, squares, n)
+        total = whole_N.sum()
+        metrics["correction/weight"] = Pending(Mean, total, n)
+        metrics["correction/masked"] = Pending(Mean, (whole_N == 0).sum(), n)
+        metrics["correction/ess"] = Pending(Share, total, whole_N.square().sum(), n)
         return whole_N, metrics
 
 
-def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Mapping[str, Value]:
-    """How far the policy is from what sampled its tokens, with one wait for the device.
+def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Told:
+    """How far the policy is from what sampled its tokens.
 
     kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is
     never negative (k3 of http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the ratios as a
@@ -99,13 +99,8 @@ def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Mapping[str, Value]:
     gap_N = logprobs_N - micro.behavior_logprobs_N
     held_N = gap_N.clamp(-_MOST, _MOST)
     ratio_N = held_N.double().exp()
-    found = torch.stack(
-        [
-            (torch.expm1(held_N) - gap_N).double().sum(),
-            gap_N.abs().max().double(),
-            ratio_N.sum(),
-            ratio_N.square().sum(),
-        ]
-    )
-    k3, widest, total, squares = found.tolist()
-    return {"kl_behavior": Mean(k3, n), "logprob_gap/max": Max(widest), "ess": Share(total, squares, n)}
+    return {
+        "kl_behavior": Pending(Mean, (torch.expm1(held_N) - gap_N).double().sum(), n),
+        "logprob_gap/max": Pending(Max, gap_N.abs().max()),
+        "ess": Pending(Share, ratio_N.sum(), ratio_N.square().sum(), n),
+    }

@@ -1,7 +1,8 @@
 """Scored groups in, micro-batches out. The causal shift happens here and nowhere else.
 
-Turns that continue one another become one sequence. Siblings share their prompt: it is one segment of a packed row,
-computed once. The last token of a sequence predicts nothing that is trained, so it is never computed.
+Turns that continue one another become one sequence. What sequences of a group begin with in common, be it the prompt
+of siblings or the history of a conversation, is computed once (``_tree.py``); ``_balance.py`` says which sequences are
+computed together. The last token of a sequence predicts nothing that is trained, so it is never computed.
 
 T counts the tokens computed in a micro-batch, N the trained tokens predicted by them.
 """
@@ -9,18 +10,29 @@ T counts the tokens computed in a micro-batch, N the trained tokens predicted by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.advantages.base import Advantage, advantages
 from tandem.losses.base import MicroBatch
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.policy.attention import Packed, sequential_positions
+from tandem.policy.plans import moved
+from tandem.trainer._balance import Balance, Family
+from tandem.trainer._tree import Ints, Kin, Row
 from tandem.types import Group, Rollout, Sample
+
+WIDTHS_TO_EQUAL = 6
+"""Context, in widths of the model, at which a token's attention costs as much as all else in its layer: 4 operations
+for each token seen and each of w channels, against 2 for each of a layer's 12 w² weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +40,7 @@ class Micro:
     """One forward and backward."""
 
     tokens_T: Tensor
-    """int64; prompts once, completions after them."""
+    """int64; what sequences share once, before what follows it."""
     positions_T: Tensor
     """int64; within each sequence."""
     plan: Packed
@@ -76,11 +88,13 @@ class Packer:
     max_tokens: int
     """Of one completion; the constant reduction divides by it."""
     budget: int
-    """Most tokens computed in one micro-batch; one sequence longer than that gets a micro-batch of its own."""
+    """Most tokens computed in one micro-batch, what is shared once; a longer sequence gets a micro-batch of its own."""
     mask_truncated: bool
     """Leave answers cut by a length limit out of the loss; they still count in their group's baseline."""
     device: torch.device
     """Where the tensors go."""
+    width: int = 2048
+    """The model's hidden size: how long a context must be for attention to count."""
 
     def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:
         """Pack one step's groups. ``version`` is the policy step that will be trained; it only measures lag."""
@@ -96,7 +110,7 @@ class Packer:
             samples.append(mine)
         counts = [sum(sample.mask) for mine in samples for sample in mine]
         weigh = self._weights(sum(counts), len(counts))
-        micro = tuple(self._tensors(chunk, weigh) for chunk in split(samples, self.budget))
+        micro = tuple(self._micros(samples, weigh))
         return StepBatch(
             micro=micro,
             groups=tuple(groups),
@@ -114,82 +128,103 @@ class Packer:
             return lambda length: 1.0 / (num_samples * length)
         return lambda length: 1.0 / (num_samples * self.max_tokens)
 
-    def _tensors(self, chunk: Sequence[Sequence[Sample]], weigh: Callable[[int], float]) -> Micro:
-        """Lay out one micro-batch: for each group's share its prompt, then its completions."""
-        row = _Row()
-        for siblings in chunk:
-            row.add(siblings, weigh)
+    def _micros(self, samples: Sequence[Sequence[Sample]], weigh: Callable[[int], float]) -> Iterator[Micro]:
+        """Deal the groups' samples out, and lay out what is computed together."""
+        groups = [[_Arrays.of(sample) for sample in mine] for mine in samples if mine]
+        families = [
+            Family(kin=Kin([one.computed for one in mine]), rollouts=[one.rollout for one in mine]) for mine in groups
+        ]
+        reach = WIDTHS_TO_EQUAL * self.width
+        for load in Balance(families, budget=self.budget, reach=reach).loads():
+            row = Row()
+            taken: list[_Arrays] = []
+            predict: list[Ints] = []
+            for g, members in sorted(load.members.items()):
+                places = row.add(families[g].kin, members)
+                taken += (groups[g][i] for i in members)
+                # The token at place ``at`` is predicted by the one before it.
+                predict += (places[i][groups[g][i].at - 1] for i in members)
+            yield self._tensors(row, taken, predict, weigh)
+
+    def _tensors(
+        self, row: Row, samples: Sequence[_Arrays], predict: Sequence[Ints], weigh: Callable[[int], float]
+    ) -> Micro:
+        """One micro-batch on the device, in two transfers."""
         plan = Packed(lengths=tuple(row.lengths), parents=tuple(row.parents))
-
-        def ints(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=self.device)
-
-        def floats(values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.float32, device=self.device)
-
+        counts = [len(sample.at) for sample in samples]
+        ints = (
+            np.concatenate(row.tokens),
+            np.asarray(sequential_positions(plan)),
+            np.concatenate(predict),
+            np.concatenate([sample.targets for sample in samples]),
+            np.repeat(np.arange(len(samples)), counts),
+        )
+        floats = (
+            np.repeat([sample.temperature for sample in samples], counts),
+            np.repeat([weigh(count) if count else 0.0 for count in counts], counts),
+            np.concatenate([sample.logprobs for sample in samples]),
+            np.concatenate([sample.advantages for sample in samples]),
+        )
+        tokens_T, positions_T, predict_N, targets_N, sample_N = self._moved(ints, np.int64)
+        temperature_N, weights_N, logprobs_N, advantages_N = self._moved(floats, np.float32)
         return Micro(
-            tokens_T=ints(row.tokens),
-            positions_T=ints(sequential_positions(plan)),
+            tokens_T=tokens_T,
+            positions_T=positions_T,
             plan=plan,
-            predict_N=ints(row.predict),
-            targets_N=ints(row.targets),
-            temperature_N=floats(row.temperatures),
-            weights_N=floats(row.weights),
+            predict_N=predict_N,
+            targets_N=targets_N,
+            temperature_N=temperature_N,
+            weights_N=weights_N,
             batch=MicroBatch(
-                behavior_logprobs_N=floats(row.logprobs),
-                advantages_N=floats(row.advantages),
-                sample_N=ints(row.sample_of),
-                num_samples=len(row.places),
+                behavior_logprobs_N=logprobs_N,
+                advantages_N=advantages_N,
+                sample_N=sample_N,
+                num_samples=len(samples),
             ),
-            places=tuple(row.places),
+            places=tuple((sample.rollout, count) for sample, count in zip(samples, counts, strict=True)),
         )
 
+    def _moved(self, arrays: Sequence[NDArray[Any]], kind: type[np.int64 | np.float32]) -> tuple[Tensor, ...]:
+        """Tensors on the device, of one transfer."""
+        whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
+        parts: tuple[Tensor, ...] = whole.split([len(one) for one in arrays])
+        return parts
 
-@dataclass(slots=True)
-class _Row:
-    """A packed row under construction."""
 
-    tokens: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    parents: list[int | None] = field(default_factory=list)
-    predict: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    sample_of: list[int] = field(default_factory=list)
-    places: list[tuple[str, int]] = field(default_factory=list)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrays:
+    """A sample as arrays: the tokens that are computed, and what belongs to each trained one."""
 
-    def add(self, siblings: Sequence[Sample], weigh: Callable[[int], float]) -> None:
-        """Append a shared prompt and what follows it in each sibling."""
-        shared = siblings[0].prompt_len
-        parent = self._segment(siblings[0].tokens[:shared], None)
-        root_end = len(self.tokens)
-        for sample in siblings:
-            start = len(self.tokens)
-            if rest := sample.tokens[shared:-1]:
-                self._segment(rest, parent)
-            weight = weigh(sum(sample.mask))
-            before = len(self.targets)
-            for at, trained in enumerate(sample.mask):
-                if trained:
-                    # The token at place ``at`` is predicted by the one before it.
-                    self.predict.append(root_end - 1 if at == shared else start + at - 1 - shared)
-                    self.targets.append(sample.tokens[at])
-                    self.logprobs.append(sample.logprobs[at])
-                    self.advantages.append(sample.advantages[at])
-            num = len(self.targets) - before
-            self.temperatures.extend([sample.temperature] * num)
-            self.weights.extend([weight] * num)
-            self.sample_of.extend([len(self.places)] * num)
-            self.places.append((sample.rollout, num))
+    rollout: str
+    """Its rollout's id."""
+    temperature: float
+    """Of its tokens."""
+    computed: Ints
+    """All tokens but the last."""
+    at: Ints
+    """Places of the trained tokens in the sequence."""
+    targets: Ints
+    """Their ids."""
+    logprobs: NDArray[np.float64]
+    """Of their sampler."""
+    advantages: NDArray[np.float64]
+    """Theirs."""
 
-    def _segment(self, tokens: Sequence[int], parent: int | None) -> int:
-        self.tokens.extend(tokens)
-        self.lengths.append(len(tokens))
-        self.parents.append(parent)
-        return len(self.lengths) - 1
+    @staticmethod
+    def of(sample: Sample) -> _Arrays:
+        """The arrays of a sample."""
+        # array.array takes a tuple in about half the time that numpy does.
+        tokens = np.frombuffer(array("q", sample.tokens), dtype=np.int64)
+        at = np.flatnonzero(np.frombuffer(bytes(sample.mask), dtype=np.bool_))
+        return _Arrays(
+            rollout=sample.rollout,
+            temperature=sample.temperature,
+            computed=tokens[:-1],
+            at=at,
+            targets=tokens[at],
+            logprobs=np.frombuffer(array("d", sample.logprobs))[at],
+            advantages=np.frombuffer(array("d", sample.advantages))[at],
+        )
 
 
 def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sample]:
@@ -229,47 +264,14 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
             tokens, mask, logprobs, advantages, versions = [], [], [], [], []
             temperature, prompt_len = turn.temperature, len(turn.prompt)
         new = turn.prompt[len(tokens) :]
+        none = (0.0,) * len(new)
         tokens.extend((*new, *completion.tokens))
-        mask.extend([False] * len(new) + [True] * len(completion.tokens))
-        logprobs.extend((*(0.0 for _ in new), *completion.logprobs))
-        advantages.extend((*(0.0 for _ in new), *islice(each, len(completion.tokens))))
+        mask.extend((False,) * len(new) + (True,) * len(completion.tokens))
+        logprobs.extend((*none, *completion.logprobs))
+        advantages.extend((*none, *islice(each, len(completion.tokens))))
         versions.extend(completion.versions)
     if tokens:
         yield sample()
-
-
-def split(groups: Sequence[Sequence[Sample]], budget: int) -> Iterator[list[list[Sample]]]:
-    """Cut a step's samples into micro-batches of at most ``budget`` computed tokens, in order.
-
-    Samples of one group that begin with the same prompt stay together where the budget allows, since its tokens are
-    computed once for each micro-batch it is in.
-    """
-    chunk: list[list[Sample]] = []
-    used = 0
-    for siblings in (alike for group in groups for alike in _alike(group)):
-        prompt = siblings[0].prompt_len
-        share: list[Sample] = []
-        for sample in siblings:
-            cost = len(sample.tokens) - 1 - prompt + (0 if share else prompt)
-            if used and used + cost > budget:
-                if share:
-                    chunk.append(share)
-                yield chunk
-                chunk, share, used = [], [], 0
-                cost = len(sample.tokens) - 1
-            share.append(sample)
-            used += cost
-        chunk.append(share)
-    if chunk:
-        yield chunk
-
-
-def _alike(samples: Sequence[Sample]) -> Iterable[list[Sample]]:
-    """Samples by their prompt, in order of first appearance."""
-    by_prompt: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in samples:
-        by_prompt.setdefault(sample.tokens[: sample.prompt_len], []).append(sample)
-    return by_prompt.values()
 
 
 def _metrics(groups: Sequence[Group], advantages: Mapping[str, float], version: int) -> dict[str, Value]:

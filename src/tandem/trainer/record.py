@@ -1,8 +1,13 @@
-"""Rollouts of a step as lines for people: what was asked, said, earned, and every token's numbers."""
+"""Rollouts of a step as lines: what was asked, said, earned, and every token's numbers.
+
+People read them in the report; ``mismatch`` computes every token's logprob once more from them, so they hold all that
+the engine was given: the token ids before each turn, its temperature, and the version stamped on each token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from tandem.rollout.chat import Template
 from tandem.trainer.pack import StepBatch
@@ -35,6 +40,9 @@ def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -
                     "truncated": rollout.truncated,
                     "versions": _versions(rollout),
                     "turns": [len(turn.completion.tokens) for turn in rollout.turns],
+                    "prompts": _prompts(rollout),
+                    "temperatures": [turn.temperature for turn in rollout.turns],
+                    "stamps": _stamps(rollout),
                     "tokens": list(_tokens(rollout, advantage, stats.logprobs.get(rollout.id), template)),
                 }
             )
@@ -48,6 +56,31 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
 def _versions(rollout: Rollout) -> list[int]:
     spans = [turn.completion for turn in rollout.turns if turn.completion.tokens]
     return [min(c.version_min for c in spans), max(c.version_max for c in spans)] if spans else []
+
+
+def _prompts(rollout: Rollout) -> list[tuple[int, list[int]]]:
+    """The ids before each turn: how many begin the turn before it, its sampled tokens included, and those after them.
+
+    A turn that continues the one before it keeps all of that, so that no id is written twice.
+    """
+    out: list[tuple[int, list[int]]] = []
+    said: tuple[int, ...] = ()
+    for turn in rollout.turns:
+        kept = shared(said, turn.prompt)
+        out.append((kept, list(turn.prompt[kept:])))
+        said = (*turn.prompt, *turn.completion.tokens)
+    return out
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids two sequences have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _stamps(rollout: Rollout) -> list[tuple[int, int]]:
+    """Policy step and number of the tokens in a row that it sampled, over all turns."""
+    versions = (version for turn in rollout.turns for version in turn.completion.versions)
+    return [(version, len(list(run))) for version, run in groupby(versions)]
 
 
 def _tokens(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.metrics import Mean, Sum, Value, merge
 from tandem.optimizers.base import Optimizer, Stepper
+from tandem.pending import Pending, Told, fetch, settle
 from tandem.policy.logprobs import token_logprobs
 from tandem.policy.policy import Policy
 from tandem.references.base import Held
@@ -72,18 +73,21 @@ class Step:
         return await self._pass(batch, ())
 
     async def _pass(self, batch: StepBatch, known: Sequence[Known]) -> StepStats:
+        """Once over all micro-batches; the host waits for the device when all are queued, and not before."""
         self.hook()
-        metrics: list[Mapping[str, Value]] = []
-        logprobs: dict[str, list[float]] = {}
+        found: list[tuple[Told, Tensor]] = []
         kept: list[Known] = []
         for micro, before in zip(batch.micro, known or repeat(None), strict=bool(known)):
             # One call for each micro-batch: an engine on the same thread gets its turn in between.
-            found, values, now = await self.policy.compute(self._micro, micro, before)
-            metrics.append(found)
+            told, logprobs_N, now = await self.policy.compute(self._micro, micro, before)
+            found.append((told, logprobs_N))
             kept.append(now)
+        metrics, values = await self.policy.compute(self._settle, found)
+        logprobs: dict[str, list[float]] = {}
+        for micro, of_micro in zip(batch.micro, values, strict=True):
             at = 0
             for rollout, num in micro.places:
-                logprobs.setdefault(rollout, []).extend(values[at : at + num])
+                logprobs.setdefault(rollout, []).extend(of_micro[at : at + num])
                 at += num
         return StepStats(metrics=merge(metrics), logprobs={k: tuple(v) for k, v in logprobs.items()}, known=kept)
 
@@ -96,29 +100,40 @@ class Step:
             first: what it found.
         """
         lr = self.optimizer.rate(step, self.steps)
-        norms = [await self.policy.compute(self._apply, lr)]
+        queued = [await self.policy.compute(self._apply, lr)]
         again: list[Mapping[str, Value]] = []
         for _ in range(self.updates - 1):
             await self.policy.compute(self.fold)
-            stats = await self._pass(batch, first.known)
-            norms.append(await self.policy.compute(self._apply, lr))
-            again.append(_reused(stats.metrics, norms[-1]))
+            again.append((await self._pass(batch, first.known)).metrics)
+            queued.append(await self.policy.compute(self._apply, lr))
         if self.held is not None and self.held.due(step):
             await self.policy.compute(self.fold)
             await self.policy.compute(self.held.move)
+        norms = await self.policy.compute(self._norms, queued)
+        reused = (_reused(metrics, norm) for metrics, norm in zip(again, norms[1:], strict=True))
         return {
             "grad_norm": Sum(norms[0]),
             "lr": Sum(lr),
             "optimizer/skipped": Sum(float(sum(not math.isfinite(norm) for norm in norms))),
-            **merge(again),
+            **merge(reused),
         }
 
     @trace.span("seconds/optimizer")
-    def _apply(self, lr: float) -> float:
+    def _apply(self, lr: float) -> Tensor:
         return self.stepper.step(lr, self.optimizer.max_grad_norm)
 
+    @trace.span("seconds/optimizer")
+    def _norms(self, queued: Sequence[Tensor]) -> list[float]:
+        return [norm for (norm,) in fetch(queued)]
+
     @trace.span("seconds/forward_backward")
-    def _micro(self, micro: Micro, known: Known | None) -> tuple[Mapping[str, Value], list[float], Known]:
+    def _settle(self, found: Sequence[tuple[Told, Tensor]]) -> tuple[list[dict[str, Value]], list[list[float]]]:
+        """Everything that a pass found, by one copy from the device."""
+        return settle([told for told, _ in found], [logprobs_N for _, logprobs_N in found])
+
+    @trace.span("seconds/forward_backward")
+    def _micro(self, micro: Micro, known: Known | None) -> tuple[Told, Tensor, Known]:
+        """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
         reference_N = self._reference(micro) if known is None else None
         logprobs_N = self.logprobs(micro)
         if known is None:
@@ -126,7 +141,7 @@ class Step:
         cost_N, metrics = self.objective(logprobs_N, micro.batch, known)
         loss = (cost_N * micro.weights_N).sum()
         loss.backward()
-        return {**metrics, "loss": Sum(loss.item())}, logprobs_N.tolist(), known
+        return {**metrics, "loss": Pending(Sum, loss)}, logprobs_N.detach(), known
 
     def _reference(self, micro: Micro) -> Tensor | None:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
@@ -149,6 +164,7 @@ class Step:
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
             tile=self.tile,
+            compile=self.policy.compile,
         )
         return logprobs_N
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
     Raises:
         ConfigError: the recipe itself is wrong.
     """
-    look = _Look(load(recipe, overrides).config, tasks)
+    loaded = load(recipe, overrides)
+    look = _Look(loaded.config, tasks, loaded.given)
     table = Table(box=None, show_header=False, pad_edge=False)
     problems: list[TandemError] = []
     for what, ask in look.all().items():
@@ -56,8 +57,9 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 class _Look:
     """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
 
-    def __init__(self, config: RunConfig, most: int):
+    def __init__(self, config: RunConfig, most: int, given: Collection[str]):
         self._config = config
+        self._given = given
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
@@ -188,9 +190,15 @@ class _Look:
         """
         if self._model is None:
             return None
-        plan = memory.plan(self._config, self._model, prompt_tokens=self._longest)
-        plan.require()
-        self.plan = plan.table()
+        planner = memory.planner(self._config, self._model, prompt_tokens=self._longest)
+        chosen: tuple[str, ...] = ()
+        if self._config.memory == "fit":
+            fitted = memory.fit(planner, self._config, self._given)
+            self._config, plan, chosen = fitted.config, fitted.plan, fitted.told
+        else:
+            plan = planner.plan(self._config)
+            plan.require()
+        self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
     def _disk(self) -> str | None:

@@ -1,0 +1,270 @@
+"""The work that Tandem and TRL are both given, how it is measured, and how the two are put beside each other."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PEAK_FLOPS = 989e12
+"""Of an H200 in bfloat16, dense, by its datasheet: multiplications and additions a second."""
+TEMPLATE = 19
+"""Tokens that the chat template of ``_models`` puts around one message of a user."""
+TIME_GOAL, MEMORY_GOAL, MFU_GOAL = 0.45, 0.75, 50.0
+SKIPPED = 2
+"""Steps at the beginning that are left out: kernels are compiled, optimizer states made."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step's work, and how often."""
+
+    groups: int = 16
+    """Prompts of a step."""
+    siblings: int = 8
+    """Completions of each."""
+    tokens: int = 256
+    """Of each completion, exactly."""
+    prompt: int = 96
+    """Tokens of each prompt, the chat template included."""
+    steps: int = 7
+    """Measured from beginning to beginning; the first two are left out."""
+
+    @property
+    def useful(self) -> int:
+        """Tokens of a step, those of a shared prompt once for each completion."""
+        return self.groups * self.siblings * (self.prompt + self.tokens)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence, for the engine; a publish is probed with a text of its own."""
+        return max(256, -(-(self.prompt + self.tokens) // 64) * 64)
+
+    def prompts(self) -> list[str]:
+        """Messages of a user, no two alike, enough for one step more than is measured."""
+        if self.prompt <= TEMPLATE:
+            raise SystemExit(f"--prompt must be above {TEMPLATE}, the tokens of the chat template; got {self.prompt}")
+        letters = random.Random(0)
+        size = self.prompt - TEMPLATE
+        return [
+            "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=size))
+            for _ in range((self.steps + 1) * self.groups)
+        ]
+
+
+def even(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Share of the characters whose code is even: cheap, and hardly ever the same for two answers."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(ord(char) % 2 == 0 for char in text) / max(1, len(text)) for text in texts]
+
+
+def add_work(parser: Any) -> None:
+    """Options of every script that does the work."""
+    for name, value in vars(Work()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+
+
+def work_of(args: Any) -> Work:
+    return Work(**{name: getattr(args, name) for name in vars(Work())})
+
+
+def work_options(work: Work) -> list[str]:
+    """Its options on a command line."""
+    return [text for name, value in vars(work).items() for text in (f"--{name}", str(value))]
+
+
+def append(file: Path, **data: Any) -> None:
+    """One JSON line; what was written stays if the process is ended."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(data) + "\n")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file; none if it is not there. A line that was cut is left out."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def multiplied(model: Any) -> int:
+    """Parameters that each token is multiplied with: all but an input embedding that is no output embedding too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    count: int = sum(p.numel() for p in model.parameters())
+    return count if head.weight is embedding.weight else count - int(embedding.weight.numel())
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gb(*, reset: bool = False) -> float | None:
+    """Most memory that this process' tensors took on the card since the last reset; None without a card."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return round(peak, 3)
+
+
+class Parts:
+    """Seconds by name, from one lap to the next; a lap is a line of ``file``."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.laps = -1
+        self._seconds: dict[str, float] = {}
+        self._noted: dict[str, Any] = {}
+        self._begun = 0.0
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def get(self, name: str) -> float:
+        return self._seconds.get(name, 0.0)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """The block's time, what it has started on the card included."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            synchronize()
+            self.add(name, time.perf_counter() - begin)
+
+    def note(self, **noted: Any) -> None:
+        """What else the line of this lap will say."""
+        self._noted |= noted
+
+    def lap(self) -> None:
+        """A step ends here and the next begins; the first call begins the first."""
+        now = time.perf_counter()
+        if self.laps >= 0:
+            seconds = now - self._begun
+            parts = {**self._seconds, "rest": seconds - sum(self._seconds.values())}
+            append(self.file, kind="step", seconds=seconds, parts=parts, peak_gb=peak_gb(reset=True), **self._noted)
+        self.laps += 1
+        self._seconds.clear()
+        self._noted.clear()
+        self._begun = now
+
+
+@dataclass
+class Card:
+    """Memory in use on the first card, by all processes, looked at ten times a second; nothing where there is none."""
+
+    every: float = 0.1
+    """Seconds between two looks."""
+    peak: float | None = None
+    """GB, since the last ``mark``."""
+    _over: threading.Event = field(default_factory=threading.Event)
+    _look: Any = None
+
+    def __enter__(self) -> Card:
+        with contextlib.suppress(Exception):  # no driver, or no such package: nothing is measured
+            pynvml = importlib.import_module("pynvml")
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._look = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9
+            self.mark()
+            threading.Thread(target=self._run, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def now(self) -> float | None:
+        """GB in use."""
+        return None if self._look is None else float(self._look())
+
+    def mark(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.now()
+
+    def _run(self) -> None:
+        while not self._over.wait(self.every):
+            self.peak = max(self.peak or 0.0, self.now() or 0.0)
+
+
+def summary(lines: Sequence[Mapping[str, Any]], skipped: int = SKIPPED) -> dict[str, Any]:
+    """One setting's steps as one record: medians over the steps after those left out; empty if there are none."""
+    about = {key: value for line in lines if line["kind"] == "about" for key, value in line.items() if key != "kind"}
+    every = [line for line in lines if line["kind"] == "step"]
+    steps = every[skipped:]
+    if not steps:
+        return about
+    parts = {name: statistics.median(s["parts"].get(name, 0.0) for s in steps) for s in steps for name in s["parts"]}
+    found = {**about, "steps": len(steps), "seconds": statistics.median(s["seconds"] for s in steps)}
+    found |= {"seconds_each": [round(s["seconds"], 3) for s in every], "parts": parts}
+    tokens = statistics.median(s["tokens"] for s in steps)
+    trained = parts.get("forward+backward", 0.0)
+    if trained and "parameters" in about:
+        found["mfu_percent"] = 100 * 6 * about["parameters"] * tokens / trained / PEAK_FLOPS
+    peaks = [s["peak_gb"] for s in every if s["peak_gb"] is not None]
+    return {**found, "tokens": tokens, "tensors_gb": max(peaks, default=None)}
+
+
+ORDER = ("sampling", "pack", "scoring", "forward+backward", "optimizer", "publish", "rest")
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Every setting on a line, where its milliseconds go, and Tandem's against each of TRL's."""
+    done = [r for r in records if r.get("seconds")]
+    rows = [["ms of a step", "step", *ORDER, "MFU %", "tensors GB", "card GB"]]
+    for r in done:
+        name = f"{r['half']} {r['setting']}"
+        parts = [f"{1000 * r['parts'].get(part, 0.0):.0f}" for part in ORDER]
+        rest = [number(r.get(key), 1) for key in ("mfu_percent", "all_tensors_gb", "card_gb")]
+        rows.append([name, f"{1000 * r['seconds']:.0f}", *parts, *rest])
+        if r["half"] == "tandem":
+            shares = [f"{100 * r['parts'].get(part, 0.0) / r['seconds']:.0f} %" for part in ORDER]
+            rows.append(["   share", "", *shares, "", "", ""])
+    text = aligned(rows) if done else "nothing was measured"
+    ours, theirs = ([r for r in done if r["half"] == half] for half in ("tandem", "trl"))
+    if ours and theirs:
+        goal = f"goal <= {TIME_GOAL}", f"<= {MEMORY_GOAL}", f"<= {MEMORY_GOAL}", f">= {MFU_GOAL:g} %"
+        head = ["tandem / trl", *(f"{a}, {b}" for a, b in zip(("time", "tensors", "card", "MFU"), goal, strict=True))]
+        rows = [head]
+        for a in ours:
+            for b in theirs:
+                ratios = [_ratio(a, b, key) for key in ("seconds", "all_tensors_gb", "card_gb")]
+                rows.append([f"{a['setting']} / {b['setting']}", *ratios, number(a.get("mfu_percent"), 1)])
+        text += "\n\n" + aligned(rows)
+    failed = [f"FAILED {r['half']} {r['setting']}: {r['error']}" for r in records if r.get("error")]
+    return "\n".join([text, *failed])
+
+
+def _ratio(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:
+    return f"{a[key] / b[key]:.3f}" if a.get(key) and b.get(key) else "-"
+
+
+def number(value: float | None, digits: int) -> str:
+    """As text; a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells as text, the first column to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )

@@ -1,0 +1,164 @@
+"""Tandem's half of ``versus_trl.py``: one run of its own loop, a stopwatch around its parts.
+
+    python benchmarks/_versus_tandem.py MODEL LINES.jsonl [--url http://...] [key=value ...]
+
+Engine: vLLM at ``--url``, or started by the run. ``key=value`` are a recipe's dotted overrides. Each step is a line of
+LINES.jsonl as soon as it is over. The loop is the one of ``tandem train``; what differs is that answers do not end at
+an end token, that no checkpoint is written, and that a memory plan that refuses is told and overruled.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _versus import Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
+
+from tandem import config as recipes
+from tandem import run
+from tandem.errors import DoesNotFit
+from tandem.memory.table import MemoryPlan
+from tandem.policy.policy import Policy
+from tandem.rollout.feed import Feed
+from tandem.sync.base import Handoff, Link
+from tandem.trainer.checkpoint import Checkpoints
+from tandem.trainer.pack import Packer
+from tandem.trainer.step import Step
+
+
+def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:
+    """The recipe, before overrides."""
+    cuda = torch.cuda.is_available()
+    env = {"kind": "_versus_env:Prompts", "groups": work.groups, "prompt": work.prompt, "steps": work.steps}
+    return {
+        "model": str(model),
+        "steps": work.steps + 1,  # the last ends the last but one
+        "env": env,
+        "rewards": {"even": {"kind": "_versus:even"}},
+        "groups_per_step": work.groups,
+        "group_size": work.siblings,
+        "sampling": {"max_tokens": work.tokens},
+        "flat_groups": "keep",
+        "context": work.context,
+        "engine": {"kind": "vllm", **engine},
+        # Random models are noisy between two implementations; what is published is proven by its bytes all the same.
+        "sync": {"kind": "shared", "tolerance": 1.0},
+        "dtype": "bfloat16" if cuda else "float32",
+        "micro_batch_tokens": 8192 if cuda else 1024,
+        "evaluate": {"tasks": 0},
+        "sinks": [],
+        "runs": runs,
+    }
+
+
+def engine_options(work: Work, utilization: float, python: str | None) -> dict[str, Any]:
+    """vLLM's options: those that TRL gives to its own."""
+    cuda = torch.cuda.is_available()
+    where = {"gpu_memory_utilization": utilization} if cuda else {"kv_cache_gb": 0.25, "enforce_eager": True}
+    batched = {"args": {"max_num_batched_tokens": 4096}}
+    return {"max_num_seqs": work.groups * work.siblings, **where, **batched, **({"python": python} if python else {})}
+
+
+def instrument(parts: Parts, lines: Path) -> None:
+    """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
+    take, pack, commit = Feed.take, Packer.__call__, Link.commit
+    train, apply = Step.forward_backward, Step.apply
+
+    async def timed_take(self: Feed) -> Any:
+        with parts.timed("sampling"):
+            return await take(self)
+
+    def timed_pack(self: Packer, groups: Any, *, version: int) -> Any:
+        with parts.timed("pack"):
+            return pack(self, groups, version=version)
+
+    async def timed_train(self: Step, batch: Any) -> Any:
+        rollouts = [r for group in batch.groups for r in group.scored]
+        tokens = sum(len(t.prompt) + len(t.completion.tokens) for r in rollouts for t in r.turns)
+        if parts.laps < 0:
+            count = multiplied(self.policy.causal)
+            append(lines, kind="about", parameters=count, loaded_gb=peak_gb(reset=True))
+        parts.lap()
+        computed = sum(len(m.tokens_T) for m in batch.micro)
+        parts.note(tokens=tokens, computed=computed, micro_batches=len(batch.micro), batch=batch.groups[0].env)
+        with parts.timed("forward+backward"):
+            found = await train(self, batch)
+            await self.policy.compute(synchronize)
+            return found
+
+    async def timed_apply(self: Step, *args: Any, **kwargs: Any) -> Any:
+        with parts.timed("optimizer"):
+            found = await apply(self, *args, **kwargs)
+            await self.policy.compute(synchronize)
+            return found
+
+    @contextlib.asynccontextmanager
+    async def timed_commit(self: Link, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
+        before = parts.get("optimizer")
+        with parts.timed("publish"):
+            async with commit(self, step, last=last) as handoff:
+                yield handoff
+        parts.add("publish", before - parts.get("optimizer"))  # which ran inside
+
+    changed = {
+        (Feed, "take"): timed_take,
+        (Packer, "__call__"): timed_pack,
+        (Step, "forward_backward"): timed_train,
+        (Step, "apply"): timed_apply,
+        (Link, "commit"): timed_commit,
+        (Checkpoints, "save"): _not_saved,
+        (Policy, "end_tokens"): property(lambda self: frozenset()),
+        (MemoryPlan, "require"): _told(MemoryPlan.require),
+    }
+    for (kind, name), value in changed.items():
+        setattr(kind, name, value)
+
+
+async def _not_saved(self: Checkpoints, state: Any) -> bool:
+    return False
+
+
+def _told(require: Any) -> Any:
+    def told(plan: MemoryPlan) -> None:
+        print(plan.table(), flush=True)
+        try:
+            require(plan)
+        except DoesNotFit as error:
+            print(f"overruled: {error}", flush=True)
+
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("lines", type=Path, help="JSON lines of the steps")
+    parser.add_argument("--url", help="a vLLM that runs already; by default the run starts one")
+    parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine that is started, as JSON")
+    parser.add_argument("overrides", nargs="*", help="dotted overrides of the recipe")
+    add_work(parser)
+    args = parser.parse_intermixed_args()
+    work = work_of(args)
+    parts = Parts(args.lines)
+    with tempfile.TemporaryDirectory(prefix="versus-run-") as runs:
+        engine = {"urls": [args.url]} if args.url else args.engine
+        loaded = recipes.from_options(options(work, args.model, engine, runs), args.overrides, Path("versus_trl"))
+        append(args.lines, kind="about", overrides=args.overrides)
+        instrument(parts, args.lines)
+        asyncio.run(run.train(loaded.config, resume=None))
+
+
+if __name__ == "__main__":
+    main()

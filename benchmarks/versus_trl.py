@@ -1,0 +1,276 @@
+"""Tandem against TRL's GRPOTrainer, on one accelerator: the time of a step by part, and memory.
+
+    python benchmarks/versus_trl.py --halves tandem,trl --out versus.jsonl
+    python benchmarks/versus_trl.py --halves tandem --tandem "small micro_batch_tokens=4096" --out more.jsonl
+    python benchmarks/versus_trl.py --table versus.jsonl more.jsonl
+    python benchmarks/versus_trl.py --shape tiny --python .venv-engine/bin/python --halves tandem \\
+        --groups 2 --siblings 2 --tokens 8 --prompt 40 --steps 3                 # on a CPU, to see that it works
+
+Both get the same random model, the same prompts, answers of exactly so many tokens, vLLM with the same options, and are
+synchronous and on-policy. Tandem's weights are the engine's (``sync: shared``); TRL's engine is colocated. A setting is
+a name and what it changes: dotted overrides of Tandem's recipe, or the settings of ``_versus_trl.py``. Each setting
+runs in a process of its own, for --limit seconds at most; Tandem's settings share one engine, unless --own-engine.
+
+A step is measured from its beginning to the next one's; medians, without the first two. Useful tokens are those of
+prompts and answers, a shared prompt's once for each answer. "tensors" is the peak of torch's allocations: TRL's one
+process, and for Tandem the trainer's own plus all that the engine took of the card before any trainer came. "card" is
+the peak of what all processes had taken of the card, looked at ten times a second, less what it was before.
+Each result is a line of --out as soon as it is there. Exits 1 if a setting failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _versus import Card, Work, add_work, append, read, summary, table, work_of, work_options
+
+HERE = Path(__file__).resolve().parent
+TANDEM = (
+    "fast micro_batch_tokens=8192 checkpointing=none",
+    "lean optimizer.kind=adamw8bit optimizer.precision=stochastic micro_batch_tokens=4096 checkpointing=selective",
+    "leanest optimizer.kind=adafactor optimizer.precision=stochastic micro_batch_tokens=4096 checkpointing=full",
+)
+TRL = ("default", "uncorrected correction=false", "float32 weights=float32")
+TAIL = 40
+"""Lines of a failed process' log that are shown."""
+
+
+class Bench:
+    """What all settings share."""
+
+    def __init__(self, args: argparse.Namespace, work: Work, card: Card, logs: Path):
+        self.args, self.work, self.card, self.logs = args, work, card, logs
+        self.deadline = time.monotonic() + 60 * args.minutes
+        self.before = card.now() or 0.0
+        self.model = Path()
+        self.failed = 0
+
+    def left(self) -> float:
+        """Seconds."""
+        return float(self.deadline - time.monotonic())
+
+    def make(self) -> None:
+        """The model, by a process of its own."""
+        folder = [str(self.args.folder)] if self.args.folder else []
+        command = [sys.executable, str(HERE / "_versus_model.py"), self.args.shape, *folder]
+        done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
+        self.model = Path(done.stdout.splitlines()[-1])
+
+    def setting(self, half: str, text: str, command: list[str], *, engine_gb: float | None) -> None:
+        """Run one, and note what it found; a run that was cut leaves the steps that it made."""
+        name = text.split()[0]
+        limit = min(self.args.limit, self.left())
+        print(f"-- {half} {text} (at most {limit:.0f} s)", flush=True)
+        lines, log = self.logs / f"{half}-{name}.jsonl", self.logs / f"{half}-{name}.log"
+        self.card.mark()
+        begin = time.monotonic()
+        with ended(command, environment(), log) as process:
+            code, stopped = awaited(process, limit)
+        found = {"half": half, "setting": name, "shape": self.args.shape, **summary(read(lines))}
+        if code != 0:
+            self.failed += 1
+            found["error"] = "not done in time" if code is None else last(log)
+            print("\n".join(f"   {line[:200]}" for line in lines_of(log)[-TAIL:]), flush=True)
+        if self.card.peak is not None:
+            found["card_gb"] = round(self.card.peak - self.before, 2)
+        tensors = found.get("tensors_gb")
+        if tensors is not None and (half == "trl" or engine_gb is not None):
+            found |= {"engine_gb": engine_gb, "all_tensors_gb": round(tensors + (engine_gb or 0.0), 2)}
+        found["wall"] = round(time.monotonic() - begin, 1)
+        append(self.args.out, **found)
+        print(f"   {found.get('seconds', float('nan')):.3f} s a step, {found['wall']:.0f} s in all", flush=True)
+        if stopped:
+            raise stopped
+
+
+def trl(bench: Bench) -> None:
+    """TRL's settings, one after another."""
+    for text in bench.args.trl or TRL:
+        if bench.left() < bench.args.least:
+            return _left_out(bench, "trl", text)
+        name, *chosen = text.split()
+        lines = bench.logs / f"trl-{name}.jsonl"
+        command = [bench.args.trl_python or sys.executable, str(HERE / "_versus_trl.py"), str(bench.model), str(lines)]
+        command += ["--utilization", str(bench.args.utilization), *work_options(bench.work), *chosen]
+        bench.setting("trl", text, command, engine_gb=None)
+
+
+def tandem(bench: Bench) -> None:
+    """Tandem's settings, one after another on one engine."""
+    from _versus_tandem import engine_options
+
+    engine = engine_options(bench.work, bench.args.utilization, bench.args.python)
+    with contextlib.ExitStack() as stack:
+        url, engine_gb = None, None
+        if not bench.args.own_engine:
+            url = stack.enter_context(served(bench, engine))
+            engine_gb = None if (now := bench.card.now()) is None else round(now - bench.before, 2)
+        for text in bench.args.tandem or TANDEM:
+            if bench.left() < bench.args.least:
+                return _left_out(bench, "tandem", text)
+            name, *overrides = text.split()
+            lines = bench.logs / f"tandem-{name}.jsonl"
+            command = [sys.executable, str(HERE / "_versus_tandem.py"), str(bench.model), str(lines)]
+            command += ["--url", url] if url else ["--engine", json.dumps(engine)]
+            command += [*work_options(bench.work), *bench.args.override, *overrides]
+            bench.setting("tandem", text, command, engine_gb=engine_gb)
+
+
+def _left_out(bench: Bench, half: str, text: str) -> None:
+    bench.failed += 1
+    append(bench.args.out, half=half, setting=text.split()[0], error="no time was left for it")
+
+
+@contextlib.contextmanager
+def served(bench: Bench, engine: dict[str, Any]) -> Iterator[str]:
+    """The engine alone, by ``tandem serve engine``; its address."""
+    from _versus_tandem import options
+
+    from tandem.engines._vllm_process import free_port
+
+    port = free_port("127.0.0.1")
+    recipe = bench.logs / "engine.yaml"
+    plain = options(bench.work, bench.model, {**engine, "port": port}, str(bench.logs))
+    recipe.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
+    command = [sys.executable, "-m", "tandem", "serve", "engine", str(recipe)]
+    log, url, begin = bench.logs / "engine.log", f"http://127.0.0.1:{port}", time.monotonic()
+    print(f"-- the engine (at most {min(bench.args.engine_limit, bench.left()):.0f} s)", flush=True)
+    with ended(command, environment(), log) as process:
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() - begin > min(bench.args.engine_limit, bench.left()):
+                shown = [line for file in (*bench.logs.rglob("*.log"),) for line in lines_of(file)[-TAIL:]]
+                print("\n".join(shown), flush=True)
+                raise RuntimeError("the engine did not start; its log is above")
+            time.sleep(0.5)
+        while f"serving at {url}" not in log.read_text(errors="replace"):  # it lends its weights first
+            if process.poll() is not None or bench.left() < 0:
+                raise RuntimeError(f"the engine lends nothing: {last(log)}")
+            time.sleep(0.1)
+        append(bench.args.out, half="engine", setting="served", start_seconds=round(time.monotonic() - begin, 1))
+        yield url
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def environment() -> dict[str, str]:
+    """Of every process: Tandem and what lies here can be imported, and nothing asks the network."""
+    path = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def ended(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a group of its own, asked to end with the block and then made to, with what it has started."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, process_group=0)
+    try:
+        yield process
+    finally:
+        for kind, patience in ((signal.SIGTERM, 8), (signal.SIGKILL, 4)):
+            if process.poll() is None:
+                process.send_signal(kind)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def awaited(process: subprocess.Popen[bytes], limit: float) -> tuple[int | None, SystemExit | None]:
+    """Its exit status, None if it was not done in time; and what ended the waiting, to raise once all is written."""
+    try:
+        return process.wait(max(1.0, limit)), None
+    except subprocess.TimeoutExpired:
+        return None, None
+    except SystemExit as stopped:
+        return None, stopped
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: what it has started ends with it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit("ended by a signal; what was measured is written")
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def lines_of(log: Path) -> list[str]:
+    """A log's; none if there is no log yet."""
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+
+
+def last(log: Path) -> str:
+    """A log's last words."""
+    return next((line.strip()[:300] for line in reversed(lines_of(log)) if line.strip()), "it said nothing")
+
+
+HALVES = {"tandem": tandem, "trl": trl}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, nargs="+", help="show what these files hold together, and do nothing")
+    parser.add_argument("--halves", default="tandem,trl", help="comma-separated, in this order")
+    parser.add_argument("--shape", default="qwen2.5-3b", help="of the model")
+    parser.add_argument("--tandem", action="append", help="a setting: name and overrides; again for another")
+    parser.add_argument("--override", action="append", default=[], help="an override of every setting of Tandem's")
+    parser.add_argument("--trl", action="append", help="a setting: name and key=value; again for another")
+    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of both engines")
+    parser.add_argument("--own-engine", action="store_true", help="every setting of Tandem's starts its own engine")
+    parser.add_argument("--python", help="interpreter that has vLLM, for Tandem's engine; by default this one")
+    parser.add_argument("--trl-python", help="interpreter that has TRL; by default this one")
+    parser.add_argument("--minutes", type=float, default=9.0, help="all of it")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one setting")
+    parser.add_argument("--engine-limit", type=float, default=300.0, help="seconds until the engine is there")
+    parser.add_argument("--least", type=float, default=45.0, help="no setting begins with fewer seconds left")
+    parser.add_argument("--folder", type=Path, help="for the model")
+    parser.add_argument("--out", type=Path, default=Path("versus.jsonl"), help="results are appended")
+    add_work(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if args.table:
+        print(table([line for file in args.table for line in read(file) if line.get("half") in HALVES]))
+        return 0
+    if unknown := set(args.halves.split(",")) - set(HALVES):
+        raise SystemExit(f"there is no half {min(unknown)!r}; choose from {', '.join(HALVES)}")
+    end_in_order()
+    args.out = args.out.absolute()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    earlier = len(read(args.out))
+    with tempfile.TemporaryDirectory(prefix="versus-") as logs, Card() as card:
+        bench = Bench(args, work_of(args), card, Path(logs))
+        bench.make()
+        for half in args.halves.split(","):
+            try:
+                HALVES[half](bench)
+            except RuntimeError as error:  # the other half is still worth measuring
+                bench.failed += 1
+                append(args.out, half=half, setting="all", error=str(error))
+        print("\n" + table([line for line in read(args.out)[earlier:] if line.get("half") in HALVES]))
+    return int(bool(bench.failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""Which samples are computed together: as few micro-batches as fit the budget, alike in cost.
+
+Tokens are those that are computed: what a tree shares counts once. Cost is in tokens too, each with its attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from tandem.trainer._tree import Kin
+
+ANOTHER = 256
+"""Tokens that could be computed in the time that one more micro-batch costs: each ends in short kernels, and adds to
+the gradient of every weight. So a prompt is computed twice only where that saves micro-batches enough."""
+_TRIES = 8
+"""Halvings in the search for the lowest highest cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Samples of one group as the balance sees them."""
+
+    kin: Kin
+    """Their computed tokens."""
+    rollouts: Sequence[str]
+    """Of each sample; those of one rollout follow one another and are kept in that order."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A micro-batch under construction."""
+
+    members: dict[int, list[int]] = field(default_factory=dict)
+    """By group, the samples of it."""
+    tokens: int = 0
+    """Computed in it."""
+    cost: float = 0.0
+    """Of computing them."""
+
+    def take(self, other: Load) -> None:
+        """Add what shares nothing with it."""
+        self.members |= other.members
+        self.tokens += other.tokens
+        self.cost += other.cost
+
+
+class Balance:
+    """Deals the samples of a step out.
+
+    Args:
+        families: the groups, each of at least one sample.
+        budget: most tokens of a micro-batch; a longer sequence gets one of its own.
+        reach: context at which a token's attention costs as much as the rest of the model does for it.
+    """
+
+    def __init__(self, families: Sequence[Family], *, budget: int, reach: float):
+        self._families = families
+        self._budget = budget
+        self._reach = reach
+        self._groups = [self._with(Load(), g, range(len(family.rollouts))) for g, family in enumerate(families)]
+
+    def loads(self) -> list[Load]:
+        """The micro-batches. Of what was cut apart, earlier samples are in earlier ones."""
+        whole = self._whole()
+        uncut = sum(len(load.members) for load in whole) == len(self._families)
+        if uncut and len(whole) <= -(-sum(load.tokens for load in whole) // self._budget):
+            return whole  # no cut could save anything
+        cut = self._fill(range(len(self._families)), math.inf)
+        if uncut and _work(cut) > _work(whole):
+            return whole
+        return min(whole, self._evened(cut), key=lambda loads: (_work(loads), _highest(loads)))
+
+    def _whole(self) -> list[Load]:
+        """Groups uncut where they fit the budget."""
+        closed: list[Load] = []
+        units: list[Load] = []
+        for g in range(len(self._families)):
+            *full, rest = self._fill([g], math.inf)
+            closed += full  # before all others, so that what was cut stays in order
+            units.append(rest)
+        # The longest first, each where there is room: few micro-batches, of which the last may be nearly empty.
+        first_fit: list[Load] = []
+        for unit in sorted(units, key=lambda unit: -unit.tokens):
+            roomy = (load for load in first_fit if load.tokens + unit.tokens <= self._budget)
+            _into(unit, next(roomy, None), first_fit)
+        # As many, the most costly first, each where there is least of those with room: alike, but one may find none.
+        even = [Load() for _ in first_fit]
+        for unit in sorted(units, key=lambda unit: -unit.cost):
+            roomy = (load for load in even if not load.tokens or load.tokens + unit.tokens <= self._budget)
+            least = min(roomy, key=lambda load: load.cost, default=None)
+            if least is None:
+                return closed + first_fit
+            least.take(unit)
+        return closed + even
+
+    def _evened(self, best: list[Load]) -> list[Load]:
+        """As many or fewer, groups one after another, under the cap on cost that makes them alike."""
+        low, high = sum(load.cost for load in best) / len(best), _highest(best)
+        for _ in range(_TRIES):
+            middle = (low + high) / 2
+            found = self._fill(range(len(self._families)), middle)
+            if len(found) <= len(best):
+                # A prompt more is worth what it takes off the highest.
+                best, high = min(best, found, key=lambda loads: _work(loads) + _highest(loads)), middle
+            else:
+                low = middle
+        return best
+
+    def _fill(self, groups: Iterable[int], cap: float) -> list[Load]:
+        """In order, a new micro-batch where the next samples do not fit; a group that fits is taken at once."""
+        loads, alone = [Load()], []
+        for group in groups:
+            last, whole = loads[-1], self._groups[group]
+            if self._fits(last.tokens + whole.tokens, last.cost + whole.cost, cap):
+                last.take(whole)
+                continue
+            for part in self._parts(group):
+                grown = self._with(loads[-1], group, part)
+                if loads[-1].tokens and not self._fits(grown.tokens, grown.cost, cap):
+                    grown = self._with(Load(), group, part)
+                    if grown.tokens > self._budget and self._single(group, part):
+                        alone.append(grown)  # what came before it may go on
+                        continue
+                    loads.append(grown)
+                loads[-1] = grown
+        return alone + loads
+
+    def _parts(self, group: int) -> Iterator[Sequence[int]]:
+        """Its rollouts, the samples of each together if they fit the budget."""
+        rollouts = self._families[group].rollouts
+        for _, found in groupby(range(len(rollouts)), key=rollouts.__getitem__):
+            samples = list(found)
+            if self._with(Load(), group, samples).tokens <= self._budget:
+                yield samples
+            else:
+                yield from ([sample] for sample in samples)
+
+    def _single(self, group: int, samples: Sequence[int]) -> bool:
+        """No other sample is of the same rollout, so that it may come anywhere."""
+        rollouts = self._families[group].rollouts
+        return rollouts.count(rollouts[samples[0]]) == 1
+
+    def _fits(self, tokens: int, cost: float, cap: float) -> bool:
+        return tokens <= self._budget and cost <= cap
+
+    def _with(self, load: Load, group: int, samples: Sequence[int]) -> Load:
+        """The same and some samples more."""
+        kin, members = self._families[group].kin, list(load.members.get(group, ()))
+        tokens, cost = load.tokens, load.cost
+        for sample in samples:
+            length = kin.lengths[sample]
+            shared = max((kin.shared(sample, other) for other in members), default=0)
+            tokens += length - shared
+            # A token sees those before it and itself.
+            seen = (length * (length + 1) - shared * (shared + 1)) / 2
+            cost += length - shared + seen / self._reach
+            members.append(sample)
+        return Load({**load.members, group: members}, tokens, cost)
+
+
+def _into(unit: Load, place: Load | None, loads: list[Load]) -> None:
+    """Add to a micro-batch, or begin one."""
+    if place is None:
+        place = Load()
+        loads.append(place)
+    place.take(unit)
+
+
+def _work(loads: Sequence[Load]) -> int:
+    """Tokens that all of it takes the time of."""
+    return sum(load.tokens + ANOTHER for load in loads)
+
+
+def _highest(loads: Sequence[Load]) -> float:
+    """Cost of the most costly one, which needs the most memory."""
+    return max(load.cost for load in loads)

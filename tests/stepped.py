@@ -1,0 +1,84 @@
+"""A whole step on a tiny model: objectives, ways of training, and groups to train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plays import make_group, make_rollout
+
+from tandem.advantages.dr_grpo import DrGrpo
+from tandem.corrections.geometric import Geometric
+from tandem.corrections.opsm import Opsm
+from tandem.corrections.sequence import Sequence as SequenceWeight
+from tandem.corrections.token import Token
+from tandem.losses.cispo import Cispo
+from tandem.losses.grpo import Grpo
+from tandem.losses.gspo import Gspo
+from tandem.losses.reinforce import Reinforce
+from tandem.losses.sapo import Sapo
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.policy import Policy
+from tandem.references.average import Average
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.step import Step
+from tandem.trains.base import Trains
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+from tandem.types import UNKNOWN, Group, Sampling
+
+EVERY_CORRECTION = (Token(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())
+OBJECTIVES = {
+    "grpo": Objective(loss=Grpo()),
+    "gspo": Objective(loss=Gspo()),
+    "gspo-token": Objective(loss=Gspo(gradient="token", reduction="token")),
+    "cispo": Objective(loss=Cispo()),
+    "sapo": Objective(loss=Sapo()),
+    "reinforce": Objective(loss=Reinforce()),
+    "corrections": Objective(loss=Grpo(), recomputed=True, corrections=EVERY_CORRECTION),
+    "reference": Objective(loss=Grpo(), reference=Average(mixup=0.5, every=1)),
+}
+TRAINS = {"full": Full(), "lora": Lora(rank=2), "merged": Lora(rank=2, merged=True)}
+
+
+def groups() -> list[Group]:
+    """Two groups with answers of several lengths; one sampler told no logprobs."""
+    made = []
+    for g, (prompt, lengths) in enumerate(((9, (8, 3, 1)), (17, (5, 16)))):
+        rollouts = [
+            make_rollout(
+                f"t{g}@0/{s}",
+                [(list(range(prompt)), list(range(n)), [UNKNOWN if (g, s) == (1, 1) else -1.0 - s] * n)],
+                float(s),
+            )
+            for s, n in enumerate(lengths)
+        ]
+        made.append(make_group(f"t{g}@0", rollouts, index=g))
+    return made
+
+
+def whole_step(policy: Policy, trains: Trains, objective: Objective, **options: Any) -> tuple[Step, StepBatch]:
+    optimizer = AdamW(lr=1e-3)
+    changing = [(meta.name, policy.model.get_parameter(meta.name)) for meta in trains.source(policy.model).manifest()]
+    step = Step(
+        policy=policy,
+        objective=objective,
+        optimizer=optimizer,
+        stepper=optimizer.bind(trains.parameters(policy.model)),
+        sampling=Sampling(),
+        steps=4,
+        held=None if objective.reference is None else objective.reference.hold(changing),
+        fold=lambda: trains.fold(policy.model),
+        **options,
+    )
+    pack = Packer(
+        advantage=DrGrpo(),
+        reduction=objective.loss.reduction,
+        max_tokens=16,
+        budget=30,
+        mask_truncated=False,
+        device=policy.device,
+    )
+    batch = pack(groups(), version=0)
+    assert len(batch.micro) > 1
+    return step, batch

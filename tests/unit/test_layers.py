@@ -1,0 +1,337 @@
+"""Decoder layers, compiled and computed again: the same gradients, in less memory, from one piece of code."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepped import OBJECTIVES, TRAINS, whole_step
+from tiny import live_policy
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tandem.engines.embedded import Embedded
+from tandem.errors import ConfigError
+from tandem.policy import _compile, layers
+from tandem.policy.attention import Packed, sequential_positions
+from tandem.policy.policy import Policy
+from tandem.trains.base import Trains
+from tandem.trains.full import Full
+from tandem.types import Sampling
+
+# The compiler looks at tensors in ways that torch warns its users of.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+CPU = torch.device("cpu")
+PLANS = [
+    Packed(lengths=(9,), parents=(None,)),
+    Packed(lengths=(9, 4, 5), parents=(None, 0, 0)),
+    Packed(lengths=(30,), parents=(None,)),
+    Packed(lengths=(8, 7, 6, 5), parents=(None, 0, 0, None)),
+    Packed(lengths=(4, 3, 2, 6), parents=(None, 0, 1, 0)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_code_is_dropped() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    _compile.decide.cache_clear()
+    yield
+    torch._dynamo.reset()
+    _compile.decide.cache_clear()
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aot_eager needs no compiler of C++."""
+    monkeypatch.setattr(_compile, "missing", lambda device: None)
+
+
+def hidden(policy: Policy, plan: Packed) -> Tensor:
+    num = sum(plan.lengths)
+    positions = torch.as_tensor(sequential_positions(plan))
+    return policy.hidden(torch.arange(num)[None] % 256, positions[None], plan)
+
+
+def gradients(policy: Policy, plan: Packed) -> dict[str, Tensor]:
+    """Of a number that no normalisation makes constant."""
+    torch.manual_seed(len(plan.lengths))
+    out = hidden(policy, plan)
+    (out * torch.randn_like(out)).sum().backward()
+    named = {name: p for name, p in policy.model.named_parameters() if p.grad is not None}
+    found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    policy.model.zero_grad()
+    return found
+
+
+def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    off = sum(float((a[n] - b[n]).double().square().sum()) for n in b)
+    return float((off / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5)
+
+
+def after_a_step(folder: Path, trains: Trains, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and logprobs after a whole step, its gradients handed to the optimizer as they are made."""
+    with live_policy(folder, trains=trains) as policy:
+        for name, parameter in trains.parameters(policy.model):
+            if "lora_B" in name:  # else A has no gradient
+                nn.init.normal_(parameter, std=0.05)
+        trains.fold(policy.model)
+        layers.tune(policy.model, **options)
+        step, batch = whole_step(policy, trains, OBJECTIVES["reference"])
+
+        async def main() -> dict[str, Any]:
+            stats = await step.forward_backward(batch)
+            await step.apply(1, batch, stats)
+            return dict(stats.logprobs)
+
+        logprobs = asyncio.run(main())
+        return {name: p.detach().clone() for name, p in policy.model.named_parameters()}, logprobs
+
+
+@pytest.mark.parametrize("trains", list(TRAINS))
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_computing_again_changes_no_bit_of_a_step(tiny_model: Path, how: Any, trains: str) -> None:
+    plain, logprobs = after_a_step(tiny_model, TRAINS[trains])
+    found, same = after_a_step(tiny_model, TRAINS[trains], compile=False, checkpointing=how)
+    assert same == logprobs
+    assert found.keys() == plain.keys()
+    for name, weight in plain.items():
+        assert torch.equal(found[name], weight), name
+
+
+def kept(policy: Policy, plan: Packed) -> int:
+    """Bytes that a forward pass leaves in memory for its backward pass, weights aside."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor)}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = hidden(policy, plan)
+    # What is kept by name of the operation is in no saved tensor.
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and id(thing) not in before and thing is not out:
+            note(thing)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("trains", list(TRAINS))
+def test_each_way_keeps_less_than_the_one_before(tiny_model: Path, trains: str) -> None:
+    bytes = []
+    for how in ("none", "selective", "full"):
+        with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+            layers.tune(policy.model, compile=False, checkpointing=how)  # type: ignore[arg-type]
+            bytes.append(kept(policy, Packed(lengths=(40,), parents=(None,))))
+    none, selective, full = bytes
+    # Of a layer: its input, against the products (q, k, v, o, gate, up, down: 512 numbers) and attention, against all.
+    assert full < 0.25 * selective
+    assert selective < 0.85 * none
+
+
+class Times(TorchDispatchMode):
+    """How often products and attention are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if ("attention" in name and "backward" not in name) or name in ("aten::mm", "aten::addmm"):
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_and_attention_are_computed_again_by_full_alone(tiny_model: Path) -> None:
+    times = []
+    for how in ("none", "selective", "full"):
+        with live_policy(tiny_model) as policy:
+            layers.tune(policy.model, compile=False, checkpointing=how)  # type: ignore[arg-type]
+            with Times() as counted:
+                gradients(policy, PLANS[0])
+            times.append(counted.seen)
+    none, selective, full = times
+    assert any("attention" in name for name in none)
+    assert selective == none
+    assert all(full[name] > none[name] for name in none)
+
+
+def test_transformers_does_not_recompute_as_well(tiny_model: Path) -> None:
+    with live_policy(tiny_model) as policy:
+        layers.tune(policy.model, compile=False, checkpointing="full")
+        assert not any(layer.gradient_checkpointing for layer in layers.decoder_layers(policy.model))
+        assert not any(module.training for module in policy.model.modules())
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.slow
+@pytest.mark.parametrize(("trains", "how"), [("full", "full"), ("lora", "none"), ("merged", "none")])
+def test_compiled_layers_give_the_gradients_of_eager_ones(tiny_model: Path, trains: str, how: Any) -> None:
+    with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+        want = [gradients(policy, plan) for plan in PLANS]
+        names = list(policy.model.state_dict())
+        layers.tune(policy.model, compile=True, checkpointing=how, backend="aot_eager")
+        for plan, expected in zip(PLANS, want, strict=True):
+            assert distance(gradients(policy, plan), expected) < 1e-6
+        assert counters["stats"]["unique_graphs"] > 0
+        assert list(policy.model.state_dict()) == names
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.slow
+def test_one_code_for_all_layers_and_all_plans_that_sampling_leaves_alone(tiny_model: Path) -> None:
+    with live_policy(tiny_model) as policy:
+        layers.tune(policy.model, compile=True, backend="aot_eager")
+        gradients(policy, PLANS[0])
+        with torch.no_grad():
+            hidden(policy, PLANS[0])
+        graphs = counters["stats"]["unique_graphs"]
+        # The norm; queries, keys and values; the output; the rest: of each two, one that remembers and one that not.
+        assert graphs == 8
+
+        async def sample() -> None:
+            async with Embedded(max_rows=4).open(policy, context=64) as engine:
+                prompts = [tuple(range(n)) for n in (3, 7, 20)]
+                asked = [engine.generate(prompt, Sampling(max_tokens=5), key=n) for n, prompt in enumerate(prompts)]
+                await asyncio.gather(*asked)
+
+        asyncio.run(sample())
+        for plan in PLANS:
+            gradients(policy, plan)
+            with torch.no_grad():
+                hidden(policy, plan)
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.slow
+def test_weights_that_move_and_change_in_place_are_those_it_computes_with(tiny_model: Path) -> None:
+    with live_policy(tiny_model) as policy, live_policy(tiny_model) as plain:
+        layers.tune(policy.model, compile=True, backend="aot_eager")
+        gradients(policy, PLANS[1])
+        graphs = counters["stats"]["unique_graphs"]
+        for one, other in zip(policy.model.parameters(), plain.model.parameters(), strict=True):
+            one.data = one.detach().clone()  # as when it comes to lie in an engine's memory
+            with torch.no_grad():
+                one.mul_(1.5)
+                other.mul_(1.5)
+        assert distance(gradients(policy, PLANS[1]), gradients(plain, PLANS[1])) < 1e-6
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+needs_compiler = pytest.mark.skipif(_compile.missing(CPU) is not None, reason=f"there is no {_compile.missing(CPU)}")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_torchs_own_compiler_keeps_less_where_it_is_told_to(tiny_model: Path) -> None:
+    bytes = {}
+    with live_policy(tiny_model) as policy:
+        want = gradients(policy, PLANS[1])
+    for how in ("none", "selective", "full"):
+        torch._dynamo.reset()
+        with live_policy(tiny_model) as policy:
+            layers.tune(policy.model, compile=True, checkpointing=how)  # type: ignore[arg-type]
+            assert distance(gradients(policy, PLANS[1]), want) < 1e-6
+            bytes[how] = kept(policy, Packed(lengths=(40,), parents=(None,)))
+    assert bytes["full"] < 0.25 * bytes["selective"]
+    assert bytes["selective"] < 0.85 * bytes["none"]
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(_compile.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(_compile.sysconfig, "get_path", lambda name: str(tmp_path))
+    if what == "triton":
+        monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
+    elif what == "C compiler":
+        monkeypatch.setattr(_compile.shutil, "which", lambda name: None)
+    elif what == "Python header":
+        (tmp_path / "Python.h").unlink()
+    elif what == "compiler 'mine'":
+        monkeypatch.setenv("CC", "mine")
+        monkeypatch.setattr(_compile.shutil, "which", lambda name: None if name == "mine" else f"/bin/{name}")
+
+
+@pytest.mark.parametrize("what", ["triton", "C compiler", "Python header", "compiler 'mine'", ""])
+def test_auto_compiles_where_a_gpu_has_what_it_needs_and_says_once_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    lacking(monkeypatch, tmp_path, what)
+    gpu = torch.device("cuda")
+    with caplog.at_level(logging.WARNING):
+        assert [_compile.decide("auto", gpu) for _ in range(3)] == [not what] * 3
+    assert len(caplog.messages) == bool(what)
+    assert all(f"there is no {what}" in message for message in caplog.messages)
+    if what:
+        with pytest.raises(ConfigError, match=f"compile: true needs (a |the )?{what}"):
+            _compile.decide(True, gpu)
+    else:
+        assert _compile.decide(True, gpu)
+    assert not _compile.decide("auto", CPU)
+    assert not _compile.decide(False, gpu)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_auto_falls_back_where_the_compiler_fails_and_true_does_not(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(_compile, "decide", lambda wanted, device: True)
+    with live_policy(tiny_model) as policy:
+        want = gradients(policy, PLANS[1])
+        layers.tune(policy.model, compile="auto", checkpointing="full", backend=broken)  # type: ignore[arg-type]
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert distance(gradients(policy, PLANS[1]), want) == 0.0
+        assert len(caplog.messages) == 1
+        assert "no such instruction" in caplog.text
+        layers.tune(policy.model, compile=True, backend=broken)  # type: ignore[arg-type]
+        with pytest.raises(Exception, match="no such instruction"):
+            hidden(policy, PLANS[1])
+
+
+def test_a_model_without_known_layers_is_refused_where_something_is_asked_of_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    layers.tune(model, compile="auto")
+    layers.tune(model, compile=False)
+    for options in ({"compile": True}, {"checkpointing": "full"}):
+        with pytest.raises(ConfigError, match="the layers of a Sequential are not known"):
+            layers.tune(model, **options)  # type: ignore[arg-type]
+
+
+def test_check_says_before_anything_is_loaded_that_true_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compile, "missing", lambda device: "C compiler")
+    layers.check("auto")
+    layers.check(False)
+    with pytest.raises(ConfigError, match="compile: true needs C compiler"):
+        layers.check(True)
+
+
+def test_trained_as_a_whole_and_tuned_twice_is_tuned_as_last_said(tiny_model: Path) -> None:
+    with live_policy(tiny_model, trains=Full()) as policy:
+        plan = Packed(lengths=(40,), parents=(None,))
+        layers.tune(policy.model, compile=False, checkpointing="full")
+        least = kept(policy, plan)
+        layers.tune(policy.model, compile=False, checkpointing="selective")
+        assert kept(policy, plan) > 2 * least

@@ -1,0 +1,420 @@
+"""What a run's gap between trainer and engine is made of: injected faults are named, and parts add up to the whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mismatch_runs import STEPS, Engine, altered, exact, rows, told_by, trained
+
+from tandem import cli, config
+from tandem.engines.embedded import _Engine
+from tandem.errors import TandemError
+from tandem.mismatch.look import Mismatch, look
+from tandem.mismatch.recorded import spoken
+from tandem.trainer.pack import StepBatch
+from tandem.trainer.record import records
+from tandem.trainer.step import StepStats
+from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without fault: float32, temperature 0.7, top_p 0.9, on-policy."""
+    return trained(tiny_model, tmp_path_factory.mktemp("runs"), "plain")
+
+
+@pytest.fixture(scope="module")
+def lagged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which answers are up to two steps old, and go on while weights change."""
+    options: dict[str, Any] = {"max_lag": 2, "sampling": {"max_tokens": 16}}
+    return trained(tiny_model, tmp_path_factory.mktemp("runs"), "lagged", **options)
+
+
+def looked(folder: Path, **options: Any) -> Mismatch:
+    found = look(folder, config.load(folder / "config.yaml").config, **options)
+    adds_up(found)
+    return found
+
+
+def adds_up(found: Mismatch) -> None:
+    whole = float(found.gap["rms"] > 0.0)
+    assert sum(part.share for part in found.parts) == pytest.approx(whole, abs=1e-9)
+    assert sum(part.mean for part in found.parts) == pytest.approx(found.gap["mean"], abs=1e-9)
+    assert sum(found.categories.values()) == pytest.approx(whole, abs=1e-9)
+    for token in found.worst:
+        assert sum(token.parts.values()) == pytest.approx(token.trainer - token.engine, abs=1e-9)
+    *bins, _ = found.positions
+    assert sum(place.tokens for place in bins) == found.tokens
+    assert sum(place.tokens * place.mean for place in bins) == pytest.approx(found.tokens * found.gap["mean"])
+    for place in found.positions:
+        assert sum(place.shares.values()) == pytest.approx(1.0, abs=1e-9) or place.rms == 0.0
+
+
+def weights(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"{step:06d}" / "model"
+
+
+def injected(folder: Path, to: Path, engine: Engine, sampling: Sampling = SAMPLING) -> Mismatch:
+    """What is found where this engine told the logprobs of the last step."""
+    return looked(altered(folder, to / "altered", STEPS, told_by(engine, sampling)), step=STEPS)
+
+
+def faults(found: Mismatch) -> list[str]:
+    return [part.name for part in found.parts if part.fault]
+
+
+def test_a_run_without_fault_has_nothing_to_explain(plain: Path) -> None:
+    found = looked(plain)
+    assert found.dominant is None
+    assert found.verdict.startswith("Nothing to explain")
+    assert found.gap["rms"] < 1e-5 < found.allowed < 1e-4
+    assert not faults(found)
+    assert not found.breaks
+    assert (found.step, found.rollouts, dict(found.versions)) == (STEPS, 8, {STEPS - 1: found.tokens})
+
+
+def test_float64_formulas_agree_where_there_is_no_fault(plain: Path, tmp_path: Path) -> None:
+    found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1)))
+    assert found.dominant is None
+    assert found.gap["rms"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "category", "name"),
+    [
+        ({"temperature": False}, "sampling", "temperature not applied (raw logprobs)"),
+        ({"temperature": False, "support": False}, "sampling", "raw logprobs"),
+        ({"support": False}, "sampling", "top_p 0.9 not renormalised"),
+        ({"head": "bfloat16"}, "numerics", "the engine computed the head in bfloat16"),
+    ],
+    ids=["temperature", "raw", "support", "head"],
+)
+def test_an_injected_fault_dominates(
+    plain: Path, tmp_path: Path, fault: dict[str, Any], category: str, name: str
+) -> None:
+    found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), **fault))
+    assert found.dominant is not None
+    assert (found.dominant.category, found.dominant.name) == (category, name)
+    assert found.dominant.share > 0.9
+    assert found.dominant.interval is not None
+    assert found.dominant.interval[0] <= found.dominant.share <= found.dominant.interval[1]
+    assert faults(found)[0] == name
+    assert name in found.verdict
+    assert found.dominant.advice in found.verdict
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_an_engine_that_holds_older_weights_than_it_stamps(plain: Path, tmp_path: Path, held: int) -> None:
+    base = Path(config.load(plain / "config.yaml").config.model)
+    found = injected(plain, tmp_path, exact(weights(plain, held) if held else base))
+    assert found.dominant is not None
+    assert found.dominant.category == "staleness"
+    assert found.dominant.name == f"the engine sampled from version {held}, stamped {STEPS - 1}"
+    assert found.dominant.share > 0.99
+    assert found.dominant.fault
+
+
+def test_an_engine_that_never_took_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    folder = trained(tiny_model, tmp_path, "lora", trains={"kind": "lora", "rank": 4}, optimizer={"lr": 0.02})
+    assert looked(folder).dominant is None
+    found = injected(folder, tmp_path, exact(tiny_model))
+    assert found.dominant is not None
+    assert found.dominant.name == f"the engine sampled from version 0, stamped {STEPS - 1}"
+
+
+def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = _Engine.generate
+
+    async def anew(self: _Engine, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        tokenizer = self._policy.tokenizer
+        text = tokenizer.decode(list(prompt))
+        return await generate(self, tokenizer.encode(text, add_special_tokens=False), sampling, key)
+
+    monkeypatch.setattr(_Engine, "generate", anew)
+    found = looked(trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12}))
+    assert found.dominant is not None
+    assert (found.dominant.category, found.dominant.share > 0.9) == ("tokenisation", True)
+    assert all(token.turn == 1 for token in found.worst), "only what follows sampled tokens can differ"
+    assert not found.breaks, "the record says what the engine should have been given"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_temperature_alone(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
+    folder = trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12, "temperature": 0.5}, dtype=dtype)
+    assert looked(folder).dominant is None
+    found = injected(folder, tmp_path, exact(weights(folder, STEPS - 1), temperature=False), Sampling(temperature=0.5))
+    assert found.dominant is not None
+    assert found.dominant.name == "temperature not applied (raw logprobs)"
+    assert len(faults(found)) == 1, "the rest is rounding"
+
+
+@pytest.mark.parametrize(
+    ("held", "fault", "names"),
+    [
+        (3, {"temperature": False, "head": "bfloat16"}, ["temperature not applied", "the engine computed the head"]),
+        (2, {"head": "bfloat16"}, ["the engine sampled from version 2", "the engine computed the head"]),
+        (0, {"support": False}, ["the engine sampled from version 0", "top_p 0.9 not renormalised"]),
+    ],
+    ids=["temperature and head", "stale and head", "stale and support"],
+)
+def test_two_faults_are_both_named_the_larger_one_first(
+    plain: Path, tmp_path: Path, held: int, fault: dict[str, Any], names: list[str]
+) -> None:
+    base = Path(config.load(plain / "config.yaml").config.model)
+    folder = weights(plain, held) if held else base
+    found = injected(plain, tmp_path, exact(folder, **fault))
+    told = faults(found)
+    assert [told[i].startswith(name) for i, name in enumerate(names)] == [True, True], told
+    assert all(name in found.verdict for name in names)
+    assert found.parts[0].rms > found.parts[1].rms > 3 * max(part.rms for part in found.parts[2:])
+
+
+def test_staleness_that_the_recipe_allows_is_no_fault(lagged: Path) -> None:
+    found = looked(lagged, step=STEPS)
+    assert len(found.versions) > 1
+    assert found.dominant is not None
+    assert (found.dominant.category, found.dominant.fault) == ("staleness", False)
+    names = {part.name.partition(",")[0] for part in found.parts if part.category == "staleness"}
+    assert names == {"older weights sampled", "answers went on across an update"}
+    assert found.categories["staleness"] == pytest.approx(1.0, abs=1e-3)
+    assert found.categories.get("unexplained", 0.0) == pytest.approx(0.0, abs=1e-3)
+    assert all(part.rms < 1e-5 for part in found.parts if part.category == "numerics")
+
+
+def test_without_the_weights_that_sampled_nothing_is_guessed(lagged: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(lagged, folder)
+    whole = looked(lagged, step=STEPS)
+    gone = [version for version in whole.versions if version < STEPS - 1]
+    for version in gone:
+        shutil.rmtree(folder / "checkpoints" / f"{version:06d}")
+    found = looked(folder, step=STEPS)
+    assert found.dominant is not None
+    assert found.dominant.category == "unexplained"
+    missing = ", ".join(map(str, gone))
+    assert found.dominant.name == f"staleness or else: no weights of version {missing} are on disk"
+    assert set(found.stand_ins) == set(gone)
+
+
+def test_on_policy_no_checkpoint_of_the_version_is_needed(plain: Path, tmp_path: Path) -> None:
+    folder = altered(
+        plain, tmp_path / "run", STEPS, told_by(exact(weights(plain, STEPS - 1), temperature=False), SAMPLING)
+    )
+    shutil.rmtree(folder / "checkpoints" / f"{STEPS - 1:06d}")
+    found = looked(folder, step=STEPS)
+    assert dict(found.stand_ins) == {STEPS - 1: STEPS - 2}
+    assert found.dominant is not None
+    assert found.dominant.name == "temperature not applied (raw logprobs)"
+    assert 0.7 < found.dominant.share < 0.99, "weights of another version cannot tell all"
+    assert any(part.name.endswith("by the weights of another version") for part in found.parts)
+
+
+def test_what_nobody_can_explain_is_said_to_be_that(plain: Path, tmp_path: Path) -> None:
+    noise = random.Random(0)
+
+    def engine(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
+        return [noise.gauss(-3, 1) for _ in sampled]
+
+    found = injected(plain, tmp_path, engine)
+    assert found.dominant is not None
+    assert (found.dominant.category, found.dominant.name) == ("unexplained", "none of what was tried")
+
+
+def test_a_gap_as_large_as_another_type_makes_is_numerics(plain: Path, tmp_path: Path) -> None:
+    found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), head="bfloat16", body="bfloat16"))
+    assert found.dominant is not None
+    assert found.dominant.category == "numerics"
+
+
+def test_a_trainer_that_records_other_logprobs_than_its_weights_give(plain: Path, tmp_path: Path) -> None:
+    def change(row: dict[str, Any]) -> None:
+        for token in row["tokens"]:
+            token["tp"] -= 0.5
+
+    found = looked(altered(plain, tmp_path / "run", STEPS, change), step=STEPS)
+    assert found.dominant is not None
+    assert found.dominant.name == "the trainer's logprobs, computed once more"
+    assert found.dominant.fault
+
+
+def history_kept_in_part(row: dict[str, Any]) -> None:
+    """The second turn begins with other tokens than the first ended with, as if its text had been tokenised anew."""
+    kept, added = row["prompts"][1]
+    row["prompts"][1] = [kept - 2, [65, *added]]
+
+
+def test_a_turn_that_does_not_continue_the_one_before_is_shown(plain: Path, tmp_path: Path) -> None:
+    folder = altered(plain, tmp_path / "run", STEPS, history_kept_in_part)
+    found = looked(folder, step=STEPS)
+    assert {(broken.kind, broken.turn) for broken in found.breaks} == {("history", 1)}
+    assert len(found.breaks) == found.rollouts
+    first = found.breaks[0]
+    assert first.expected != first.recorded
+    assert first.recorded[0] == "b", "token 65 of the byte alphabet"
+    assert f"{found.rollouts} later turns do not continue what was sampled" in found.verdict
+
+
+@pytest.mark.parametrize("kind", ["opening", "reply"])
+def test_a_prompt_that_is_not_the_templates_is_shown(plain: Path, tmp_path: Path, kind: str) -> None:
+    def change(row: dict[str, Any]) -> None:
+        turn = ["opening", "reply"].index(kind)
+        row["prompts"][turn][1].insert(3, 65)
+        if turn == 0:
+            row["prompts"][1][0] += 1
+
+    found = looked(altered(plain, tmp_path / "run", STEPS, change), step=STEPS)
+    assert {broken.kind for broken in found.breaks} == {kind}
+
+
+def test_few_tokens_are_of_many_groups(plain: Path) -> None:
+    found = looked(plain, step=STEPS, tokens=30)
+    assert found.rollouts == 2
+    turns, _ = spoken(rows(plain, STEPS), 30)
+    assert len({turn.group for turn in turns}) == 2
+    assert all(part.interval is None for part in found.parts), "two rollouts tell nothing of chance"
+    assert found.tokens < looked(plain, step=STEPS).tokens
+
+
+def test_the_step_is_the_newest_after_a_checkpoint(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(plain, folder)
+    for step in (3, 1):
+        shutil.rmtree(folder / "checkpoints" / f"{step:06d}")
+    assert looked(folder).step == 3
+    shutil.rmtree(folder / "checkpoints" / "000002")
+    assert looked(folder).step == STEPS
+
+
+def without_prompts(row: dict[str, Any]) -> None:
+    del row["prompts"]
+
+
+def without_logprobs(row: dict[str, Any]) -> None:
+    row["tokens"][0]["lp"] = None
+
+
+def with_foreign_tokens(row: dict[str, Any]) -> None:
+    row["tokens"][-1]["id"] = 5000
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "told"),
+    [
+        (without_prompts, STEPS, "has no prompt tokens: an older Tandem wrote it"),
+        (without_logprobs, STEPS, "no token of step 4 has both logprobs"),
+        (with_foreign_tokens, STEPS, "has token 5000 and the model"),
+        (lambda row: None, 9, "holds no rollouts of step 9; it has those of 1 to 4"),
+    ],
+    ids=["old", "no logprobs", "foreign tokens", "no such step"],
+)
+def test_what_cannot_be_looked_at_is_an_error_of_one_line(
+    plain: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], step: int, told: str
+) -> None:
+    folder = altered(plain, tmp_path / "run", STEPS, change)
+    with pytest.raises(TandemError, match=told) as raised:
+        look(folder, config.load(folder / "config.yaml").config, step=step)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_verb_prints_it(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    engine = exact(weights(plain, STEPS - 1), temperature=False)
+    folder = altered(plain, tmp_path / "run", STEPS, told_by(engine, SAMPLING))
+    altered(folder, tmp_path / "broken", STEPS, history_kept_in_part)
+    for path, says in ((folder, "temperature not applied"), (tmp_path / "broken", "does not continue what was")):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["mismatch", str(path), "--tokens", "200"])
+        out = capsys.readouterr().out
+        assert (stopped.value.code, says in out) == (0, True), out
+    with pytest.raises(SystemExit):
+        cli.main(["mismatch", str(folder), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["dominant"]["category"] == "sampling"
+    assert math.isclose(sum(part["share"] for part in found["parts"]), 1.0)
+
+
+def test_the_record_gives_back_every_turn() -> None:
+    """Ids before each turn, versions and temperatures, however a turn goes on from the one before."""
+
+    class Pieces:
+        def pieces(self, tokens: Sequence[int]) -> list[str]:
+            return [str(token) for token in tokens]
+
+    draw = random.Random(3)
+    for case in range(40):
+        said, history = list[Turn](), list[int]()
+        for _ in range(draw.randint(1, 4)):
+            kept = draw.choice([len(history), draw.randint(0, len(history))])
+            prompt = (*history[:kept], *(draw.randrange(9) for _ in range(draw.randint(1, 4))))
+            count = draw.choice([0, 1, 5])
+            versions = sorted(draw.randrange(4) for _ in range(count))
+            tokens = tuple(draw.randrange(9) for _ in range(count))
+            completion = Completion(tokens=tokens, logprobs=(-1.0,) * count, versions=tuple(versions), finish="stop")
+            said.append(Turn(prompt=prompt, completion=completion, temperature=draw.choice([0.5, 1.0])))
+            history = [*prompt, *tokens]
+        task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer="")
+        rollout = Rollout(id=f"t@{case}/0", task=task, turns=tuple(said), messages=task.prompt, status="ok", reward=1.0)
+        total = rollout.num_tokens
+        group = Group(id=f"t@{case}", index=0, env="e", rollouts=(rollout,))
+        batch = StepBatch(micro=(), groups=(group,), advantages={rollout.id: 0.0}, num_loss_tokens=total, num_samples=1)
+        stats = StepStats(metrics={}, logprobs={rollout.id: (-2.0,) * total})
+        found, passed = spoken(json.loads(json.dumps(records(7, batch, stats, Pieces()))), 1)  # type: ignore[arg-type]
+        assert passed == (total == 0)
+        want = [turn for turn in said if turn.completion.tokens]
+        assert [
+            (turn.prompt, turn.tokens, turn.versions, turn.temperature, turn.step, set(turn.engine), set(turn.trainer))
+            for turn in found
+        ] == [
+            (turn.prompt, turn.completion.tokens, turn.completion.versions, turn.temperature, 7, {-1.0}, {-2.0})
+            for turn in want
+        ]
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 run whose versions are nearly alike."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "optimizer": {"lr": 5e-5}, "sampling": {"max_tokens": 24}}
+    return trained(tiny_model, tmp_path_factory.mktemp("runs"), "narrow", **options)
+
+
+def test_older_weights_show_beneath_rounding(narrow: Path, tmp_path: Path) -> None:
+    assert looked(narrow).dominant is None
+    found = injected(narrow, tmp_path, exact(weights(narrow, 1), body="bfloat16", head="bfloat16"), Sampling())
+    assert found.gap["rms"] < found.allowed
+    assert faults(found) == [f"the engine sampled from version 1, stamped {STEPS - 1}"]
+    assert "the engine sampled from version 1" in found.verdict
+
+
+def test_the_trainers_own_rounding_is_no_evidence_against_the_engine(narrow: Path, tmp_path: Path) -> None:
+    noise, sound = random.Random(0), exact(weights(narrow, STEPS - 1), body="bfloat16", head="bfloat16")
+
+    def engine(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
+        return [logprob + noise.gauss(0, 0.04) for logprob in sound(prompt, sampled, sampling)]
+
+    found = injected(narrow, tmp_path, engine, Sampling())
+    assert found.gap["rms"] > found.allowed
+    assert faults(found) == ["none of what was tried"]
+
+
+def test_older_stamps_whose_weights_are_gone_are_not_put_down_to_others(plain: Path, tmp_path: Path) -> None:
+    def change(row: dict[str, Any]) -> None:
+        told_by(exact(weights(plain, 1)), SAMPLING)(row)
+        row["stamps"] = [[2, len(row["tokens"])]]
+
+    folder = altered(plain, tmp_path / "run", STEPS, change)
+    shutil.rmtree(folder / "checkpoints" / "000002")
+    found = looked(folder, step=STEPS)
+    assert faults(found) == ["staleness or else: no weights of version 2 are on disk"]

@@ -1,0 +1,262 @@
+"""The one-kernel attention of packed rows: with a stand-in for the kernel anywhere, with the kernel itself on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+from tandem.policy import _varlen, attention
+from tandem.policy.attention import NAME, Packed, sequential_positions
+from tandem.policy.plans import Spans
+
+PLAN = Packed(lengths=(7, 5, 1, 12, 3, 4, 9, 1, 2), parents=(None, 0, 1, None, 3, None, 0, 4, 1))
+"""Prompts continued in several ways, some of which are continued in turn, and a lonely sequence."""
+LONG = Packed(lengths=(300, 130, 257, 64, 1, 90, 500), parents=(None, 0, 0, 1, 3, None, None))
+"""Across the borders of a kernel's tiles."""
+FLAT = Packed(lengths=(4, 1, 6), parents=(None, None, None))
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch's function is said to compute, by its definition: masks are aligned to the last query and key."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    group = query.shape[1] // key.shape[1]
+    outs = []
+    for s in range(len(cu_seq_q) - 1):
+        q = query[cu_seq_q[s] : cu_seq_q[s + 1]]
+        k, v = (x[cu_seq_k[s] : cu_seq_k[s + 1]].repeat_interleave(group, dim=1) for x in (key, value))
+        assert len(q) <= max_q
+        assert len(k) <= max_k
+        logits = torch.einsum("qhd,khd->hqk", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
+        at_q, at_k = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None]
+        left, right = window_size
+        seen = at_k <= at_q + right if right >= 0 else torch.ones(len(q), len(k), dtype=torch.bool)
+        if left >= 0:
+            seen &= at_k >= at_q - left
+        outs.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -math.inf).softmax(-1), v))
+    return torch.cat(outs)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows take the kernel's way on any device, and the kernel is the naive one."""
+
+    def way(query: Tensor, key: Tensor, value: Tensor, scaling: Any, dropout: float, window: Any, plan: Packed) -> Any:
+        return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
+
+    monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
+    monkeypatch.setattr(attention, "_segments", way)
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    """No call may make the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def row(plan: Packed, heads: int, groups: int, size: int, device: str = "cpu") -> list[Tensor]:
+    """Query, key and value of a row, (1, heads, T, size), as a model lays them out; and a gradient to send back."""
+    draw = torch.Generator().manual_seed(1)
+    length = sum(plan.lengths)
+    found = [torch.randn(1, length, h, size, generator=draw) for h in (heads, groups, groups, heads)]
+    return [x.to(device).transpose(1, 2) if i < 3 else x.to(device) for i, x in enumerate(found)]
+
+
+def both(
+    way: Callable[..., Tensor], plan: Packed, tensors: list[Tensor], dtype: torch.dtype, window: int | None
+) -> list[Tensor]:
+    """Value and gradients of one of the two ways."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
+    if way is _varlen.attend:
+        out = way(*leaves, 0.2, window, plan.spans(leaves[0].device))
+    else:
+        out = way(*leaves, 0.2, 0.0, window, plan)
+    grads = torch.autograd.grad(out, leaves, tensors[3].to(out.dtype))
+    return [out.detach(), *grads]
+
+
+@pytest.mark.parametrize("plan", [PLAN, FLAT], ids=["tree", "flat"])
+@pytest.mark.parametrize("window", [None, 6, 1])
+def test_the_kernels_way_is_that_of_segments(plan: Packed, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, so that places, ends, alignment and windows are exact or wrong."""
+    monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
+    tensors = row(plan, 4, 2, 8)
+    found, expected = (both(way, plan, tensors, torch.float32, window) for way in (_varlen.attend, attention._segments))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig], ids=["llama", "mistral"])
+def test_a_model_on_the_kernels_way_is_its_sequences(kind: Any) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = kind(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    if kind is MistralConfig:
+        config.sliding_window = 6
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32).eval()
+    tokens = torch.arange(sum(PLAN.lengths)) % 61
+    positions = torch.tensor(sequential_positions(PLAN))[None]
+    with torch.no_grad():
+        whole = model.model(input_ids=tokens[None], position_ids=positions, use_cache=False, plan=PLAN)
+        found, pieces = whole.last_hidden_state[0].split(PLAN.lengths), tokens.split(PLAN.lengths)
+        model.set_attn_implementation("eager")
+        for i, length in enumerate(PLAN.lengths):
+            ids = torch.cat([pieces[a] for a in (*PLAN.ancestors(i), i)])
+            alone = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, -length:]
+            torch.testing.assert_close(found[i], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_shapes_alone_go_the_kernels_way_too(device: str) -> None:
+    """Memory is planned by tensors that hold nothing."""
+    kernel = _varlen.Kernel(varlen_attn)
+    plan = dataclasses.replace(PLAN)  # what it builds holds nothing either
+    shapes = [(1, heads, sum(plan.lengths), 64) for heads in (4, 2, 2)]
+    with FakeTensorMode(), mock.patch.object(_varlen, "kernel", return_value=kernel):
+        tensors = [torch.empty(shape, device=device) for shape in shapes]
+        sent = tensors[0].transpose(1, 2)
+        found = both(_varlen.attend, plan, [*tensors, sent], torch.bfloat16, None)
+    assert [tuple(x.shape) for x in found] == [tuple(sent.shape), *shapes]
+
+
+def test_a_row_without_shared_parts_is_not_copied() -> None:
+    assert FLAT.spans(torch.device("cpu")).keys is None
+
+
+def test_a_bound_of_one_query_is_never_given() -> None:
+    """Kernels take it for decoding, and lay their results out in a way that has no backward pass."""
+    ones = Packed(lengths=(1, 1), parents=(None, 0))
+    spans: Spans = ones.spans(torch.device("cpu"))
+    assert spans.most_queries == 2
+    assert spans.most_keys == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_copies_of_a_row_send_their_gradients_back_in_float32(device: str) -> None:
+    """300 times 1 is 300; a GPU that added one by one in bfloat16 would find 256."""
+    rows = torch.zeros(2, 1, 8, dtype=torch.bfloat16, requires_grad=True, device=device)
+    _varlen.repeated(rows, torch.tensor([0] * 300 + [1], device=device)).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.dtype == torch.bfloat16
+    assert rows.grad[:, 0, 0].tolist() == [300.0, 1.0]
+
+
+def older(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, is_causal: bool = False) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "window", "expected"),
+    [
+        (naive, None, {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}),
+        (naive, 8, {"scale": 0.5, "window_size": (7, 0), "enable_gqa": True}),
+        (older, None, {"is_causal": True}),
+    ],
+    ids=["all", "a window", "an older release"],
+)
+def test_the_kernel_is_asked_for_what_its_signature_has(function: Any, window: Any, expected: Any) -> None:
+    assert _varlen.Kernel(function).options(0.5, window, grouped=True) == expected
+
+
+def test_torch_s_own_function_has_what_is_needed() -> None:
+    assert _varlen.Kernel(varlen_attn).options(0.5, None, grouped=True) == {
+        "scale": 0.5, "window_size": (-1, 0), "enable_gqa": True,
+    } or torch.__version__ < "2.13"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"dtype": torch.float32}, "bfloat16 and float16, not float32"),
+        ({"size": 12}, "steps of 8, not 12"),
+        ({"size": 264}, "up to 256"),
+        ({"dropout": 0.1}, "no dropout"),
+        ({"capability": (7, 5)}, "capability 8.0"),
+        ({"function": None}, "no variable-length"),
+        ({"function": older}, "scale by 0.3"),
+        ({"function": older, "scaling": 16**-0.5}, None),
+        ({"function": older, "scaling": None, "window": 4}, "sliding window"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_what_the_kernel_cannot_take_is_said(
+    change: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {"dtype": torch.bfloat16, "size": 16, "dropout": 0.0, "window": None, "scaling": 0.3, **change}
+    function = case.get("function", naive)
+    monkeypatch.setattr(_varlen, "kernel", lambda: function and _varlen.Kernel(function))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
+    x = torch.zeros(1, 2, 3, case["size"], dtype=case["dtype"])
+    found = _varlen.refusal(x, x, x, case["scaling"], case["dropout"], case["window"])
+    assert found is None if why is None else why in (found or "")
+
+
+def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    attention._notice.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for why in ("its kernel has no dropout", "its kernel has no dropout"):
+            attention._notice(why)
+    (record,) = caplog.records
+    assert "segment by segment" in record.message
+    assert record.message.endswith("since its kernel has no dropout")
+
+
+@CUDA
+@pytest.mark.parametrize("plan", [PLAN, LONG, FLAT], ids=["tree", "long", "flat"])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(16, 2, 128), (9, 3, 64), (4, 4, 32)])
+def test_the_kernel_computes_what_segments_do(
+    plan: Packed, window: int | None, heads: int, groups: int, size: int
+) -> None:
+    """In bfloat16, against float32: as near as segments in bfloat16 are, and alignment is nothing to be near."""
+    tensors = row(plan, heads, groups, size, "cuda")
+    exact = both(attention._segments, plan, [x.bfloat16() for x in tensors], torch.float32, window)
+    found = both(_varlen.attend, plan, tensors, torch.bfloat16, window)
+    for name, one, other in zip(("out", "query", "key", "value"), found, exact, strict=True):
+        assert (one.float() - other).norm() <= 0.01 * other.norm(), name
+
+
+@CUDA
+def test_the_kernel_is_what_a_model_on_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, strict: None) -> None:
+    calls: list[int] = []
+    whole = _varlen.attend
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return whole(*args)
+
+    monkeypatch.setattr(_varlen, "attend", counted)
+    query, key, value, _ = (x.bfloat16() for x in row(PLAN, 4, 2, 64, "cuda"))
+    module = torch.nn.Identity()
+    attention.attend(module, query, key, value, None, scaling=0.125, plan=PLAN)
+    assert calls == [1]
+    attention.attend(module, query.float(), key.float(), value.float(), None, scaling=0.125, plan=PLAN)
+    assert calls == [1], "float32 goes segment by segment"
