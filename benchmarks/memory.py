@@ -87,7 +87,7 @@ SMALL = {"shape": "tiny", "siblings": 2, "prompt": 24, "answer": 24}
 
 def recipe(case: Mapping[str, Any]) -> RunConfig:
     """The case as a run whose micro-batches hold a group each."""
-    parts = {"trains": ("full", {}), "optimizer": ("adamw", {})}
+    parts: dict[str, tuple[str, dict[str, Any]]] = {"trains": ("full", {}), "optimizer": ("adamw", {})}
     slots = {"trains": "trains", "optimizer": "optimizers"}
     found = {name: case.get(name, default) for name, default in parts.items()}
     built = {name: resolve.find(slots[name], kind)(**options) for name, (kind, options) in found.items()}

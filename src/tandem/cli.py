@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
-from tandem import __version__, resolve
-from tandem.compat import atropos
-from tandem.compat._atropos_env import EnvFlags
+from tandem import __version__
 from tandem.errors import TandemError
-
-Verb = TypeVar("Verb", bound=Callable[..., None])
+from tandem.verbs._commands import Overrides, Show, register
 
 app = typer.Typer(
     name="tandem",
@@ -31,10 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe, such as optimizer.lr=1e-5."),
-]
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 
 
@@ -60,11 +50,12 @@ def _root(
 def train(
     target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run's folder to resume.")],
     overrides: Overrides = None,
+    show: Show = False,
 ) -> None:
-    """Train by a recipe, or resume a run by its folder."""
+    """Train by a recipe or an Axolotl file, or resume a run by its folder."""
     from tandem.verbs.train import train
 
-    typer.echo(train(target, overrides or []))
+    typer.echo(train(target, overrides or [], show=show))
 
 
 @app.command()
@@ -167,6 +158,25 @@ def show(
 
 
 @app.command()
+def mismatch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The step to look at; default: the newest right after a checkpoint."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="About how many of its tokens.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say why the trainer's logprobs differ from the engine's.
+
+    Splits the gap into staleness, numerics, sampling and tokenisation, by recomputing a step's recorded tokens.
+    """
+    from tandem.verbs.mismatch import mismatch
+
+    mismatch(run, step=step, tokens=tokens, as_json=as_json)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="A folder to make.")],
@@ -256,69 +266,6 @@ def schema() -> None:
     typer.echo(json.dumps(schema(), indent=2))
 
 
-def _flags(cls: type) -> Iterator[inspect.Parameter]:
-    """A dataclass's fields as options of a verb: their names, types, defaults and docstrings are said there alone."""
-    hints, docs = get_type_hints(cls), resolve.field_docs(cls)
-    for field in dataclasses.fields(cls):
-        flag = field.metadata.get("flag", f"--{field.name.replace('_', '-')}")
-        names = [flag, *field.metadata.get("also", ())]
-        if off := field.metadata.get("off"):
-            names = [f"{names[0]}/{off}"]
-        hint, text, default = hints[field.name], docs[field.name], field.default
-        if hint == tuple[str, ...]:
-            hint = list[str]
-        if default is not dataclasses.MISSING:
-            hint |= None  # None is left out, which a verb may have to know; the default is the dataclass's
-            text += "" if default is None or default is False or default == () else f" Default: {default}."
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is dataclasses.MISSING else None,
-            annotation=Annotated[hint, typer.Option(*names, help=text)],
-        )
-
-
-def _with_flags(cls: type) -> Callable[[Verb], Verb]:
-    """Give a verb the flags of a dataclass for its ``**flags``."""
-
-    def decorate(verb: Verb) -> Verb:
-        own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        setattr(verb, "__signature__", inspect.Signature([*own, *_flags(cls)]))  # noqa: B010 - typer reads it
-        return verb
-
-    return decorate
-
-
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags that were not left out."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in flags.items()
-        if value is not None and value != []
-    }
-
-
-class _AtroposCommand(TyperCommand):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, atropos.joined(args))
-
-
-@app.command("atropos-grpo", cls=_AtroposCommand)
-@_with_flags(atropos.Flags)
-def atropos_grpo(
-    overrides: Overrides = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and exit.")] = False,
-    **flags: Any,
-) -> None:
-    """Train by the flags of Atropos' trainer.
-
-    They are translated to a recipe, which --show prints; options may be laid over it.
-    """
-    from tandem.verbs.atropos import atropos
-
-    typer.echo(atropos(_given(flags), overrides or [], show=show))
-
-
 @app.command()
 def work(
     words: Annotated[
@@ -334,21 +281,7 @@ def work(
     typer.echo(work(words))
 
 
-@app.command("env")
-@_with_flags(EnvFlags)
-def env(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The environment, such as gsm8k.")],
-    mode: Annotated[str, typer.Argument(metavar="serve", help="What to do.")],
-    overrides: Overrides = None,
-    **flags: Any,
-) -> None:
-    """Play an environment by the flags of Atropos' environments.
-
-    They are translated to options of tandem work, of which more may be laid over them.
-    """
-    from tandem.verbs.env import env
-
-    typer.echo(env(name, mode, _given(flags), overrides or []))
+register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem import resolve
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec, part, parts
+from tandem.recipe.dialects import translate
 from tandem.recipe.encode import encode
 from tandem.recipe.objective import inert_objective
 from tandem.recipe.sections import Broker, Checkpoint, Evaluate, Grading, require
 from tandem.recipe.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
-from tandem.recipe.tree import Branch, Problems, from_plain, parse, render
+from tandem.recipe.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.sinks.base import Sink
 from tandem.types import Json, Sampling
 
@@ -89,8 +91,20 @@ class RunConfig:
     """How new weights reach the engine."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights; optimizers keep float32 masters where it is narrower."""
+    memory: Literal["check", "fit"] = "check"
+    """What a run does with its memory plan, before weights load: check it against what is free, or also choose
+    micro_batch_tokens, checkpointing and the states of adamw so that it fits. What the recipe sets is kept."""
     micro_batch_tokens: int = 1024
-    """Most tokens of one forward and backward; lowers memory, changes no result."""
+    """Most tokens of one forward and backward; lowers memory, changes no result. With memory: fit the most it may
+    choose, where it is set."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of being kept: selective all but products and attention, full
+    each layer; lowers memory, changes no result."""
+    matmul: Literal["dtype", "fp8"] = "dtype"
+    """Products of the layers' linear weights: in the type of the weights, or in 8 bits (a GPU of compute capability 8.9
+    or above, and torchao)."""
     context: int | None = None
     """Most tokens of a prompt and its answer together; null: the model's own limit."""
     seed: int = 0
@@ -141,6 +155,10 @@ class RunConfig:
             ),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
             micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
+            matmul=(
+                self.matmul == "dtype" or (self.dtype == "bfloat16" and self.compile is not False),
+                "dtype with float32 weights or compile: false: casts that are not fused cost more than 8 bits save",
+            ),
             context=(self.context is None or self.context >= 2, "at least 2, or null"),
             seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             threads=(self.threads >= 0, "at least 0"),
@@ -208,10 +226,19 @@ class Loaded:
     """The file."""
     given: Mapping[str, str]
     """Where each option that was set is written, by dotted path."""
+    options: Json
+    """What was set, overrides included, as plain data."""
+    notes: tuple[str, ...] = ()
+    """How it differs from what the file says, where that is another system's."""
 
 
-def load(source: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe.
+def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) -> Loaded:
+    """Read a recipe, or another system's file that can be read as one.
+
+    Args:
+        source: the file.
+        overrides: laid over the recipe.
+        serving: read it to start its engine alone.
 
     Raises:
         ConfigError: with every mistake in it, each with file, line and a hint.
@@ -219,6 +246,7 @@ def load(source: Path, overrides: Sequence[str] = ()) -> Loaded:
     """
     problems = Problems()
     tree = parse(_read(source), str(source), problems)
+    resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
     if tree is None and not problems:
         tree = Branch(where=str(source))
     if not isinstance(tree, Branch):
@@ -227,7 +255,10 @@ def load(source: Path, overrides: Sequence[str] = ()) -> Loaded:
         problems.raise_if_any(str(source))
         raise AssertionError("a tree that is no mapping has a problem")
     tree.where = str(source)
-    return _build(tree, source, overrides, problems)
+    translated = translate(tree, serving, problems)
+    if translated.tree is not tree:
+        problems.raise_if_any(str(source))  # what follows from a mistake in another system's file is not told
+    return _build(translated.tree, source, overrides, problems, translated.notes)
 
 
 def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: Path) -> Loaded:
@@ -241,7 +272,9 @@ def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: 
     return _build(tree, source, overrides, Problems())
 
 
-def _build(tree: Branch, source: Path, overrides: Sequence[str], problems: Problems) -> Loaded:
+def _build(
+    tree: Branch, source: Path, overrides: Sequence[str], problems: Problems, notes: tuple[str, ...] = ()
+) -> Loaded:
     """Overrides laid over a tree, and the whole of it built."""
     spell_out(tree)
     given = rewarded(tree)
@@ -252,7 +285,7 @@ def _build(tree: Branch, source: Path, overrides: Sequence[str], problems: Probl
     config = builder.dataclass(RunConfig, tree, "")
     problems.raise_if_any(str(source))
     assert isinstance(config, RunConfig)
-    return Loaded(config=config, source=source, given=builder.given)
+    return Loaded(config=config, source=source, given=builder.given, options=plain(tree), notes=notes)
 
 
 def _read(source: Path) -> str:
@@ -294,7 +327,7 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encoded
 
 
-RESUMABLE = frozenset({"steps", "evaluate", "checkpoint", "sinks", "threads", "grading", "broker"})
+RESUMABLE = frozenset({"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker"})
 """Options that a resumed run may change: they do not decide what a training step computes."""
 
 

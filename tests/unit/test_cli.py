@@ -49,7 +49,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stands in for the composition root; remembers what it was asked for and can be told to fail."""
     fake = types.SimpleNamespace(calls=[], error=None)
 
-    async def train(config: RunConfig, *, resume: Path | None) -> Path:
+    async def train(config: RunConfig, *, resume: Path | None, given: Any = ()) -> Path:
         fake.calls.append((config, resume))
         if fake.error is not None:
             raise fake.error
@@ -238,7 +238,7 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        assert "these may change: broker, checkpoint, evaluate, grading, sinks, steps, threads" in err
+        assert "these may change: broker, checkpoint, checkpointing, evaluate, grading, sinks, steps, threads" in err
 
 
 def test_a_folder_that_is_no_run(run: Run) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from tandem.policy._compile import missing
 from tandem.policy.logprobs import token_logprobs
 from tandem.policy.sampling import restrict
 
@@ -205,3 +207,24 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(limits: dict[str, int]) ->
         seen[n, vocab] = largest.elements
         assert largest.elements <= max(1 << 15, vocab * 4)
     assert seen[256, 4096] == seen[64, 4096]
+
+
+@pytest.mark.skipif(missing(torch.device("cpu")) is not None, reason=f"there is no {missing(torch.device('cpu'))}")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_arithmetic_gives_the_same_from_one_code_for_any_number_of_tokens(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    for n in (50, 33, 7):
+        hidden, weight, *rest = case(n)
+        args = (hidden.to(dtype), weight.to(dtype), *rest)
+        eager, compiled = (run(*args, entropy=True, tile=64 * n, compile=compile) for compile in (False, True))
+        for ours, theirs in zip(compiled, eager, strict=True):
+            assert ours is not None
+            assert theirs is not None
+            assert relative(ours, theirs.double()) < (1e-6 if dtype is torch.float32 else 2e-3)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [2, 2, 2], "one forward, one backward"
+    torch._dynamo.reset()

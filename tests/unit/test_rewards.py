@@ -322,6 +322,8 @@ def test_countdown_needs_its_columns() -> None:
         ("$2\\sqrt{2}$", "\\sqrt{8}"),
         ("$x^2 + 2x + 1$", "(x+1)^2"),
         ("\\sqrt{8}", "\\sqrt{8}"),
+        ("<think>4 or so</think><answer>3</answer>", "3"),
+        ("<think>3</think> <answer>$\\frac{1}{2}$</answer> I think", "0.5"),
     ],
 )
 def test_math_verify_equal(reply: str, gold: str) -> None:

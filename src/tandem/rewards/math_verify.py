@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._answers import final_message
+from tandem.rewards._answers import final_message, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -18,7 +18,8 @@ class MathVerify(Reward):
     """1 if the reply's final expression (LaTeX, boxed or plain) equals the gold answer; else 0."""
 
     marker: str = "####"
-    """If the reply has this text, only the line after its last one is read; empty: always the whole reply."""
+    """If the reply has this text, only the line after its last one is read; else what is in its last <answer> tag, if
+    it has one, and then the whole reply. Empty: there is no such text."""
     timeout: int = 3
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
 
@@ -48,10 +49,11 @@ class MathVerify(Reward):
         return float(math_verify.verify(expected, self._parsed(reply), timeout_seconds=self._seconds()))
 
     def _relevant(self, text: str) -> str:
-        """What stands on the line after the last marker, or everything."""
+        """What stands on the line after the last marker, or in the last answer tag, or everything."""
         if self.marker and self.marker in text:
-            text = text.rpartition(self.marker)[2].strip().partition("\n")[0]
-        return text.strip()
+            return text.rpartition(self.marker)[2].strip().partition("\n")[0].strip()
+        tagged = last_tag(text, "answer")
+        return text.strip() if tagged is None else tagged
 
     def _parsed(self, text: str) -> list[Any]:
         import math_verify

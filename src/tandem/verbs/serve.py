@@ -39,7 +39,11 @@ def serve(recipe: Path, overrides: Sequence[str], tell: Tell) -> None:
         ConfigError: the recipe's engine is not one that can be served.
         EngineError: it did not start, or it died.
     """
-    config = load(recipe, overrides).config
+    serve_engine(load(recipe, overrides, serving=True).config, tell)
+
+
+def serve_engine(config: RunConfig, tell: Tell) -> None:
+    """The same, of a recipe that was read already; raises as ``serve``."""
     engine = config.engine
     if not isinstance(engine, Vllm):
         raise ConfigError(

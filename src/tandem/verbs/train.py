@@ -7,8 +7,11 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import typer
+
 from tandem.config import RESUMABLE, RunConfig, load
 from tandem.errors import ConfigError, TandemError
+from tandem.recipe.tree import render
 
 T = TypeVar("T")
 
@@ -19,16 +22,31 @@ class Interrupted(TandemError):
     exit_code = 130
 
 
-def train(target: Path, overrides: Sequence[str]) -> str:
-    """Train until done; returns what to tell."""
+def train(target: Path, overrides: Sequence[str], *, show: bool) -> str:
+    """Train until done, or with ``show`` only write down how; returns what to tell."""
+    if show:
+        return written(recipe_of(target) if target.is_dir() else target, overrides)
     if target.is_dir():
-        config, resume = resumed(target, overrides), target
+        config, resume, given = resumed(target, overrides), target, frozenset[str]()
     else:
-        config, resume = load(target, overrides).config, None
+        loaded = load(target, overrides)
+        for note in loaded.notes:
+            typer.echo(f"tandem: {note}", err=True)
+        config, resume, given = loaded.config, None, frozenset(loaded.given)
     from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
 
-    folder = finish(run.train(config, resume=resume))
+    folder = finish(run.train(config, resume=resume, given=given))
     return f"done: {folder} (tandem show {folder})"
+
+
+def written(source: Path, overrides: Sequence[str]) -> str:
+    """What a file says as a recipe in YAML, notes as comments.
+
+    Raises:
+        ConfigError: as ``load``.
+    """
+    loaded = load(source, overrides)
+    return "".join(f"# {note}\n" for note in loaded.notes) + render(loaded.options).rstrip()
 
 
 def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:

@@ -1,0 +1,157 @@
+"""What samples in an Axolotl file, how weights reach it, and how far it may be behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem.compat._axolotl_recipe import Recipe
+
+HOST, PORT = "0.0.0.0", 8000
+"""Axolotl's defaults of where the server is."""
+
+_ANYWHERE = ("0.0.0.0", "::", "")
+"""Addresses to listen at that mean this machine to who connects."""
+
+_STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
+
+
+def put(recipe: Recipe, completions: int) -> None:
+    """Engine, sync, context and lag.
+
+    Args:
+        recipe: the recipe in the making.
+        completions: those of one step.
+    """
+    file = recipe.file
+    mode = file.get("trl.vllm_mode", "server")
+    if mode not in ("server", "colocate"):
+        file.wrong("trl.vllm_mode", f"expected server or colocate, got {mode}")
+    vllm = file.get("trl.use_vllm", False)
+    if recipe.serving and (not vllm or mode == "colocate"):
+        which = "trl.vllm_mode" if vllm else "trl.use_vllm"
+        file.wrong(
+            which, "an engine is served alone with use_vllm: true and vllm_mode: server; this file's is no server"
+        )
+    if not vllm:
+        recipe.put("engine.kind", "embedded", "trl.use_vllm")
+        _tell_unread(recipe, "trl.use_vllm is false")
+    elif mode == "colocate":
+        _colocated(recipe)
+    else:
+        _served(recipe)
+    _context(recipe)
+    lag = _ahead(recipe, completions) + (_every(recipe) - 1 if vllm and mode == "server" else 0)
+    if lag:
+        recipe.put("max_lag", lag, "trl.prefetch_depth", "trl.async_prefetch", "trl.vllm_sync_interval")
+
+
+def _served(recipe: Recipe) -> None:
+    """An engine in a process of its own, by ``tandem serve engine``."""
+    file = recipe.file
+    recipe.put("engine.kind", "vllm", "trl.use_vllm")
+    if recipe.serving:
+        recipe.put("engine.host", file.get("vllm.host", HOST), "vllm.host")
+        recipe.put("engine.port", file.get("vllm.port", PORT), "vllm.port")
+        _started(recipe, 0.9)
+    else:
+        host = file.get("trl.vllm_server_host", HOST)
+        url = f"http://{'127.0.0.1' if host in _ANYWHERE else host}:{file.get('trl.vllm_server_port', PORT)}"
+        recipe.put("engine.urls", [url], "trl.vllm_server_port", "trl.vllm_server_host")
+        recipe.copy("trl.vllm_server_timeout", "engine.start_seconds")
+        file.note("vllm", f"the engine is expected at {url}; it is started by: tandem serve engine FILE")
+    for option in ("vllm_gpu_memory_utilization", "vllm_enable_prefix_caching"):
+        if f"trl.{option}" in file:
+            file.note(f"trl.{option}", "changes nothing with vllm_mode: server; the server is the group vllm's")
+    lora = file.get("adapter") == "lora"
+    swaps = file.get("trl.vllm_lora_sync", False)
+    if swaps and not lora:
+        file.wrong("trl.vllm_lora_sync", "it needs adapter: lora; leave it out")
+    recipe.put("sync.kind", "hotswap" if swaps and lora else "broadcast", "trl.vllm_lora_sync")
+    if "trl.vllm_sync_interval" in file:
+        recipe.put("sync.every", _every(recipe), "trl.vllm_sync_interval")
+
+
+def _colocated(recipe: Recipe) -> None:
+    """An engine that the run starts on its own GPU, one copy of the weights."""
+    file = recipe.file
+    recipe.put("engine.kind", "vllm", "trl.vllm_mode")
+    _started(recipe, 0.3)
+    recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
+    recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
+    recipe.put("sync.kind", "shared", "trl.vllm_mode")
+    for option in ("vllm_server_host", "vllm_server_port", "vllm_lora_sync", "vllm_sync_interval"):
+        if file.get(f"trl.{option}"):
+            file.note(f"trl.{option}", "changes nothing with vllm_mode: colocate; weights are shared after every step")
+    recipe.copy("trl.vllm_server_timeout", "engine.start_seconds")
+
+
+def _started(recipe: Recipe, share: float) -> None:
+    """Options of an engine that is started here; ``share`` is the default of its memory."""
+    recipe.put("engine.gpu_memory_utilization", share, "vllm.gpu_memory_utilization")
+    for option in _STARTED:
+        recipe.copy(f"vllm.{option}", f"engine.{option}")
+    if recipe.file.get("vllm.data_parallel_size", 1) > 1:
+        recipe.copy("vllm.data_parallel_size", "engine.replicas")
+
+
+def _context(recipe: Recipe) -> None:
+    """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
+    file = recipe.file
+    longest = file.get("sequence_len", 0)
+    if "vllm.max_model_len" in file or "trl.vllm_max_model_len" in file:
+        recipe.copy("vllm.max_model_len", "context")
+        recipe.copy("trl.vllm_max_model_len", "context")
+    elif longest > file.get("trl.max_completion_length", 512):
+        recipe.copy("sequence_len", "context")
+    elif longest:
+        file.note(
+            "sequence_len",
+            "it leaves no room for a prompt before max_completion_length: the model's own limit is taken",
+        )
+
+
+def _every(recipe: Recipe) -> int:
+    """Steps from one publish to the next."""
+    every: int = recipe.file.get("trl.vllm_sync_interval", 1)
+    if every < 1:
+        recipe.file.wrong("trl.vllm_sync_interval", "it must be at least 1")
+    return recipe.per_step(every)
+
+
+def _ahead(recipe: Recipe, completions: int) -> int:
+    """Steps by which generation is ahead of training."""
+    file = recipe.file
+    depth = file.get("trl.prefetch_depth", 1) if file.get("trl.async_prefetch") else 0
+    if depth < 0:
+        file.wrong("trl.prefetch_depth", "it must be at least 0")
+    if "trl.prefetch_depth" in file and not file.get("trl.async_prefetch"):
+        file.note("trl.prefetch_depth", "changes nothing without async_prefetch")
+    if depth and not file.get("trl.use_data_producer"):
+        file.wrong(
+            "trl.async_prefetch", "it needs use_data_producer: true, in Axolotl too; write that, or leave this out"
+        )
+    batch, micro = file.get("trl.generation_batch_size", completions), file.get("micro_batch_size", 1)
+    size = file.get("trl.num_generations", 8)
+    if batch < 1 or batch % size or batch % micro:
+        file.wrong(
+            "trl.generation_batch_size",
+            f"{batch} is no multiple of both num_generations {size} and micro_batch_size {micro}",
+        )
+    elif batch > completions and batch % completions:
+        file.wrong("trl.generation_batch_size", f"{batch} is no multiple of the {completions} completions of a step")
+    elif batch < completions:
+        file.note("trl.generation_batch_size", "changes nothing: all of a step is sampled by the same weights anyway")
+    ahead: int = max(0, depth) + max(0, batch // completions - 1)
+    return ahead
+
+
+def _tell_unread(recipe: Recipe, why: str) -> None:
+    """Name what is written for an engine that is not used."""
+    for path in recipe.file.values:
+        if (
+            path.startswith(("trl.vllm_", "vllm."))
+            and not path.startswith("trl.vllm_importance")
+            and recipe.file.get(path)
+        ):
+            recipe.file.note(path, f"changes nothing: {why}")

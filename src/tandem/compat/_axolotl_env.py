@@ -1,0 +1,219 @@
+"""An Axolotl file's data sets as tasks: its transforms are called as Axolotl calls them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from tandem import resolve
+from tandem.envs._rows import Row, Source
+from tandem.envs._split import some
+from tandem.envs.base import Environment, Split
+from tandem.envs.dataset import Dataset
+from tandem.errors import ConfigError, EnvError
+from tandem.types import Json, Task
+
+_HARMLESS = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "cache_file_name", "writer_batch_size"}
+"""Options of a data set's map that change no row."""
+
+_BUILDERS = ("json", "csv", "parquet")
+"""Names that stand for files rather than for a data set of the hub."""
+
+Change = Callable[[dict[str, Json]], dict[str, Json]]
+"""A row's columns, changed."""
+
+
+class Options(dict[str, Any]):
+    """Options as Axolotl's transforms expect them: by key or attribute, at any depth; None where there is none."""
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        super().__init__({key: _opened(value) for key, value in plain.items()})
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copy and pickle, to learn what this is
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def _opened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Options(value)
+    return [_opened(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Environment):
+    """The data sets of an Axolotl file, one after the other; a task is a row, changed by its set's transform."""
+
+    cfg: dict[str, Any] = field(default_factory=dict)
+    """The whole file, which transforms are given; datasets, test_datasets and val_set_size are read here."""
+
+    def __post_init__(self) -> None:
+        if not self.cfg.get("datasets"):
+            raise ConfigError("cfg.datasets must be a list of data sets, each with path and type")
+        for entry in [*self.cfg["datasets"], *(self.cfg.get("test_datasets") or [])]:
+            _files(entry)
+
+    @property
+    def name(self) -> str:
+        return "axolotl"
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        held = self.cfg.get("test_datasets") if split == "test" else None
+        share = self._share()
+        tasks: list[Task] = []
+        for number, entry in enumerate(held or self.cfg["datasets"]):
+            change = _transform(self.cfg, entry, number)
+            part = _Part(path="-", answer="")
+            for source in _sources(entry, share):
+                for row in _rows(source, "train" if held else split):
+                    task = part.task(_changed(row, change, entry), split)
+                    tasks.append(replace(task, id=f"{split}/{len(tasks) + 1}", env=self.name))
+        remedy = "add rows, or change val_set_size" if not held else "look at test_datasets"
+        return some(tasks, self.name, split, remedy)
+
+    def count(self, split: Split) -> int:
+        """Rows of a split, as ``tasks`` would make tasks of, without calling any transform.
+
+        Raises:
+            EnvError: they cannot be read.
+        """
+        share = self._share()
+        return sum(
+            1 for entry in self.cfg["datasets"] for source in _sources(entry, share) for _ in _rows(source, split)
+        )
+
+    def check(self, task: Task) -> None:
+        """Gold replies are not known: what an answer looks like, the rewards alone know."""
+        return
+
+    def _share(self) -> float:
+        """Share of rows that is held out: none where there are test_datasets; a number of rows is made a share."""
+        asked = self.cfg.get("val_set_size") or 0
+        if self.cfg.get("test_datasets"):
+            return 0.0
+        if asked < 1:
+            return float(asked)
+        rows = sum(
+            1 for entry in self.cfg["datasets"] for source in _sources(entry, 0.0) for _ in _rows(source, "train")
+        )
+        if asked >= rows:
+            raise EnvError(f"val_set_size: {asked:g} of {rows} rows would be held out, and none be left to train on")
+        return float(asked) / rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part(Dataset):
+    """Makes a row with a ``prompt`` a task."""
+
+    def task(self, row: Row, split: Split) -> Task:
+        task = self._task(row, split)
+        answer = row.columns.get("answer")
+        return replace(task, answer=answer) if isinstance(answer, str) else task
+
+
+def _sources(entry: Mapping[str, Any], share: float) -> list[Source]:
+    """Where the rows of one data set are."""
+    return [
+        Source(path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=share)
+        for path in _files(entry)
+    ]
+
+
+def _files(entry: Mapping[str, Any]) -> list[str]:
+    """Paths of a data set's files, or its name on the hub.
+
+    Raises:
+        ConfigError: there is neither, or a part of a local file is asked for.
+    """
+    path, files = entry.get("path"), entry.get("data_files")
+    if not isinstance(path, str) or not path:
+        raise ConfigError("datasets: each entry needs a path: a local file, or a name on the hub")
+    if path in _BUILDERS and not files:
+        raise ConfigError(f"datasets: path {path} needs data_files, or write the file itself as path")
+    named = [files] if isinstance(files, str) else list(files or ())
+    if named and path not in _BUILDERS:
+        named = [str(Path(path) / name) for name in named]
+    found = named or [path]
+    if entry.get("split") not in (None, "train") and any(Source(path=one).is_local for one in found):
+        raise ConfigError(f"datasets: {found[0]} is a local file and has no split {entry['split']}; leave split out")
+    kind = entry.get("type")
+    if kind is not None and not (isinstance(kind, str) and "." in kind):
+        raise ConfigError(
+            f"datasets: type must be a transform's import path such as rewards.prompt_transform, got {kind!r}"
+        )
+    return found
+
+
+def _rows(source: Source, split: Split) -> Iterator[Row]:
+    """Rows of a split; which one a row is of depends on its columns alone."""
+    return source.rows(split, lambda row: repr(sorted(row.columns.items())))
+
+
+def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) -> Change | None:
+    """The change that a data set's ``type`` makes; None if it has none.
+
+    Raises:
+        EnvError: it cannot be made.
+    """
+    path = entry.get("type")
+    if path is None:
+        return None
+    try:
+        function = resolve.import_object(path)
+    except ConfigError as error:
+        raise EnvError(f"datasets: type: {error}") from error
+    try:
+        made = function(Options(cfg), **({"dataset_idx": number} if _accepts(function, "dataset_idx") else {}))
+    except Exception as error:  # user code; the message carries it
+        raise EnvError(f"datasets: {path} raised {type(error).__name__}: {error}") from error
+    change, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    if not callable(change) or not isinstance(options, dict):
+        raise EnvError(f"datasets: {path} returned {made!r}, expected a function of a row, and a mapping of options")
+    if odd := set(options) - _HARMLESS - {"remove_columns"}:
+        raise EnvError(
+            f"datasets: {path} asks for {', '.join(sorted(odd))}, and only remove_columns is understood here"
+        )
+    removed = options.get("remove_columns") or ()
+    if "tokenizer" in inspect.signature(change).parameters:
+        change = partial(change, tokenizer=_tokenizer(str(cfg["base_model"])))
+    return partial(_merge, change, {removed} if isinstance(removed, str) else set(removed), path)
+
+
+def _merge(
+    change: Callable[[dict[str, Json]], Any], removed: set[str], path: str, row: dict[str, Json]
+) -> dict[str, Json]:
+    """Columns that stay, and over them what the function returns."""
+    returned = change(dict(row))
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"{path} made a {type(returned).__name__} of it, expected a mapping with prompt")
+    return {**{key: value for key, value in row.items() if key not in removed}, **returned}
+
+
+def _changed(row: Row, change: Change | None, entry: Mapping[str, Any]) -> Row:
+    try:
+        return row if change is None else replace(row, columns=change(row.columns))
+    except Exception as error:  # user code; one row's failure names that row
+        raise EnvError(f"{row.where}: {entry['type']} raised {type(error).__name__}: {error}") from error
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+@cache
+def _tokenizer(model: str) -> Any:
+    from tandem.policy.policy import load_tokenizer
+
+    return load_tokenizer(model)

@@ -1,0 +1,185 @@
+"""Rewards, sampling and the objective of an Axolotl file, with the defaults of TRL where it leaves one out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.types import Json
+
+if TYPE_CHECKING:
+    from tandem.compat._axolotl_recipe import Recipe
+
+REDUCTIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
+"""trl.loss_type: what the sum over tokens is divided by."""
+
+LENGTH = 512
+"""TRL's trl.max_completion_length."""
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+
+
+def put(recipe: Recipe) -> None:
+    """All of it."""
+    _rewards(recipe)
+    _sampling(recipe)
+    _advantage(recipe)
+    _loss(recipe)
+    _reference(recipe)
+    file = recipe.file
+    if file.get("trl.mask_truncated_completions"):
+        recipe.put("truncated", "mask", "trl.mask_truncated_completions")
+    dropped = file.get("trl.skip_zero_advantage_batches", True)
+    recipe.put("flat_groups", "drop" if dropped else "keep", "trl.skip_zero_advantage_batches")
+    if dropped:
+        file.note(
+            "trl.skip_zero_advantage_batches", "groups of equal rewards are not trained; others are sampled instead"
+        )
+
+
+def _rewards(recipe: Recipe) -> None:
+    file = recipe.file
+    names: list[Json] = file.get("trl.reward_funcs", [])
+    weights: list[Json] = file.get("trl.reward_weights", [1.0] * len(names))
+    if not names:
+        file.wrong("trl.reward_funcs", "name at least one function, such as rewards.accuracy_reward")
+    if len(names) != len(weights):
+        file.wrong(
+            "trl.reward_weights", f"{len(names)} reward_funcs need {len(names)} weights, and there are {len(weights)}"
+        )
+        return
+    models = 0
+    for name, weight in zip(names, weights, strict=True):
+        if not isinstance(name, str) or not name.strip():
+            file.wrong("trl.reward_funcs", f"expected import paths and models, got {name!r}")
+        elif names.count(name) > 1:
+            file.wrong("trl.reward_funcs", f"{name} is given twice; add up its weights")
+        elif _FUNCTION.match(name) and not Path(name).exists():
+            recipe.put(("rewards", name), weight, "trl.reward_funcs")
+        else:
+            models += 1
+            part = {"kind": "reward_model", "weight": weight, "model": name}
+            recipe.put(("rewards", "reward_model" + (f"_{models}" if models > 1 else "")), part, "trl.reward_funcs")
+
+
+def _sampling(recipe: Recipe) -> None:
+    file = recipe.file
+    if "trl.max_completion_length" not in file:
+        file.note("trl.max_completion_length", f"{LENGTH}, TRL's default")
+    recipe.put("sampling.max_tokens", file.get("trl.max_completion_length", LENGTH), "trl.max_completion_length")
+    for option in ("temperature", "top_p", "min_p"):
+        recipe.copy(f"trl.{option}", f"sampling.{option}")
+    if "trl.top_k" in file:
+        recipe.put("sampling.top_k", max(0, file.get("trl.top_k")), "trl.top_k")
+    for name, value in file.get("trl.generation_kwargs", {}).items():
+        if name == "stop":
+            recipe.put("sampling.stop", [value] if isinstance(value, str) else value, "trl.generation_kwargs")
+        else:
+            file.wrong(
+                "trl.generation_kwargs",
+                f"{name} is not in Tandem yet: what changes the sampled distribution must be in the logprobs; only "
+                "stop can be given here",
+            )
+
+
+def _advantage(recipe: Recipe) -> None:
+    file = recipe.file
+    together = file.get("trl.multi_objective_aggregation", "sum_then_normalize")
+    scale = file.get("trl.scale_rewards", True)
+    kinds = {"True": "grpo", "group": "grpo", "batch": "batch_std", "False": "dr_grpo", "none": "dr_grpo"}
+    if str(scale) not in kinds:
+        file.wrong("trl.scale_rewards", f"expected true, false, group, batch or none, got {scale!r}")
+    if together == "normalize_then_sum":
+        if scale not in (True, "group"):
+            file.note("trl.scale_rewards", "changes nothing: normalize_then_sum standardises each reward by itself")
+        recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation")
+    elif together != "sum_then_normalize":
+        file.wrong(
+            "trl.multi_objective_aggregation", f"expected sum_then_normalize or normalize_then_sum, got {together}"
+        )
+    else:
+        recipe.put("advantage", kinds.get(str(scale), "grpo"), "trl.scale_rewards")
+
+
+def _loss(recipe: Recipe) -> None:
+    file = recipe.file
+    level, named = file.get("trl.importance_sampling_level", "token"), file.get("trl.loss_type", "dapo")
+    if named not in REDUCTIONS:
+        file.wrong("trl.loss_type", f"expected one of {', '.join(REDUCTIONS)}, got {named}")
+    if level not in ("token", "sequence"):
+        file.wrong("trl.importance_sampling_level", f"expected token or sequence, got {level}")
+    recipe.put("loss.kind", "gspo" if level == "sequence" else "grpo", "trl.importance_sampling_level", "trl.loss_type")
+    recipe.put("loss.reduction", REDUCTIONS.get(named, "token"), "trl.loss_type")
+    if "trl.loss_type" not in file:
+        file.note("trl.loss_type", "dapo, TRL's default")
+    low = file.get("trl.epsilon", 0.2)
+    high = file.get("trl.epsilon_high", low)
+    if recipe.updates > 1:
+        recipe.put("updates", recipe.updates, "trl.num_iterations")
+        recipe.put("loss.clip_low", low, "trl.epsilon")
+        recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
+        if level == "token":
+            recipe.put("loss.dual_clip", None, "trl.epsilon")
+    else:
+        for option in ("trl.epsilon", "trl.epsilon_high"):
+            if option in file:
+                file.note(option, "changes nothing: with num_iterations 1 every ratio to the step's own policy is 1")
+        if file.get("trl.num_iterations", 1) < 1:
+            file.wrong("trl.num_iterations", "it must be at least 1")
+    recipe.put("old_logprobs", "recomputed", "trl.vllm_importance_sampling_correction")
+    _corrections(recipe)
+
+
+def _corrections(recipe: Recipe) -> None:
+    """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always."""
+    file = recipe.file
+    correction, mode = "trl.vllm_importance_sampling_correction", "trl.vllm_importance_sampling_mode"
+    corrections: list[Json] = []
+    if file.get("trl.use_vllm", False) and file.get(correction, True):
+        default = "token_truncate" if file.get("trl.use_data_producer") else "sequence_mask"
+        over, _, beyond = file.get(mode, default).partition("_")
+        if over not in ("token", "sequence") or beyond not in ("truncate", "mask"):
+            file.wrong(mode, "expected token_truncate, token_mask, sequence_truncate or sequence_mask")
+            return
+        cap = file.get("trl.vllm_importance_sampling_cap", 3.0)
+        corrections.append({"kind": over, "beyond": beyond, "high": cap})
+        if mode not in file:
+            file.note(
+                mode, f"{default} with cap {cap:g}, its default{' with use_data_producer' * (beyond == 'truncate')}"
+            )
+    else:
+        why = (
+            f"{correction} is false"
+            if file.get("trl.use_vllm")
+            else "the policy itself samples (trl.use_vllm is false)"
+        )
+        for option in (correction, mode, "trl.vllm_importance_sampling_cap"):
+            if file.get(option):
+                file.note(option, f"changes nothing: {why}")
+    if "trl.off_policy_mask_threshold" in file:
+        corrections.append({"kind": "opsm", "threshold": file.get("trl.off_policy_mask_threshold")})
+    if corrections:
+        recipe.put("corrections", corrections, mode, correction, "trl.off_policy_mask_threshold")
+
+
+def _reference(recipe: Recipe) -> None:
+    file = recipe.file
+    beta, moves = file.get("trl.beta", 0.0), file.get("trl.sync_ref_model", False)
+    if not beta:
+        for option in ("trl.sync_ref_model", "trl.use_bias_correction_kl"):
+            if file.get(option):
+                file.wrong(option, "it needs a penalty: set trl.beta above 0, or leave it out")
+        return
+    every = recipe.per_step(file.get("trl.ref_model_sync_steps", 64))
+    recipe.put("reference.kind", "average" if moves else "start", "trl.sync_ref_model", "trl.beta")
+    recipe.put("reference.beta", beta, "trl.beta")
+    corrected = file.get("trl.use_bias_correction_kl", not file.get("trl.use_data_producer", False))
+    recipe.put("reference.ratio_corrected", corrected, "trl.use_bias_correction_kl")
+    if moves:
+        recipe.put("reference.mixup", file.get("trl.ref_model_mixup_alpha", 0.9), "trl.ref_model_mixup_alpha")
+        recipe.put("reference.every", every, "trl.ref_model_sync_steps")
+    else:
+        for option in ("trl.ref_model_mixup_alpha", "trl.ref_model_sync_steps"):
+            if option in file:
+                file.note(option, "changes nothing without sync_ref_model")

@@ -1,0 +1,309 @@
+"""What the options of an Axolotl file come to: Tandem's recipe, part by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from tandem.compat import _axolotl_engine as engine
+from tandem.compat import _axolotl_objective as objective
+from tandem.compat._axolotl_file import File
+from tandem.config import RunConfig
+from tandem.errors import TandemError
+from tandem.recipe.tree import Branch, from_plain, plain
+from tandem.types import Json
+
+ENV = "tandem.compat._axolotl_env:Rows"
+"""The environment that plays an Axolotl file's data sets."""
+
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw8bit"),
+    "adafactor": "adafactor",
+}
+"""By Axolotl's names."""
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+"""By Axolotl's names."""
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A recipe in the making."""
+
+    file: File
+    """What it is made of."""
+    serving: bool
+    """True if an engine alone is to be started."""
+    tree: Branch = field(default_factory=lambda: Branch(where=""))
+    """As far as it is made."""
+
+    def put(self, path: str | tuple[str, ...], value: Json, *options: str) -> None:
+        """Set an option of the recipe, said to be where the first of these options of the file is written."""
+        words = path.split(".") if isinstance(path, str) else list(path)
+        where = self.file.where(*options)
+        branch = self.tree
+        for word in words[:-1]:
+            inner = branch.entries.get(word)
+            if not isinstance(inner, Branch):
+                inner = Branch(where=where)
+                branch.put(word, inner, where)
+            branch = inner
+        branch.put(words[-1], from_plain(value, where), where)
+
+    def copy(self, option: str, path: str) -> None:
+        """Hand an option on as it is, if it is set."""
+        if option in self.file:
+            self.put(path, self.file.get(option), option)
+
+    @property
+    def plain(self) -> dict[str, Json]:
+        """The file's options as plain data, as transforms are given them."""
+        data = plain(self.file.tree)
+        assert isinstance(data, dict)
+        return data
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of one step; Axolotl counts each as a step."""
+        iterations: int = self.file.get("trl.num_iterations", 1)
+        return max(1, iterations)
+
+    def per_step(self, count: float) -> int:
+        """A number of Axolotl's steps as Tandem's."""
+        return max(1, math.ceil(count / self.updates)) if count > 0 else 0
+
+    def make(self) -> None:
+        """All of it."""
+        self.tree.where = self.file.tree.where
+        _model(self)
+        groups, size = _batch(self)
+        objective.put(self)
+        engine.put(self, groups * size)
+        steps = _steps(self, groups)
+        _optimizer(self, steps)
+        _run(self)
+        order = [option.name for option in fields(RunConfig)]
+        self.tree.entries = dict(sorted(self.tree.entries.items(), key=lambda entry: order.index(entry[0])))
+
+
+def _model(recipe: Recipe) -> None:
+    file = recipe.file
+    recipe.copy("base_model", "model")
+    named = file.get("tokenizer_config")
+    if named not in (None, file.get("base_model")):
+        file.wrong("tokenizer_config", f"the tokenizer is the model's own, {file.get('base_model')}; leave it out")
+    _template(recipe)
+    recipe.copy("trl.chat_template_kwargs", "chat_template_kwargs")
+    own = {key: text for key, text in file.get("special_tokens", {}).items() if key != "pad_token"}
+    if own:
+        _check_tokens(recipe, own)
+    _adapter(recipe)
+    _precision(recipe)
+
+
+def _template(recipe: Recipe) -> None:
+    file = recipe.file
+    template, jinja = file.get("chat_template", "tokenizer_default"), file.get("chat_template_jinja")
+    if template == "jinja" and jinja:
+        recipe.copy("chat_template_jinja", "chat_template")
+    elif template == "jinja":
+        file.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
+    elif jinja:
+        file.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
+    elif not template.startswith("tokenizer_default"):
+        file.wrong(
+            "chat_template",
+            f"Axolotl's own template {template} is not in Tandem; write tokenizer_default for the model's own, or "
+            "jinja with the template in chat_template_jinja",
+        )
+
+
+def _check_tokens(recipe: Recipe, own: Mapping[str, Json]) -> None:
+    """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
+    from tandem.policy.policy import load_tokenizer
+
+    file = recipe.file
+    try:
+        tokenizer = load_tokenizer(file.get("base_model", ""))
+    except TandemError as error:
+        file.wrong("special_tokens", f"they cannot be compared with the tokenizer's: {error}")
+        return
+    for key, text in own.items():
+        if (its := getattr(tokenizer, key, None)) != text:
+            file.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {its!r}; leave it out")
+
+
+def _adapter(recipe: Recipe) -> None:
+    file = recipe.file
+    adapter = file.get("adapter", "")
+    if adapter not in ("", "lora"):
+        file.wrong("adapter", f"{adapter} is not trained here; write lora with bfloat16 weights, or leave it out")
+        return
+    recipe.put("trains.kind", adapter or "full", "adapter")
+    recipe.copy("peft_layers_to_transform", "trains.layers")
+    if not adapter:
+        for option in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules"):
+            if file.get(option):
+                file.note(option, "changes nothing without adapter: lora")
+        return
+    for option, path in {"lora_r": "trains.rank", "lora_alpha": "trains.alpha"}.items():
+        if option not in file:
+            file.wrong("adapter", f"lora needs {option}")
+        recipe.copy(option, path)
+    modules = file.get("lora_target_modules")
+    if file.get("lora_target_linear") or modules == "all-linear":
+        recipe.put("trains.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
+    elif isinstance(modules, list) and modules:
+        recipe.copy("lora_target_modules", "trains.target_modules")
+    elif modules:
+        file.wrong("lora_target_modules", "expected a list of names such as [q_proj, v_proj], or all-linear")
+    else:
+        file.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
+
+
+def _precision(recipe: Recipe) -> None:
+    file = recipe.file
+    half = file.get("bf16", not file.get("float32", False))
+    if half not in (True, False, "auto", "full"):
+        file.wrong("bf16", f"expected true, false, auto or full, got {half!r}")
+    recipe.put("dtype", "bfloat16" if half else "float32", "bf16", "float32")
+    for option in ("vllm.dtype", "trl.vllm_dtype"):
+        asked = file.get(option, "auto")
+        if asked not in ("auto", "bfloat16" if half else "float32"):
+            file.wrong(option, f"the engine samples from the weights that are trained; write auto, not {asked}")
+    if file.get("fp8"):
+        recipe.put("matmul", "fp8", "fp8")
+    recipe.copy("torch_compile", "compile")
+    checkpointing = file.get("gradient_checkpointing")
+    if checkpointing in ("offload", "offload_disk"):
+        file.note("gradient_checkpointing", "what is kept stays on the device, as with true")
+    if checkpointing not in (None, True, False, "offload", "offload_disk"):
+        file.wrong("gradient_checkpointing", f"expected true, false or offload, got {checkpointing!r}")
+    elif checkpointing is not None:
+        recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
+
+
+def _batch(recipe: Recipe) -> tuple[int, int]:
+    """Groups of a step and answers of a group."""
+    file = recipe.file
+    micro, accumulated = file.get("micro_batch_size", 1), file.get("gradient_accumulation_steps", 1)
+    size = file.get("trl.num_generations", 8)
+    tokens = max(file.get("sequence_len", 512), file.get("trl.max_completion_length", 512))
+    for path, number in {
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": accumulated,
+        "trl.num_generations": size,
+        "sequence_len": tokens,
+    }.items():
+        if number < 1:
+            file.wrong(path, "it must be at least 1")
+            return 1, 1
+    groups, rest = divmod(micro * accumulated, size)
+    if rest or not groups:
+        file.wrong(
+            "trl.num_generations",
+            f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated} = {micro * accumulated} "
+            f"completions, which are no whole number of groups of {size}; change one of the three",
+        )
+    recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
+    recipe.put("group_size", size, "trl.num_generations")
+    recipe.put("micro_batch_tokens", micro * tokens, "micro_batch_size")
+    return max(groups, 1), size
+
+
+def _steps(recipe: Recipe, groups: int) -> int:
+    """Steps of the run: those that are said, or as many as the rows are enough for."""
+    from tandem.compat._axolotl_env import Rows
+
+    file = recipe.file
+    if file.get("max_steps", 0) > 0:
+        steps = recipe.per_step(file.get("max_steps"))
+        recipe.put("steps", steps, "max_steps")
+    elif recipe.serving or "datasets" not in file or file.problems:
+        recipe.put("steps", steps := 1, "num_epochs")  # an engine alone takes none, and mistakes are told first
+    else:
+        epochs = file.get("num_epochs", 1)
+        try:
+            rows = Rows(cfg=recipe.plain).count("train")
+        except TandemError as error:
+            file.wrong("num_epochs", f"rows cannot be counted, so give max_steps instead: {error}")
+            return 1
+        steps = max(1, math.ceil(epochs * (rows // groups)))
+        recipe.put("steps", steps, "num_epochs", "datasets")
+        file.note("num_epochs", f"{rows} rows, {groups} of them a step, {epochs:g} times: {steps} steps")
+    if recipe.updates > 1:
+        file.note("trl.num_iterations", f"a step has {recipe.updates} updates, each of which Axolotl counts as a step")
+    return steps
+
+
+def _optimizer(recipe: Recipe, steps: int) -> None:
+    file = recipe.file
+    name = file.get("optimizer", "adamw_torch_fused")
+    if name not in OPTIMIZERS:
+        file.wrong("optimizer", f"there is no {name} here; choose from {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS.get(name, "adamw")
+    recipe.put("optimizer.kind", kind, "optimizer")
+    if kind == "adafactor":
+        file.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
+    if "learning_rate" not in file:
+        file.problems.add(file.tree.where, "missing 'learning_rate'")
+    recipe.copy("learning_rate", "optimizer.lr")
+    scheduler = file.get("lr_scheduler", "cosine")
+    if scheduler not in SCHEDULES:
+        file.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
+    recipe.put("optimizer.schedule", SCHEDULES.get(scheduler, "cosine"), "lr_scheduler")
+    recipe.copy("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
+    if scheduler == "constant" and (file.get("warmup_steps") or file.get("warmup_ratio")):
+        file.note("lr_scheduler", "constant has no warm-up in Axolotl, whatever warmup_steps says; so here")
+    elif warmup := _warmup(recipe, steps):
+        recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
+    for option, path in {
+        "weight_decay": "weight_decay",
+        "adam_epsilon": "eps",
+        "max_grad_norm": "max_grad_norm",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+    }.items():
+        recipe.copy(option, f"optimizer.{path}")
+
+
+def _warmup(recipe: Recipe, steps: int) -> int:
+    """Steps of warm-up; by default Axolotl's, three in a hundred and 100 at most."""
+    file = recipe.file
+    if "warmup_steps" in file:
+        return recipe.per_step(file.get("warmup_steps"))
+    if "warmup_ratio" in file:
+        return int(file.get("warmup_ratio") * steps)
+    if (default := min(int(0.03 * steps), 100)) and file.get("lr_scheduler") != "constant":
+        file.note("warmup_steps", f"{default}, Axolotl's default: three steps in a hundred")
+    return default
+
+
+def _run(recipe: Recipe) -> None:
+    """Data, what is measured and written down."""
+    file = recipe.file
+    if "datasets" not in file:
+        file.problems.add(file.tree.where, "missing 'datasets': a list of mappings with path and type")
+    recipe.put("env.kind", ENV, "datasets")
+    recipe.put("env.cfg", recipe.plain, "datasets")
+    if not (file.get("val_set_size") or file.get("test_datasets")):
+        recipe.put("evaluate.tasks", 0, "val_set_size")
+    elif file.get("eval_steps"):
+        recipe.put("evaluate.every", recipe.per_step(file.get("eval_steps")), "eval_steps")
+    if file.get("save_steps"):
+        recipe.put("checkpoint.every", recipe.per_step(file.get("save_steps")), "save_steps")
+    recipe.copy("save_total_limit", "checkpoint.keep")
+    recipe.copy("trl.reward_num_workers", "grading.workers")
+    recipe.copy("seed", "seed")
+    recipe.copy("wandb_name", "name")
+    recipe.put("runs", file.get("output_dir", "model-out"), "output_dir")
+    sinks: list[Json] = ["console"]
+    if (file.get("use_wandb") or file.get("wandb_project")) and file.get("wandb_mode") != "disabled":
+        named = {key: file.get(f"wandb_{key}") for key in ("project", "entity", "mode")}
+        sinks.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
+    if file.get("use_tensorboard"):
+        sinks.append("tensorboard")
+    if len(sinks) > 1:
+        recipe.put("sinks", sinks, "wandb_project", "use_wandb", "use_tensorboard")

@@ -1,0 +1,76 @@
+"""Data sets in ms-swift's forms, as tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.envs.dataset import Dataset
+from tandem.types import Json, Task
+
+KIND = f"{__name__}:Rows"
+"""How a recipe names the environment."""
+TAGGED = "<think></think>\n<answer>\n{answer}\n</answer>"
+"""A gold reply that ms-swift's format reward likes."""
+
+_PROMPTS = ("query", "question", "problem", "instruction")
+"""Columns that hold the question where there are neither messages nor a prompt, the first that is there."""
+_ANSWERS = ("answer", "response", "output")
+"""Columns that hold the gold answer where there is no solution."""
+_MEDIA = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Dataset):
+    """Rows with messages, or with query and response; solution or answer is the gold answer."""
+
+    answer: str = "solution"
+    """Column with the gold answer."""
+    transform: str = f"{__name__}:row"
+    """What brings ms-swift's forms into one."""
+    gold_reply: str = "{answer}"
+    """How a right answer is said, to check rewards by; empty: they are not checked."""
+
+    @property
+    def name(self) -> str:
+        return "swift"
+
+    def check(self, task: Task) -> str | None:
+        """No reply is known to a task without an answer."""
+        return self.gold_reply.replace("{answer}", task.answer) if task.answer and self.gold_reply else None
+
+
+def row(columns: dict[str, Json]) -> dict[str, Json]:
+    """A row with ``prompt`` (messages) and ``solution`` (text) besides its own columns.
+
+    The last answer of a conversation is the gold one where there is no column with it, and never in the prompt.
+
+    Raises:
+        ValueError: it holds no question, or media.
+    """
+    if media := [name for name in _MEDIA if columns.get(name)]:
+        raise ValueError(f"it has {media[0]}, and Tandem trains on text")
+    messages = _messages(columns)
+    said = None
+    if messages and messages[-1].get("role") == "assistant":
+        said = messages.pop().get("content")
+    answers = [columns.get(name) for name in ("solution", *_ANSWERS)]
+    found = next((answer for answer in [*answers, said] if answer is not None), "")
+    return {**columns, "prompt": messages, "solution": found if isinstance(found, str) else str(found)}
+
+
+def _messages(columns: dict[str, Json]) -> list[dict[str, Any]]:
+    """The conversation so far."""
+    given = columns.get("messages", columns.get("prompt"))
+    if isinstance(given, list):
+        return list(given)
+    question = given if isinstance(given, str) else next((columns[n] for n in _PROMPTS if columns.get(n)), None)
+    if question is None:
+        has = ", ".join(columns) or "nothing"
+        raise ValueError(f"it has no messages, prompt or {', '.join(_PROMPTS)}; it has {has}")
+    said: list[dict[str, Any]] = []
+    if columns.get("system"):
+        said.append({"role": "system", "content": columns["system"]})
+    for asked, answered in columns.get("history") or []:
+        said += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return [*said, {"role": "user", "content": question}]

@@ -1,0 +1,191 @@
+"""Data, rewards and engine of ms-swift's arguments, as parts of a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.compat._swift_data import KIND as ROWS
+from tandem.compat._swift_data import TAGGED
+from tandem.compat._swift_given import Given
+from tandem.compat._swift_plugin import KIND as PLUGIN
+from tandem.types import Json
+
+_FORMAT = r"(?s)^<think>.*?</think>\s*<answer>.*?</answer>\Z"
+_STARTING = {
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_len": "max_model_len",
+    "vllm_max_num_seqs": "max_num_seqs",
+    "vllm_enforce_eager": "enforce_eager",
+    "vllm_limit_mm_per_prompt": "limit_mm_per_prompt",
+    "vllm_enable_prefix_caching": "enable_prefix_caching",
+}
+"""Arguments of an engine that is started here, and what they are of it."""
+_PASSED = ("disable_custom_all_reduce", "disable_cascade_attn", "enable_expert_parallel")
+
+
+def datasets(given: Given) -> dict[str, Json]:
+    """``env``, or ``envs`` of several data sets, drawn from in proportion to their ``#N`` where all have one."""
+    names = given["dataset"] or []
+    if not names:
+        given.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
+        return {}
+    validation = given["val_dataset"] or []
+    if len(validation) > 1 or (validation and len(names) > 1):
+        given.wrong("val_dataset", "one data set has one other to be evaluated on")
+    if validation and given["split_dataset_ratio"]:
+        given.wrong("split_dataset_ratio", "it changes nothing beside --val_dataset, which is held out; leave it out")
+    found = [_dataset(given, name, validation) for name in names]
+    if len(found) == 1:
+        return {"env": found[0]}
+    counts = [env.get("max_rows") for env in found]
+    if not all(counts):
+        given.note("dataset", "each is drawn from as often as the others; PATH#N for all draws in proportion to N")
+        counts = [1] * len(found)
+    own = rewards(given)
+    return {
+        "envs": {
+            f"{Path(env['path']).stem}-{i}": {"env": env, "weight": count, "rewards": own}
+            for i, (env, count) in enumerate(zip(found, counts, strict=True), 1)
+        }
+    }
+
+
+def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
+    """Options of one data set's environment."""
+    path, _, count = name.partition("#")
+    if count and not count.isdecimal():
+        given.wrong("dataset", f"{name}: what follows # is a number of rows")
+        count = ""
+    hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
+    env: dict[str, Json] = {"kind": ROWS, "path": path}
+    if hub is not None and not Path(path).exists() and not Path(path).suffix.lower().startswith(".json"):
+        if hub[1] == "MS":
+            given.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
+        env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
+    env |= {"max_rows": int(count)} if count and int(count) else {}
+    env |= {"test_path": validation[0]} if validation else {"test_share": given["split_dataset_ratio"]}
+    if given["system"]:
+        file = Path(given["system"])
+        env["system"] = (
+            file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else given["system"]
+        )
+    return env | ({"gold_reply": TAGGED} if "format" in given["reward_funcs"] else {})
+
+
+def rewards(given: Given) -> dict[str, Json]:
+    """Every reward by ms-swift's name for it, with its weight; reward models come last."""
+    names, models, weights = given["reward_funcs"], given["reward_model"], given["reward_weights"]
+    total = len(names) + len(models)
+    if not total:
+        given.wrong("reward_funcs", "neither it nor --reward_model names a reward")
+    if weights is not None and len(weights) != total:
+        given.wrong("reward_weights", f"there are {len(weights)} for {total} rewards; write one for each")
+        weights = None
+    kinds = {name: _reward(given, name) for name in names}
+    if len(kinds) < len(names):
+        given.wrong("reward_funcs", "a reward is named twice; give it a greater weight instead")
+    for i, model in enumerate(models):
+        kinds["reward_model" if len(models) == 1 else f"reward_model_{i + 1}"] = {
+            "kind": "reward_model",
+            "model": model,
+        }
+    found = {}
+    for (name, options), weight in zip(kinds.items(), weights or [1.0] * len(kinds), strict=False):
+        scale = options.pop("scale", 1.0)
+        found[name] = {**options, "weight": weight * scale}
+    return found
+
+
+def _reward(given: Given, name: str) -> dict[str, Json]:
+    """One reward function's kind and options; ``scale`` multiplies its weight."""
+    longest = given["max_completion_length"]
+    match name:
+        case "accuracy":
+            return {"kind": "math_verify"}
+        case "format":
+            return {"kind": "format", "pattern": _FORMAT}
+        case "cosine":
+            return {
+                "kind": "cosine_length",
+                "accuracy": "math_verify",
+                "max_tokens": given["cosine_max_len"] or longest,
+                "right_short": given["cosine_min_len_value_correct"],
+                "right_long": given["cosine_max_len_value_correct"],
+                "wrong_short": given["cosine_min_len_value_wrong"],
+                "wrong_long": given["cosine_max_len_value_wrong"],
+            }
+        case "repetition":
+            return {"kind": "repetition", "ngram": given["repetition_n_grams"],
+                    "scale": -given["repetition_max_penalty"]}  # fmt: skip
+        case "soft_overlong":
+            if given["soft_cache_length"] is None:
+                given.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
+            most = given["soft_max_length"] or longest
+            return {"kind": "overlong", "max_tokens": most, "cache": given["soft_cache_length"]}
+    if not given["external_plugins"]:
+        known = "accuracy, format, cosine, repetition, soft_overlong"
+        given.wrong(
+            "reward_funcs", f"there is no {name!r}; choose from {known}, or name its file by --external_plugins"
+        )
+        return {}
+    return {"kind": PLUGIN, "registered": name, "files": list(given["external_plugins"])}
+
+
+def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int) -> dict[str, Json]:
+    """``engine``, and ``sync`` as what is trained has to travel."""
+    periodic = {"every": rounds} if rounds > 1 else {}
+    if mode == "none":
+        return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
+    if mode == "server":
+        found = {"kind": "vllm", "urls": _urls(given), "start_seconds": given["vllm_server_timeout"]}
+        return {"engine": found, "sync": {"kind": "broadcast", **periodic}}
+    devices = [word.removeprefix("cuda:") for word in given["vllm_device"] or []]
+    size = given["vllm_tensor_parallel_size"]
+    found = {"kind": "vllm", **started(given)}
+    if devices:
+        wrong = [device for device in devices if not device.isdecimal()]
+        if wrong or len(devices) % size:
+            given.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
+        groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
+        found |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
+    if given["num_infer_workers"] not in (None, len(devices)):
+        given.wrong("num_infer_workers", f"vllm_device has {len(devices)}; leave it out")
+    if given["sleep_level"] not in (0, 1, 2):
+        given.wrong("sleep_level", "it is 0, 1 or 2")
+    elif given["sleep_level"]:
+        given.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
+                                  "and values stay within gpu_memory_utilization")  # fmt: skip
+    if "vllm_gpu_memory_utilization" not in given and not devices:
+        given.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
+    shared = size == 1 and not devices
+    return {"engine": found, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
+
+
+def started(given: Given) -> dict[str, Json]:
+    """Options of an engine that is started here."""
+    found = {option: given[name] for name, option in _STARTING.items() if name in given}
+    own = dict(given["vllm_engine_kwargs"] or {})
+    own |= {name: True for name in _PASSED if given[f"vllm_{name}"]}
+    return found | ({"args": own} if own else {})
+
+
+def _urls(given: Given) -> list[str]:
+    """Addresses of engines that run already; one that listens everywhere is asked at this machine."""
+    if given["vllm_server_base_url"]:
+        for name in ("vllm_server_host", "vllm_server_port"):
+            if name in given:
+                given.wrong(name, "it changes nothing beside --vllm_server_base_url, which has it; leave it out")
+        return [url.rstrip("/").removesuffix("/v1") for url in given["vllm_server_base_url"]]
+    hosts, ports = given["vllm_server_host"] or [], given["vllm_server_port"]
+    if not hosts:
+        given.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
+    if wrong := [port for port in ports if not port.isdecimal()]:
+        given.wrong("vllm_server_port", f"{wrong[0]!r} is no port")
+    if len(ports) not in (1, len(hosts)):
+        given.wrong("vllm_server_port", f"there are {len(ports)} for {len(hosts)} hosts; write one, or one for each")
+        return []
+    pairs = zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True)
+    return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" for host, port in pairs]

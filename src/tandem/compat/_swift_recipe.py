@@ -1,0 +1,395 @@
+"""What the arguments of ms-swift's GRPO come to in a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tandem.compat._swift_given import Given
+from tandem.compat._swift_parts import datasets, engine, rewards
+from tandem.types import Json
+
+COMPLETIONS = "tandem.compat.swift:Completions"
+"""The sink that writes completions.jsonl."""
+
+_REDUCTIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit", "adafactor": "adafactor",
+}  # fmt: skip
+_SCHEDULES = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
+    "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
+}  # fmt: skip
+_CORRECTIONS = {
+    None: None,
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+}
+_RANKS = ("NPROC_PER_NODE", "NNODES")
+_SCALES = {
+    "group": "grpo", "true": "grpo", "True": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo",
+    "False": "dr_grpo", "gdpo": "gdpo",
+}  # fmt: skip
+
+
+class Reading:
+    """One command line, read part by part."""
+
+    def __init__(self, given: Given, environ: Mapping[str, str]) -> None:
+        """Read nothing yet.
+
+        Args:
+            given: the arguments.
+            environ: NPROC_PER_NODE and NNODES are read.
+        """
+        self.given = given
+        self.environ = environ
+
+    def recipe(self) -> tuple[dict[str, Json], list[str]]:
+        """The whole recipe, and what to tell of it."""
+        given = self.given
+        notes = given.settle(self._places())
+        self._check()
+        if given.problems:
+            return {}, notes
+        data = datasets(given)
+        options: dict[str, Json] = {
+            "model": given["model"],
+            "steps": self._steps(data),
+            **data,
+            **({"rewards": rewards(given)} if "env" in data else {}),
+            "groups_per_step": self._completions // given["num_generations"],
+            "group_size": given["num_generations"],
+            **({"max_lag": lag} if (lag := self._rounds - 1 + bool(given["async_generate"])) else {}),
+            "sampling": self._sampling(),
+            **({"truncated": "mask"} if given["overlong_filter"] else {}),
+            "flat_groups": "drop" if given["dynamic_sample"] else "keep",
+            "advantage": self._advantage(),
+            "loss": self._loss(),
+            **self._correction(),
+            **self._reference(),
+            **({"updates": given["num_iterations"]} if given["num_iterations"] > 1 else {}),
+        }
+        if given.problems:  # steps are needed from here on
+            return {}, notes
+        return options | self._running(options["steps"]), notes
+
+    def _running(self, steps: int) -> dict[str, Json]:
+        """How those steps are computed, saved and shown."""
+        given = self.given
+        trains = self._trains()
+        context = given["max_length"] and given["max_length"] + given["max_completion_length"]
+        batch = given["per_device_train_batch_size"]
+        return {
+            "optimizer": self._optimizer(steps),
+            "trains": trains,
+            **engine(given, self.mode, trains, self._rounds),
+            "dtype": given["torch_dtype"],
+            **({"context": context, "micro_batch_tokens": batch * context} if context else {}),
+            **({"checkpointing": "full"} if given["gradient_checkpointing"] else {}),
+            "seed": given["seed"],
+            "evaluate": self._evaluate(),
+            "checkpoint": self._checkpoint(steps),
+            "sinks": self._sinks(),
+            **self._folder(),
+        }
+
+    @cached_property
+    def mode(self) -> str:
+        """none, colocate or server: where the engine is."""
+        given = self.given
+        if not given["use_vllm"]:
+            return "none"
+        named = "vllm_server_host" in given or "vllm_server_base_url" in given
+        return given["vllm_mode"] or ("server" if named else "colocate")
+
+    @cached_property
+    def _lora(self) -> bool:
+        return bool(self.given["train_type"] == "lora")
+
+    @cached_property
+    def _completions(self) -> int:
+        """Completions of one optimizer step."""
+        return int(self.given["per_device_train_batch_size"] * self.given["gradient_accumulation_steps"])
+
+    @cached_property
+    def _rounds(self) -> int:
+        """Steps that one round of generation is for."""
+        given = self.given
+        size = given["generation_batch_size"]
+        if given["steps_per_generation"]:
+            size = given["steps_per_generation"] * given["per_device_train_batch_size"]
+        return max(1, (size or self._completions) // self._completions)
+
+    @cached_property
+    def _at_ratio_one(self) -> bool:
+        """True if every ratio to the old policy is 1, which is then the policy itself."""
+        corrected = self.given["rollout_importance_sampling_mode"] is not None
+        return bool(corrected and self.given["num_iterations"] == 1)
+
+    def _places(self) -> dict[str, str]:
+        """Why arguments of each place change nothing; empty where they count."""
+        given, mode, loss = self.given, self.mode, self.given["loss_type"]
+        away = {
+            "none": "without --use_vllm true",
+            "server": "with --vllm_mode server, whose engine has options of its own (tandem swift deploy)",
+            "colocate": "with --vllm_mode colocate, whose engine is started here",
+        }
+        family = loss in _REDUCTIONS
+        one = "where rollout_importance_sampling_mode makes every ratio 1"
+        clipless = f"with --loss_type {loss}, which does not clip"
+        names = given["reward_funcs"]
+        evaluates = bool(given["split_dataset_ratio"] or given["val_dataset"])
+        reference = "" if given["beta"] else "with --beta 0, which has no reference"
+        return {
+            "vllm": away["none"] if mode == "none" else "",
+            "server": "" if mode == "server" else away.get(mode, ""),
+            "colocate": "" if mode == "colocate" else away.get(mode, ""),
+            "vllm_device": "" if "vllm_device" in given else "without --vllm_device, which says which GPUs",
+            "clipped": one if self._at_ratio_one else "" if family else clipless,
+            "clipped high": one if self._at_ratio_one and family else clipless if loss == "sapo" else "",
+            "grpo's loss": one
+            if self._at_ratio_one
+            else ""
+            if family and given["importance_sampling_level"] == "token"
+            else "with that loss, which has no second clip",
+            "sapo": one if self._at_ratio_one else "" if loss == "sapo" else f"with --loss_type {loss}",
+            "ratio": "" if family else f"with --loss_type {loss}, which has a ratio of its own",
+            "correction": ""
+            if given["rollout_importance_sampling_mode"]
+            else "without --rollout_importance_sampling_mode",
+            "reference": reference,
+            "average": reference or ("" if given["sync_ref_model"] else "without --sync_ref_model true"),
+            "lora": "" if self._lora else f"with --train_type {given['train_type']}, which trains no adapter",
+            "evaluation": "" if evaluates else "without --val_dataset or --split_dataset_ratio",
+            "reward model": "" if given["reward_model"] else "without --reward_model",
+            "dynamic_sample": "" if given["dynamic_sample"] else "without --dynamic_sample true",
+            **{
+                name: "" if name in names else f"without {name} among --reward_funcs"
+                for name in ("cosine", "repetition", "soft_overlong")
+            },
+        }
+
+    def _check(self) -> None:
+        """What no other argument decides."""
+        given = self.given
+        if not given["model"]:
+            given.wrong("model", "it is missing: a Hugging Face id or a folder")
+        if given["rlhf_type"] != "grpo":
+            given.wrong("rlhf_type", f"Tandem trains by grpo, not {given['rlhf_type']}")
+        if given["vllm_mode"] not in (None, "colocate", "server"):
+            given.wrong("vllm_mode", f"there is no {given['vllm_mode']!r}; choose from colocate, server")
+        for name in ("train_type", "torch_dtype", "optim", "lr_scheduler_type", "rollout_importance_sampling_mode"):
+            given.only(name, _CHOICES[name])
+        given.only("loss_type", {**_REDUCTIONS, "cispo": "", "sapo": ""})
+        given.only("importance_sampling_level", {"token": 1, "sequence": 1, "sequence_token": 1})
+        if given["truncation_strategy"] not in ("delete", "raise"):
+            given.wrong("truncation_strategy", "a prompt is never cut, for its answer would be to another question")
+        if self._lora and given["lora_dropout"]:
+            why = "it must be 0: the policy that is scored must be the policy that sampled"
+            given.wrong("lora_dropout", f"Tandem has no dropout; {why}")
+        elif self._lora and "lora_dropout" not in given:
+            given.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
+        if "ref_model" in given and given["ref_model"] != given["model"]:
+            given.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
+        if given["reward_model_plugin"] not in (None, ["default"]):
+            given.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
+        if "max_resample_times" in given and given["dynamic_sample"] and given["max_resample_times"] < 1:
+            given.wrong("max_resample_times", "it must be at least 1")
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        given = self.given
+        for name in _RANKS:
+            if self.environ.get(name, "1").strip() not in ("", "1"):
+                given.problems.add(
+                    f"{name}, of the environment",
+                    "the trainer is one process; unset it, and multiply gradient_accumulation_steps by it instead",
+                )
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
+                 "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
+                 "generation_batch_size", "steps_per_generation")  # fmt: skip
+        if not given.positive(*names):
+            return
+        if "generation_batch_size" in given and "steps_per_generation" in given:
+            given.wrong("generation_batch_size", "steps_per_generation says the same; leave one of them out")
+        group, step, batch = given["num_generations"], self._completions, given["per_device_train_batch_size"]
+        if group < 2:
+            given.wrong("num_generations", "it must be at least 2: an answer is judged against its siblings")
+        elif step % group:
+            given.wrong(
+                "num_generations",
+                f"per_device_train_batch_size x gradient_accumulation_steps is {step}, which is no whole number of "
+                f"groups of {group}; --gradient_accumulation_steps {group // math.gcd(group, batch)} makes it one",
+            )
+        size = given["generation_batch_size"] or (given["steps_per_generation"] or 0) * batch
+        name = "generation_batch_size" if given["generation_batch_size"] else "steps_per_generation"
+        if size % step:
+            given.wrong(name, f"{size} completions are no whole number of steps of {step}")
+        elif self._rounds > 1 and (self.mode != "server" and not given["vllm_device"]):
+            given.wrong(
+                name,
+                "the engine shares the trainer's weights, so that each step's answers are of the newest; leave it out, "
+                "or use --num_iterations, a server or --vllm_device",
+            )
+
+    def _steps(self, data: Mapping[str, Json]) -> int:
+        """Steps of the run; each is as many optimizer updates as num_iterations."""
+        given = self.given
+        if given["max_steps"] > 0:
+            return self._every(given["max_steps"])
+        from tandem.compat._swift_data import Rows
+
+        sources = [data["env"]] if "env" in data else [source["env"] for source in data["envs"].values()]
+        count = sum(len(Rows(**{k: v for k, v in env.items() if k != "kind"}).tasks("train")) for env in sources)
+        return max(
+            1, math.ceil(float(given["num_train_epochs"]) * count * int(given["num_generations"]) / self._completions)
+        )
+
+    def _sampling(self) -> Json:
+        given = self.given
+        found: dict[str, Json] = {"temperature": given["temperature"]}
+        found |= {"top_p": given["top_p"]} if given["top_p"] != 1 else {}
+        found |= {"top_k": given["top_k"]} if given["top_k"] > 0 else {}
+        found |= {"min_p": given["min_p"]} if given["min_p"] else {}
+        found |= {"max_tokens": given["max_completion_length"]}
+        return found | ({"stop": given["stop_words"]} if given["stop_words"] else {})
+
+    def _advantage(self) -> Json:
+        given = self.given
+        estimator, scale = given["advantage_estimator"], given["scale_rewards"]
+        if estimator == "rloo":
+            if _SCALES.get(scale or "none") != "dr_grpo":
+                given.wrong("scale_rewards", "rloo scales nothing; leave it out")
+            return {"kind": "rloo"}
+        if estimator != "grpo":
+            given.wrong("advantage_estimator", f"there is no {estimator!r} here; choose from grpo, rloo")
+        kind = _SCALES.get(scale or "group")
+        if kind is None:
+            given.wrong("scale_rewards", f"there is no {scale!r}; choose from group, batch, none, gdpo")
+        return {"kind": kind, **({"eps": 1e-4} if kind != "dr_grpo" else {})}
+
+    def _loss(self) -> Json:
+        given, kind = self.given, self.given["loss_type"]
+        low = given["epsilon"]
+        high = given["epsilon_high"] if given["epsilon_high"] is not None else low
+        if kind == "cispo":
+            if given["epsilon_high"] is None or high < 1:
+                given.wrong("epsilon_high", "of cispo it is the largest weight of a token, at least 1, such as 5")
+            return {"kind": "cispo", "cap": high, "reduction": "token"}
+        if kind == "sapo":
+            ends = {"temperature_positive": given["tau_pos"], "temperature_negative": given["tau_neg"]}
+            return {"kind": "sapo", **({} if self._at_ratio_one else ends), "reduction": "sequence"}
+        token = given["importance_sampling_level"] == "token"
+        clips = {"clip_low": low, "clip_high": high, **({"dual_clip": given["delta"]} if token else {})}
+        reduction = _REDUCTIONS[kind]
+        return {"kind": "grpo" if token else "gspo", **({} if self._at_ratio_one else clips), "reduction": reduction}
+
+    def _correction(self) -> dict[str, Json]:
+        found = _CORRECTIONS[self.given["rollout_importance_sampling_mode"]]
+        if found is None:
+            return {}
+        kind, beyond = found
+        bound = self.given["rollout_importance_sampling_threshold"]
+        return {"old_logprobs": "recomputed", "corrections": [{"kind": kind, "beyond": beyond, "high": bound}]}
+
+    def _reference(self) -> dict[str, Json]:
+        given = self.given
+        if not given["beta"]:
+            return {}
+        own = {"beta": given["beta"], "estimator": "k3", "ratio_corrected": False}
+        if not given["sync_ref_model"]:
+            return {"reference": {"kind": "start", **own}}
+        moving = {"mixup": given["ref_model_mixup_alpha"], "every": given["ref_model_sync_steps"]}
+        return {"reference": {"kind": "average", **own, **moving}}
+
+    def _optimizer(self, steps: int) -> Json:
+        given = self.given
+        kind = _OPTIMIZERS[given["optim"]]
+        if given["offload_optimizer"]:
+            if kind != "adamw":
+                given.wrong("offload_optimizer", f"it is of adamw, not of {given['optim']}")
+            kind = "adamw_cpu"
+        rate = given["learning_rate"] if given["learning_rate"] is not None else 1e-4 if self._lora else 1e-5
+        schedule = _SCHEDULES[given["lr_scheduler_type"]]
+        warmup = math.ceil(given["warmup_steps"] / given["num_iterations"]) or math.ceil(given["warmup_ratio"] * steps)
+        adam = {"beta1": given["adam_beta1"], "beta2": given["adam_beta2"], "eps": given["adam_epsilon"]}
+        found: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
+        found |= {"warmup_steps": warmup} if warmup else {}
+        for name, value in (given["lr_scheduler_kwargs"] or {}).items():
+            if name not in ("min_lr", "min_lr_rate") or schedule == "constant":
+                given.wrong("lr_scheduler_kwargs", f"{name} is unknown to {given['lr_scheduler_type']}")
+            found["min_lr_ratio"] = value / rate if name == "min_lr" else value
+        found |= {"max_grad_norm": given["max_grad_norm"], "weight_decay": given["weight_decay"]}
+        if kind == "adafactor":
+            for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+                if name in given:
+                    given.wrong(name, "it changes nothing with --optim adafactor; leave it out")
+            return found
+        return found | adam
+
+    def _trains(self) -> Json:
+        given = self.given
+        if not self._lora:
+            return {"kind": "full"}
+        modules = given["target_modules"]
+        merged = self.mode != "none" and not given["vllm_enable_lora"]
+        return {
+            "kind": "lora",
+            "rank": given["lora_rank"],
+            "alpha": given["lora_alpha"],
+            "target_modules": "all-linear" if modules == ["all-linear"] else modules,
+            **({"merged": True} if merged else {}),
+        }
+
+    def _evaluate(self) -> Json:
+        given = self.given
+        if not given["split_dataset_ratio"] and not given["val_dataset"]:
+            return {"tasks": 0}
+        every = given["eval_steps"] or self._every(given["save_steps"])
+        greedy = {"temperature": given["temperature"], "top_p": given["top_p"]}
+        return {"every": every, "samples": given["num_generations"], **greedy, "before": False}
+
+    def _every(self, updates: float) -> int:
+        """Steps that are so many optimizer updates."""
+        return max(1, math.ceil(updates / int(self.given["num_iterations"])))
+
+    def _checkpoint(self, steps: int) -> Json:
+        given, saves = self.given, self.given["save_steps"]
+        if given.only("save_strategy", {"steps": "steps", "no": "no"}) == "no":
+            return {"every": steps, "keep": 1}
+        every = min(steps, max(1, round(saves * steps)) if saves < 1 else self._every(saves))
+        return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
+
+    def _sinks(self) -> list[Json]:
+        given = self.given
+        boards = [name for name in given["report_to"] if name != "none"]
+        for name in boards:
+            if name not in ("tensorboard", "wandb", "trackio"):
+                given.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
+        return ["console", *boards, *([{"kind": COMPLETIONS}] if given["log_completions"] else [])]
+
+    def _folder(self) -> dict[str, Json]:
+        """Where the run's folder is."""
+        given = self.given
+        path = Path(given["output_dir"] or Path("output") / Path(given["model"]).name)
+        if given["add_version"]:
+            return {"runs": str(path), **({"name": given["run_name"]} if given["run_name"] else {})}
+        if given["run_name"]:
+            given.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
+        return {"runs": str(path.parent), "name": path.name}
+
+
+_CHOICES: dict[str, Mapping[Any, Any]] = {
+    "train_type": {"lora": "lora", "full": "full"},
+    "torch_dtype": {"bfloat16": "bfloat16", "float32": "float32"},
+    "optim": _OPTIMIZERS,
+    "lr_scheduler_type": _SCHEDULES,
+    "rollout_importance_sampling_mode": _CORRECTIONS,
+}

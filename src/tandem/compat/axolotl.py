@@ -1,0 +1,33 @@
+"""Axolotl's files with ``rl: grpo``, read as recipes wherever a recipe is read.
+
+``_axolotl_options`` lists every option. One that cannot take effect is refused with the reason, or told to change
+nothing; none is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from tandem.compat._axolotl_file import File
+from tandem.compat._axolotl_recipe import Recipe
+from tandem.recipe.dialects import Translated
+from tandem.recipe.tree import Branch, Leaf, Problems
+
+
+def translate(tree: Branch, serving: bool, problems: Problems) -> Translated | None:
+    """The recipe that an Axolotl file comes to; None if the file is none of Axolotl's.
+
+    Args:
+        tree: the file.
+        serving: True if the engine alone is to be started, as by ``axolotl vllm-serve``.
+        problems: where mistakes go; with any, what is returned is no whole recipe.
+    """
+    if "base_model" not in tree.entries or "model" in tree.entries:
+        return None
+    method = tree.entries.get("rl")
+    if not isinstance(method, Leaf) or method.value != "grpo":
+        where = method.where if method else tree.where
+        problems.add(where, "this is an Axolotl file, and of those Tandem trains the ones with rl: grpo")
+        return Translated(tree=Branch(where=tree.where))
+    file = File(tree=tree, problems=problems)
+    recipe = Recipe(file=file, serving=serving)
+    recipe.make()
+    return Translated(tree=recipe.tree, notes=tuple(file.notes))

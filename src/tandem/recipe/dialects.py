@@ -1,0 +1,36 @@
+"""Files of other systems that are read as recipes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.recipe.tree import Branch, Problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translated:
+    """What a file comes to."""
+
+    tree: Branch
+    """The recipe; every value knows where in the file it was written."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how it differs from the file."""
+
+
+Dialect = Callable[[Branch, bool, Problems], Translated | None]
+"""Given a file's options and whether it is read to serve an engine alone: what it comes to, or None if it is not of
+this system. Mistakes are added to the problems."""
+
+DIALECTS = ("tandem.compat.axolotl",)
+"""Modules with a ``translate``, by name since ``compat`` stands above whatever reads recipes."""
+
+
+def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
+    """The recipe that a file comes to; a recipe of Tandem's is one already."""
+    for name in DIALECTS:
+        dialect: Dialect = importlib.import_module(name).translate
+        if (translated := dialect(tree, serving, problems)) is not None:
+            return translated
+    return Translated(tree=tree)

@@ -1,0 +1,78 @@
+"""``tandem swift``: ms-swift's command line, run as the recipe it comes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from tandem.compat import swift
+from tandem.config import RunConfig, from_options
+from tandem.recipe import override
+from tandem.recipe.tree import Branch, Problems, from_plain, plain, render
+from tandem.verbs.train import finish
+
+
+def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
+    """Train as the arguments say, or with ``show`` only write down how; returns what to tell.
+
+    Args:
+        given: the values of every argument that was not left out.
+        overrides: options laid over the recipe.
+        show: return the recipe as YAML.
+
+    Raises:
+        ConfigError: an argument is wrong or would change nothing.
+        EnvError: the data cannot be read.
+    """
+    source = Path("tandem swift rlhf")
+    translation = swift.rlhf(given, os.environ)
+    if show:
+        return recipe(translation, overrides, source)
+    _tell(translation)
+    loaded = from_options(translation.options, overrides, source)
+    from tandem import run  # only now: a mistake in the arguments is told before the rest has loaded
+
+    folder = finish(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
+    return f"done: {folder} (tandem show {folder})"
+
+
+def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> None:
+    """Run the engine alone until Ctrl-C, or with ``show`` only write down which.
+
+    Raises:
+        ConfigError: an argument is wrong or would change nothing.
+        EngineError: the engine did not start, or it died.
+    """
+    source = Path("tandem swift deploy")
+    translation = swift.deploy(given)
+    if show:
+        typer.echo(recipe(translation, overrides, source))
+        return
+    _tell(translation)
+    os.environ.update(translation.environ)
+    config = from_options(translation.options, overrides, source).config
+    from tandem.verbs.serve import serve_engine
+
+    serve_engine(config, typer.echo)
+
+
+def recipe(translation: swift.Translation, overrides: Sequence[str], source: Path) -> str:
+    """The recipe as YAML that ``tandem train`` takes, notes as comments.
+
+    Raises:
+        ConfigError: an override is not written as one.
+    """
+    problems = Problems()
+    tree = from_plain(translation.options, str(source))
+    assert isinstance(tree, Branch)
+    override.apply(tree, RunConfig, overrides, problems)
+    problems.raise_if_any(str(source))
+    return "".join(f"# {note}\n" for note in translation.notes) + render(plain(tree)).rstrip()
+
+
+def _tell(translation: swift.Translation) -> None:
+    for note in translation.notes:
+        typer.echo(f"tandem: {note}", err=True)

@@ -1,0 +1,500 @@
+"""Every option of an Axolotl file: it changes the recipe, is told to change nothing, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem import cli
+from tandem.compat._axolotl_options import DATASET, GROUPS, TOP, TRL, VLLM
+from tandem.config import Loaded, load
+from tandem.errors import ConfigError, RewardError, TandemError
+
+Read = Callable[..., Loaded]
+
+REWARDS = """
+def right(completions, answer, **columns):
+    return [float(gold in completion[0]["content"]) for completion, gold in zip(completions, answer)]
+
+def brief(completions, **columns):
+    return [-float(len(completion[0]["content"])) for completion in completions]
+
+def ask(cfg, *args, **kwargs):
+    def change(row, tokenizer=None):
+        return {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
+    return change, {"remove_columns": ["question"]}
+"""
+
+FILE: dict[str, Any] = {
+    "base_model": "m",
+    "rl": "grpo",
+    "datasets": [{"path": "rows.jsonl", "type": "axolotl_rewards.ask"}],
+    "learning_rate": 1e-5,
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 100,
+    "trl": {"reward_funcs": ["axolotl_rewards.right"]},
+}
+"""The least that Axolotl takes, nearly."""
+
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+SERVER = {"use_vllm": True}
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+
+
+def laid(changes: dict[str, Any]) -> dict[str, Any]:
+    """The least file with changes: options of a group by dotted path."""
+    made = json.loads(json.dumps(FILE))
+    for path, value in changes.items():
+        group, _, name = path.rpartition(".")
+        (made.setdefault(group, {}) if group else made)[name] = value
+    return dict(made)
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    """Load an Axolotl file that differs from the least one as the arguments say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "axolotl_rewards.py").write_text(REWARDS)
+    lines = [json.dumps({"question": f"{n}?", "answer": str(n)}) for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+
+    def call(changes: dict[str, Any] | None = None, *, serving: bool = False) -> Loaded:
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump(laid(changes or {}), sort_keys=False))
+        return load(tmp_path / "a.yaml", serving=serving)
+
+    return call
+
+
+def trl(**options: Any) -> dict[str, Any]:
+    return {f"trl.{name}": value for name, value in options.items()}
+
+
+def at(options: Any, path: str) -> Any:
+    """A value of nested options; missing is "absent"."""
+    for word in path.split("/"):
+        if isinstance(options, list):
+            options = options[int(word)]
+        elif not isinstance(options, dict) or word not in options:
+            return "absent"
+        else:
+            options = options[word]
+    return options
+
+
+def line_of(option: str) -> str:
+    """Where the file that was read last has an option."""
+    name = option.rpartition(".")[2]
+    lines = Path("a.yaml").read_text().splitlines()
+    return f"a.yaml:{next(n for n, line in enumerate(lines, 1) if line.strip().startswith(f'{name}:'))}"
+
+
+def test_the_defaults_are_those_of_axolotl_and_trl(read: Read) -> None:
+    loaded = read()
+    assert isinstance(loaded.options, dict)
+    options = dict(loaded.options)
+    assert options.pop("env")["cfg"] == laid({})
+    assert options == {
+        "model": "m",
+        "steps": 100,
+        "rewards": {"axolotl_rewards.right": 1.0},
+        "groups_per_step": 2,
+        "group_size": 8,
+        "sampling": {"max_tokens": 512},
+        "flat_groups": "drop",
+        "advantage": "grpo",
+        "loss": {"kind": "grpo", "reduction": "token"},
+        "old_logprobs": "recomputed",
+        "optimizer": {"kind": "adamw", "lr": 1e-5, "schedule": "cosine", "warmup_steps": 3},
+        "trains": {"kind": "full"},
+        "engine": {"kind": "embedded"},
+        "dtype": "bfloat16",
+        "micro_batch_tokens": 4096,
+        "evaluate": {"tasks": 0},
+        "runs": "model-out",
+    }
+    told = "\n".join(loaded.notes)
+    for option in ("trl.loss_type: dapo", "trl.max_completion_length: 512", "warmup_steps: 3"):
+        assert option in told
+
+
+SEQUENCE = {"kind": "sequence", "beyond": "mask", "high": 3.0}
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "base_model": ({"base_model": "other"}, {"model": "other"}),
+    "chat_template": (
+        {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
+        {"chat_template": "{{ messages }}"},
+    ),
+    "adapter": (LORA, {"trains": {"kind": "lora", "rank": 8, "alpha": 16, "target_modules": "all-linear"}}),
+    "lora_r": ({**LORA, "lora_r": 4}, {"trains/rank": 4}),
+    "lora_alpha": ({**LORA, "lora_alpha": 4}, {"trains/alpha": 4}),
+    "lora_target_modules": (
+        {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj"]},
+        {"trains/target_modules": ["q_proj"]},
+    ),
+    "peft_layers_to_transform": ({"peft_layers_to_transform": [1]}, {"trains/layers": [1]}),
+    "val_set_size": ({"val_set_size": 0.2}, {"evaluate": "absent", "env/cfg/val_set_size": 0.2}),
+    "test_datasets": ({"test_datasets": [{"path": "rows.jsonl"}]}, {"evaluate": "absent"}),
+    "eval_steps": ({"val_set_size": 0.2, "eval_steps": 10}, {"evaluate": {"every": 10}}),
+    "sequence_len": ({"sequence_len": 1024}, {"context": 1024, "micro_batch_tokens": 8192}),
+    "micro_batch_size": ({"micro_batch_size": 4}, {"groups_per_step": 1, "micro_batch_tokens": 2048}),
+    "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, {"groups_per_step": 4}),
+    "max_steps": ({"max_steps": 7}, {"steps": 7, "optimizer/warmup_steps": "absent"}),
+    "num_epochs": ({"max_steps": None, "num_epochs": 1.5}, {"steps": 30}),
+    "learning_rate": ({"learning_rate": 0.5}, {"optimizer/lr": 0.5}),
+    "optimizer": ({"optimizer": "adamw_bnb_8bit"}, {"optimizer/kind": "adamw8bit"}),
+    "lr_scheduler": ({"lr_scheduler": "linear"}, {"optimizer/schedule": "linear"}),
+    "cosine_min_lr_ratio": ({"cosine_min_lr_ratio": 0.1}, {"optimizer/min_lr_ratio": 0.1}),
+    "warmup_steps": ({"warmup_steps": 10}, {"optimizer/warmup_steps": 10}),
+    "warmup_ratio": ({"warmup_ratio": 0.2}, {"optimizer/warmup_steps": 20}),
+    "weight_decay": ({"weight_decay": 0.1}, {"optimizer/weight_decay": 0.1}),
+    "adam_beta1": ({"adam_beta1": 0.8}, {"optimizer/beta1": 0.8}),
+    "adam_beta2": ({"adam_beta2": 0.95}, {"optimizer/beta2": 0.95}),
+    "adam_epsilon": ({"adam_epsilon": 1e-6}, {"optimizer/eps": 1e-6}),
+    "max_grad_norm": ({"max_grad_norm": 0.1}, {"optimizer/max_grad_norm": 0.1}),
+    "bf16": ({"bf16": False}, {"dtype": "float32"}),
+    "float32": ({"float32": True}, {"dtype": "float32"}),
+    "fp8": ({"fp8": True}, {"matmul": "fp8"}),
+    "torch_compile": ({"torch_compile": True}, {"compile": True}),
+    "gradient_checkpointing": ({"gradient_checkpointing": True}, {"checkpointing": "full"}),
+    "output_dir": ({"output_dir": "o"}, {"runs": "o"}),
+    "save_steps": ({"save_steps": 9}, {"checkpoint": {"every": 9}}),
+    "save_total_limit": ({"save_total_limit": 3}, {"checkpoint": {"keep": 3}}),
+    "seed": ({"seed": 42}, {"seed": 42}),
+    "wandb_project": ({"wandb_project": "p"}, {"sinks": ["console", {"kind": "wandb", "project": "p"}]}),
+    "wandb_entity": ({"wandb_project": "p", "wandb_entity": "e"}, {"sinks/1/entity": "e"}),
+    "wandb_mode": ({"wandb_project": "p", "wandb_mode": "disabled"}, {"sinks": "absent"}),
+    "wandb_name": ({"wandb_name": "n"}, {"name": "n"}),
+    "use_wandb": ({"use_wandb": True}, {"sinks": ["console", {"kind": "wandb"}]}),
+    "use_tensorboard": ({"use_tensorboard": True}, {"sinks": ["console", "tensorboard"]}),
+    "trl.use_vllm": (
+        trl(use_vllm=True),
+        {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:8000"]}, "sync": {"kind": "broadcast"}},
+    ),
+    "trl.vllm_mode": (
+        trl(**COLOCATE),
+        {"engine": {"kind": "vllm", "gpu_memory_utilization": 0.3}, "sync": {"kind": "shared"}},
+    ),
+    "trl.vllm_server_host": (trl(**SERVER, vllm_server_host="far"), {"engine/urls": ["http://far:8000"]}),
+    "trl.vllm_server_port": (trl(**SERVER, vllm_server_port=7), {"engine/urls": ["http://127.0.0.1:7"]}),
+    "trl.vllm_server_timeout": (trl(**SERVER, vllm_server_timeout=7), {"engine/start_seconds": 7}),
+    "trl.vllm_gpu_memory_utilization": (
+        trl(**COLOCATE, vllm_gpu_memory_utilization=0.7),
+        {"engine/gpu_memory_utilization": 0.7},
+    ),
+    "trl.vllm_enable_prefix_caching": (
+        trl(**COLOCATE, vllm_enable_prefix_caching=False),
+        {"engine/enable_prefix_caching": False},
+    ),
+    "trl.vllm_max_model_len": (trl(**SERVER, vllm_max_model_len=99), {"context": 99}),
+    "trl.num_generations": (trl(num_generations=4), {"group_size": 4, "groups_per_step": 4}),
+    "trl.generation_batch_size": (trl(generation_batch_size=48), {"max_lag": 2}),
+    "trl.max_completion_length": (trl(max_completion_length=64), {"sampling/max_tokens": 64}),
+    "trl.beta": (trl(beta=0.1), {"reference": {"kind": "start", "beta": 0.1, "ratio_corrected": True}}),
+    "trl.num_iterations": (
+        {**trl(num_iterations=3), "warmup_steps": 10},
+        {
+            "updates": 3,
+            "steps": 34,
+            "optimizer/warmup_steps": 4,
+            "loss": {"kind": "grpo", "reduction": "token", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+        },
+    ),
+    "trl.epsilon": (trl(num_iterations=2, epsilon=0.1), {"loss/clip_low": 0.1, "loss/clip_high": 0.1}),
+    "trl.epsilon_high": (trl(num_iterations=2, epsilon_high=0.3), {"loss/clip_low": 0.2, "loss/clip_high": 0.3}),
+    "trl.loss_type": (trl(loss_type="grpo"), {"loss/reduction": "sequence"}),
+    "trl.scale_rewards": (trl(scale_rewards=False), {"advantage": "dr_grpo"}),
+    "trl.mask_truncated_completions": (trl(mask_truncated_completions=True), {"truncated": "mask"}),
+    "trl.reward_funcs": (
+        trl(reward_funcs=["some/model", "axolotl_rewards.brief", "other/model"]),
+        {
+            "rewards/reward_model": {"kind": "reward_model", "weight": 1.0, "model": "some/model"},
+            "rewards/axolotl_rewards.brief": 1.0,
+            "rewards/reward_model_2/model": "other/model",
+        },
+    ),
+    "trl.reward_weights": (trl(reward_weights=[0.25]), {"rewards": {"axolotl_rewards.right": 0.25}}),
+    "trl.multi_objective_aggregation": (trl(multi_objective_aggregation="normalize_then_sum"), {"advantage": "gdpo"}),
+    "trl.temperature": (trl(temperature=0.7), {"sampling/temperature": 0.7}),
+    "trl.top_p": (trl(top_p=0.9), {"sampling/top_p": 0.9}),
+    "trl.top_k": (trl(top_k=5), {"sampling/top_k": 5}),
+    "trl.min_p": (trl(min_p=0.1), {"sampling/min_p": 0.1}),
+    "trl.generation_kwargs": (trl(generation_kwargs={"stop": "END"}), {"sampling/stop": ["END"]}),
+    "trl.chat_template_kwargs": (
+        trl(chat_template_kwargs={"enable_thinking": False}),
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "trl.use_data_producer": (
+        trl(**SERVER, use_data_producer=True, beta=0.1),
+        {"corrections": [{"kind": "token", "beyond": "truncate", "high": 3.0}], "reference/ratio_corrected": False},
+    ),
+    "trl.async_prefetch": (trl(use_data_producer=True, async_prefetch=True), {"max_lag": 1}),
+    "trl.prefetch_depth": (trl(use_data_producer=True, async_prefetch=True, prefetch_depth=3), {"max_lag": 3}),
+    "trl.vllm_sync_interval": (trl(**SERVER, vllm_sync_interval=5), {"sync/every": 5, "max_lag": 4}),
+    "trl.vllm_lora_sync": ({**LORA, **trl(**SERVER, vllm_lora_sync=True)}, {"sync": {"kind": "hotswap"}}),
+    "trl.skip_zero_advantage_batches": (trl(skip_zero_advantage_batches=False), {"flat_groups": "keep"}),
+    "trl.reward_num_workers": (trl(reward_num_workers=4), {"grading": {"workers": 4}}),
+    "trl.vllm_importance_sampling_correction": (
+        trl(**SERVER, vllm_importance_sampling_correction=False),
+        {"corrections": "absent"},
+    ),
+    "trl.vllm_importance_sampling_mode": (
+        trl(**SERVER, vllm_importance_sampling_mode="token_mask"),
+        {"corrections": [{"kind": "token", "beyond": "mask", "high": 3.0}]},
+    ),
+    "trl.vllm_importance_sampling_cap": (
+        trl(**SERVER, vllm_importance_sampling_cap=2.0),
+        {"corrections": [{**SEQUENCE, "high": 2.0}]},
+    ),
+    "trl.importance_sampling_level": (trl(importance_sampling_level="sequence"), {"loss/kind": "gspo"}),
+    "trl.off_policy_mask_threshold": (
+        trl(**SERVER, off_policy_mask_threshold=0.5),
+        {"corrections": [SEQUENCE, {"kind": "opsm", "threshold": 0.5}]},
+    ),
+    "trl.use_bias_correction_kl": (
+        trl(beta=0.1, use_bias_correction_kl=False),
+        {"reference/ratio_corrected": False},
+    ),
+    "trl.sync_ref_model": (
+        trl(beta=0.1, sync_ref_model=True),
+        {"reference/kind": "average", "reference/mixup": 0.9, "reference/every": 64},
+    ),
+    "trl.ref_model_mixup_alpha": (
+        trl(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.6),
+        {"reference/mixup": 0.6},
+    ),
+    "trl.ref_model_sync_steps": (trl(beta=0.1, sync_ref_model=True, ref_model_sync_steps=8), {"reference/every": 8}),
+    "vllm.gpu_memory_utilization": (
+        {**trl(**COLOCATE), "vllm.gpu_memory_utilization": 0.6},
+        {"engine/gpu_memory_utilization": 0.6},
+    ),
+    "vllm.max_model_len": ({**trl(**SERVER), "vllm.max_model_len": 99}, {"context": 99}),
+    "vllm.enforce_eager": ({**trl(**COLOCATE), "vllm.enforce_eager": True}, {"engine/enforce_eager": True}),
+    "vllm.enable_prefix_caching": (
+        {**trl(**COLOCATE), "vllm.enable_prefix_caching": False},
+        {"engine/enable_prefix_caching": False},
+    ),
+}
+"""By option: a file that sets it, and what of the recipe is then otherwise."""
+
+
+BEFORE = {"wandb_mode": {"wandb_project": "p"}, "trl.vllm_importance_sampling_correction": trl(**SERVER)}
+"""Files without the option, where the least file would do as the option says."""
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_it_changes_the_recipe(option: str, read: Read) -> None:
+    changes, expected = CHANGES[option]
+    assert option in laid(changes) or option.rpartition(".")[2] in laid(changes)[option.rpartition(".")[0]]
+    before, after = read(BEFORE.get(option)).options, read(changes).options
+    assert {path: at(after, path) for path in expected} == expected
+    assert {path: at(before, path) for path in expected} != expected
+
+
+ELSEWHERE = {
+    "rl": "test_another_method_is_refused",
+    "chat_template_jinja": "with chat_template",
+    "lora_target_linear": "with adapter",
+    "datasets": "test_axolotl_data",
+    "tokenizer_config": "REFUSED",
+    "special_tokens": "test_special_tokens",
+    "trl": "its options",
+    "vllm": "its options",
+    "trl.vllm_dtype": "REFUSED",
+    "vllm.dtype": "REFUSED",
+    "vllm.host": "test_the_server",
+    "vllm.port": "test_the_server",
+    "vllm.tensor_parallel_size": "test_the_server",
+    "vllm.data_parallel_size": "test_the_server",
+    **{f"datasets.{name}": "test_axolotl_data" for name in DATASET},
+}
+
+
+def every() -> list[tuple[str, Any]]:
+    return [(f"{group}.{name}".lstrip("."), o) for group, options in GROUPS.items() for name, o in options.items()]
+
+
+def test_every_option_that_becomes_something_is_tried() -> None:
+    assert {path for path, option in every() if option.becomes} - set(CHANGES) - set(ELSEWHERE) == set()
+
+
+@pytest.mark.parametrize("path", [p for p, o in every() if o.refused and not p.startswith("datasets.")])
+def test_it_is_refused_by_name(path: str, read: Read) -> None:
+    option = dict(every())[path]
+    with pytest.raises(ConfigError) as refused:
+        read({path: "something"})
+    assert f"{line_of(path)}: {path}: it cannot be 'something' here: {option.refused}" in str(refused.value)
+    for off in (None, *option.off):
+        assert read({path: off}).options is not None
+
+
+@pytest.mark.parametrize("path", [p for p, o in every() if o.idle])
+def test_it_is_told_to_change_nothing(path: str, read: Read) -> None:
+    option = dict(every())[path]
+    plain, loaded = read(), read({path: "something"})
+    assert set(loaded.notes) - set(plain.notes) == {f"{path}: changes nothing: {option.idle}"}
+    assert {**loaded.options, "env": None} == {**plain.options, "env": None}  # type: ignore[dict-item]
+    for off in (None, *option.off):
+        assert read({path: off}).notes == plain.notes
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "qlora": ({"adapter": "qlora"}, "adapter: qlora is not trained here"),
+    "a half LoRA": ({"adapter": "lora", "lora_target_linear": True}, "adapter: lora needs lora_r"),
+    "no modules": ({**LORA, "lora_target_linear": False}, "adapter: lora needs lora_target_linear"),
+    "a module pattern": (
+        {**LORA, "lora_target_linear": False, "lora_target_modules": ".*q"},
+        "expected a list of names",
+    ),
+    "another tokenizer": ({"tokenizer_config": "x"}, "tokenizer_config: the tokenizer is the model's own, m"),
+    "a template": ({"chat_template": "llama3"}, "Axolotl's own template llama3 is not in Tandem"),
+    "no template": ({"chat_template": "jinja"}, "jinja needs the template in chat_template_jinja"),
+    "an idle template": ({"chat_template_jinja": "x"}, "it is read with chat_template: jinja alone"),
+    "bf16": ({"bf16": "maybe"}, "bf16: expected true, false, auto or full"),
+    "checkpointing": ({"gradient_checkpointing": "some"}, "expected true, false or offload"),
+    "the server's type": (
+        {"vllm.dtype": "float16"},
+        "vllm.dtype: the engine samples from the weights that are trained",
+    ),
+    "the engine's type": (trl(vllm_dtype="float16"), "trl.vllm_dtype: the engine samples from"),
+    "groups": (trl(num_generations=5), "trl.num_generations: a step has micro_batch_size 8 x gradient_acc"),
+    "no batch": ({"micro_batch_size": 0}, "micro_batch_size: it must be at least 1"),
+    "generation": (trl(generation_batch_size=12), "12 is no multiple of both num_generations 8 and micro"),
+    "a part of a step": (trl(generation_batch_size=24), "24 is no multiple of the 16 completions of a step"),
+    "an optimizer": ({"optimizer": "muon"}, "optimizer: there is no muon here"),
+    "a schedule": ({"lr_scheduler": "rex"}, "lr_scheduler: there is no rex here"),
+    "weights": (trl(reward_weights=[1.0, 2.0]), "1 reward_funcs need 1 weights, and there are 2"),
+    "no rewards": (trl(reward_funcs=[]), "trl.reward_funcs: name at least one function"),
+    "a reward twice": (trl(reward_funcs=["a.b", "a.b"]), "a.b is given twice"),
+    "generation_kwargs": (trl(generation_kwargs={"bad_words": ["x"]}), "trl.generation_kwargs: bad_words is not"),
+    "scale_rewards": (trl(scale_rewards="some"), "expected true, false, group, batch or none"),
+    "aggregation": (trl(multi_objective_aggregation="sum"), "expected sum_then_normalize or"),
+    "loss_type": (trl(loss_type="cispo"), "trl.loss_type: expected one of grpo, bnpo, dapo, dr_grpo"),
+    "level": (trl(importance_sampling_level="word"), "expected token or sequence, got word"),
+    "mode": (trl(**SERVER, vllm_importance_sampling_mode="word_mask"), "expected token_truncate, token_mask"),
+    "a moving reference of no weight": (trl(sync_ref_model=True), "it needs a penalty: set trl.beta above 0"),
+    "a reference that never moves": (trl(beta=0.1, sync_ref_model=True, ref_model_sync_steps=100), "reference.every"),
+    "async": (trl(async_prefetch=True), "it needs use_data_producer: true"),
+    "lora sync": (trl(**SERVER, vllm_lora_sync=True), "it needs adapter: lora"),
+    "vllm_mode": (trl(**SERVER, vllm_mode="both"), "expected server or colocate, got both"),
+    "iterations": (trl(num_iterations=0), "trl.num_iterations: it must be at least 1"),
+    "a type": (trl(temperature="hot"), "trl.temperature: expected a number, got 'hot'"),
+    "a truth as number": (trl(num_generations=True), "trl.num_generations: expected a whole number, got true"),
+    "out of range": ({"learning_rate": -1.0}, "optimizer.lr"),
+    "no such option": ({"lora_rr": 3}, "lora_rr is no option of Axolotl's that Tandem knows; did you mean 'lora_r'?"),
+    "in the wrong group": ({"beta": 0.1}, "beta is no option of Axolotl's that Tandem knows; it belongs in trl"),
+    "no such thing at all": (trl(zzz=1), "trl.zzz is no option of Axolotl's that Tandem knows; leave it out"),
+    "no rate": ({"learning_rate": None}, "missing 'learning_rate'"),
+    "no data": ({"datasets": None}, "missing 'datasets'"),
+    "a type of prompt": ({"datasets": [{"path": "rows.jsonl", "type": "alpaca"}]}, "type must be a transform's"),
+    "an option of data": ({"datasets": [{"path": "rows.jsonl", "shards": 3}]}, "datasets[0].shards: it cannot be 3"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what: str, read: Read) -> None:
+    changes, message = REFUSED[what]
+    with pytest.raises(TandemError) as refused:
+        read(changes)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{"rl": "dpo"}, {"rl": None}], ids=["another", "none"])
+def test_another_method_is_refused(changes: dict[str, Any], read: Read) -> None:
+    with pytest.raises(ConfigError, match=r"of those Tandem trains the ones with rl: grpo$"):
+        read(changes)
+
+
+def test_mistakes_name_their_lines(read: Read) -> None:
+    """Also those that Tandem finds in what the file came to."""
+    for option, changes in {"temperature": trl(temperature=0.0), "weight_decay": {"weight_decay": -1.0}}.items():
+        with pytest.raises(ConfigError) as refused:
+            read(changes)
+        assert f"{line_of(option)}: " in str(refused.value)
+    with pytest.raises(RewardError, match="axolotl_rewards"):
+        read(trl(reward_funcs=["axolotl_rewards.none"]))
+
+
+def test_leftovers_are_told(read: Read) -> None:
+    told = "\n".join(read({"lora_r": 8, "vllm.port": 1, **trl(epsilon=0.3, prefetch_depth=2)}).notes)
+    for start in (
+        "lora_r: changes nothing without adapter: lora",
+        "vllm.port: changes nothing: trl.use_vllm is false",
+        "trl.epsilon: changes nothing: with num_iterations 1",
+        "trl.prefetch_depth: changes nothing without async_prefetch",
+    ):
+        assert start in told
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind"), [(True, "grpo"), ("group", "grpo"), ("batch", "batch_std"), ("none", "dr_grpo")]
+)
+def test_ways_to_scale(scale: Any, kind: str, read: Read) -> None:
+    assert at(read(trl(scale_rewards=scale)).options, "advantage") == kind
+
+
+@pytest.mark.parametrize(
+    ("named", "reduction"), [("grpo", "sequence"), ("bnpo", "token"), ("dapo", "token"), ("dr_grpo", "constant")]
+)
+def test_losses(named: str, reduction: str, read: Read) -> None:
+    assert at(read(trl(loss_type=named)).options, "loss/reduction") == reduction
+
+
+def test_the_server(read: Read) -> None:
+    """``tandem serve engine`` starts what a run of the same file looks for."""
+    changes = {**trl(**SERVER), "vllm.host": "0.0.0.0", "vllm.port": 8123, "vllm.max_model_len": 99}
+    more = {"vllm.tensor_parallel_size": 2, "vllm.data_parallel_size": 2, "vllm.gpu_memory_utilization": 0.85}
+    options = read({**changes, **more, "max_steps": None}, serving=True).options
+    assert at(options, "engine") == {
+        "kind": "vllm",
+        "host": "0.0.0.0",
+        "port": 8123,
+        "gpu_memory_utilization": 0.85,
+        "tensor_parallel_size": 2,
+        "replicas": 2,
+    }
+    assert (at(options, "sync/kind"), at(options, "context")) == ("broadcast", 99)
+    for odd in ({}, trl(**COLOCATE)):
+        with pytest.raises(ConfigError, match="an engine is served alone with use_vllm: true"):
+            read(odd, serving=True)
+
+
+def test_special_tokens(read: Read, tiny_model: Path) -> None:
+    own = {"base_model": str(tiny_model), "special_tokens": {"pad_token": "any", "eos_token": "<|im_end|>"}}
+    assert read(own).options is not None
+    with pytest.raises(ConfigError, match=r"eos_token '</s>' is not the tokenizer's, '<\|im_end\|>'"):
+        read({**own, "special_tokens": {"eos_token": "</s>"}})
+    with pytest.raises(ConfigError, match="cannot be compared with the tokenizer's"):
+        read({"special_tokens": {"eos_token": "</s>"}, "base_model": str(tiny_model / "none")})
+
+
+def test_rows_that_cannot_be_counted_need_max_steps(read: Read) -> None:
+    with pytest.raises(
+        ConfigError, match="num_epochs: rows cannot be counted, so give max_steps instead: there is no file"
+    ):
+        read({"max_steps": None, "datasets": [{"path": "none.jsonl"}]})
+
+
+def test_show_prints_a_recipe_of_the_same_run(read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(trl(num_iterations=2))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "a.yaml", "steps=3", "loss.clip_high=0.5", "--show"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# ")
+    (tmp_path / "b.yaml").write_text(printed)
+    again = load(tmp_path / "b.yaml").config
+    assert again == load(tmp_path / "a.yaml", ["steps=3", "loss.clip_high=0.5"]).config
+    assert (again.steps, again.updates, again.loss.clip_high) == (3, 2, 0.5)  # type: ignore[attr-defined]
+
+
+def test_the_page_lists_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs/axolotl.md").read_text()
+    for name in [*TOP, *TRL, *VLLM, *DATASET]:
+        assert f"`{name}`" in page, name

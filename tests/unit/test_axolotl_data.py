@@ -1,0 +1,156 @@
+"""An Axolotl file's data sets as tasks, and its transforms and rewards called as Axolotl calls them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.compat._axolotl_env import Options, Rows
+from tandem.errors import ConfigError, EnvError
+
+Write = Callable[[str], str]
+
+ASK = """
+def ask(cfg, *args, **kwargs):
+    def change(row):
+        return {"prompt": [{"role": "user", "content": row["question"]}]}
+    return change, {"remove_columns": ["question"]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Make a module in the working directory; its name, which no other test uses, is returned."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def call(text: str) -> str:
+        name = f"axolotl_{tmp_path.name}_{len(list(tmp_path.glob('*.py')))}"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return call
+
+
+def rows(path: str, count: int, start: int = 0) -> str:
+    """A file of questions and answers."""
+    lines = [json.dumps({"question": f"{n}?", "answer": str(n), "extra": n}) for n in range(start, start + count)]
+    Path(path).write_text("\n".join(lines))
+    return path
+
+
+def env(*datasets: dict[str, Any], **cfg: Any) -> Rows:
+    return Rows(cfg={"base_model": "m", "datasets": list(datasets), **cfg})
+
+
+def test_options_are_read_as_axolotl_reads_them() -> None:
+    cfg = Options({"a": {"b": [{"c": 1}]}, "n": None})
+    assert (cfg.a.b[0].c, cfg["a"]["b"][0]["c"], cfg.get("a").b[0].c) == (1, 1, 1)
+    assert (cfg.none, cfg["none"], cfg.a.none, cfg.n) == (None,) * 4
+    cfg.new = 3
+    assert (cfg["new"], cfg.get("x", 5), "x" in cfg) == (3, 5, False)
+    assert copy.deepcopy(cfg) == cfg == pickle.loads(pickle.dumps(cfg))
+
+
+def test_a_transform_makes_prompts_and_keeps_columns(write: Write) -> None:
+    task, *others = env({"path": rows("r.jsonl", 3), "type": f"{write(ASK)}.ask"}).tasks("train")
+    assert [(m.role, m.content) for m in task.prompt] == [("user", "0?")]
+    assert {key: value for key, value in task.meta.items() if key != "prompt"} == {"answer": "0", "extra": 0}
+    assert (task.id, task.env, task.answer, len(others)) == ("train/1", "axolotl", "0", 2)
+    assert env({"path": "r.jsonl", "type": f"{write(ASK)}.ask"}).check(task) is None
+
+
+def test_what_is_returned_lies_over_the_row(write: Write) -> None:
+    """Also where it bears the name of a column that is removed."""
+    name = write(
+        "def ask(cfg):\n"
+        "    change = lambda row: {'prompt': row['question'] + cfg.suffix, 'answer': cfg.none, 'extra': 'new'}\n"
+        "    return change, {'remove_columns': ['extra', 'question'], 'num_proc': 2}\n"
+    )
+    task = env({"path": rows("r.jsonl", 1), "type": f"{name}.ask"}, suffix="!").tasks("train")[0]
+    assert (task.prompt[0].content, task.meta["answer"], task.meta["extra"]) == ("0?!", None, "new")
+    assert "question" not in task.meta
+
+
+def test_a_transform_may_ask_for_the_tokenizer_and_its_number(write: Write, tiny_model: Path) -> None:
+    name = write(
+        "def ask(cfg, dataset_idx=None):\n    def change(row, tokenizer):\n"
+        "        return {'prompt': f'{dataset_idx} {len(tokenizer)}'}\n    return change\n"
+    )
+    sets = [{"path": rows(f"{n}.jsonl", 1), "type": f"{name}.ask"} for n in range(2)]
+    tasks = env(*sets, base_model=str(tiny_model)).tasks("train")
+    assert [task.prompt[0].content for task in tasks] == ["0 259", "1 259"]
+
+
+def test_sets_follow_each_other_without_a_transform(write: Write) -> None:
+    write("")
+    for name in ("a", "b"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
+    made = env({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"path": "b.jsonl", "split": "train"})
+    assert [(t.id, t.prompt[0].content) for t in made.tasks("train")] == [
+        ("train/1", "a"),
+        ("train/2", "b"),
+        ("train/3", "b"),
+    ]
+    assert made.count("train") == 3
+
+
+def test_held_out_rows(write: Write) -> None:
+    """A share, a number of rows, a set of its own; what is held out is not trained on."""
+    one = {"path": rows("r.jsonl", 400), "type": f"{write(ASK)}.ask"}
+    for size, expected in ((0.25, 100), (40, 40)):
+        made = env(one, val_set_size=size)
+        train, test = ({t.prompt[0].content for t in made.tasks(split)} for split in ("train", "test"))  # type: ignore[arg-type]
+        assert len(train) + len(test) == 400
+        assert not train & test
+        assert abs(len(test) - expected) < 40
+        assert made.count("train") == len(train)
+    own = env(one, test_datasets=[{**one, "path": rows("t.jsonl", 5, 1000)}], val_set_size=0)
+    assert (len(own.tasks("train")), own.tasks("test")[0].prompt[0].content) == (400, "1000?")
+    with pytest.raises(EnvError, match="400 of 400 rows would be held out"):
+        env(one, val_set_size=400).tasks("train")
+    with pytest.raises(EnvError, match="axolotl has no test tasks"):
+        env(one).tasks("test")
+
+
+BROKEN = {
+    "raises": ("def ask(cfg):\n    raise KeyError('x')\n", "ask raised KeyError: 'x'"),
+    "returns nothing": ("def ask(cfg):\n    pass\n", "ask returned None, expected a function of a row"),
+    "batched": ("def ask(cfg):\n    return (lambda row: row), {'batched': True}\n", "ask asks for batched, and only"),
+    "raises for a row": (
+        "def ask(cfg):\n    return lambda row: row['none']\n",
+        "r.jsonl:1: .* raised KeyError: 'none'",
+    ),
+    "makes no row": ("def ask(cfg):\n    return lambda row: 3\n", "r.jsonl:1: .* made a int of it"),
+    "makes no prompt": ("def ask(cfg):\n    return lambda row: row\n", "r.jsonl:1: no column 'prompt'"),
+    "is missing": ("", "has no 'ask'"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_transform_is_named(how: str, write: Write) -> None:
+    text, message = BROKEN[how]
+    with pytest.raises(EnvError, match=message):
+        env({"path": rows("r.jsonl", 1), "type": f"{write(text)}.ask"}).tasks("train")
+
+
+def test_what_is_no_data_set_is_refused(write: Write) -> None:
+    write("")
+    rows("r.jsonl", 1)
+    for entry, message in (
+        ({}, "each entry needs a path"),
+        ({"path": "json"}, "path json needs data_files"),
+        ({"path": "r.jsonl", "split": "train[:9]"}, r"is a local file and has no split train\[:9\]"),
+        ({"path": "r.jsonl", "type": "chatml"}, "type must be a transform's import path"),
+        ({"path": "r.jsonl", "type": {"field": 1}}, "type must be a transform's import path"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            env(entry)
+    with pytest.raises(ConfigError, match=r"cfg\.datasets must be a list"):
+        Rows(cfg={})

@@ -1,0 +1,489 @@
+"""ms-swift's command line, as recipes; its file of completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem import cli
+from tandem.compat import swift
+from tandem.compat._swift_arguments import DEPLOY, RLHF
+from tandem.compat._swift_data import Rows, row
+from tandem.compat._swift_plugin import Plugin
+from tandem.config import from_options
+from tandem.errors import ConfigError, EnvError, RewardError
+from tandem.run import check_pairs
+from tandem.sinks.base import RunInfo
+
+Run = Callable[..., tuple[int, str, str]]
+START = "--model m --dataset d.jsonl --reward_funcs accuracy --gradient_accumulation_steps 8 --max_steps 10"
+COLOCATE = "--use_vllm true --vllm_mode colocate"
+SERVER = "--use_vllm true --vllm_mode server --vllm_server_host node"
+FULL = "--train_type full"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"query": f"{i}+2=", "solution": str(i + 2)} for i in range(20)]
+    Path("d.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+def words(line: str) -> dict[str, list[str]]:
+    """A command line as the verb hands it on; a word for each argument's older name is its newer one."""
+    names = {name: argument.name for argument in (*RLHF, *DEPLOY) for name in (argument.name, *argument.also)}
+    given: dict[str, list[str]] = {}
+    parts = swift.repeated(line.split())
+    for flag, value in zip(parts[::2], parts[1::2], strict=True):
+        given.setdefault(names[flag.removeprefix("--")], []).append(value)
+    return given
+
+
+def translated(line: str, environ: Mapping[str, str] | None = None, start: str = START) -> swift.Translation:
+    return swift.rlhf(words(start) | words(line), environ or {})
+
+
+def options(line: str = "") -> dict[str, Any]:
+    return translated(line).options
+
+
+def refusal(line: str, environ: Mapping[str, str] | None = None, start: str = START) -> str:
+    with pytest.raises(ConfigError) as refused:
+        translated(line, environ, start)
+    return str(refused.value)
+
+
+def at(recipe: Any, path: str) -> Any:
+    """An option by its dotted path; None if it is left out."""
+    for name in path.split("."):
+        recipe = recipe.get(name) if isinstance(recipe, dict) else None
+    return recipe
+
+
+# Each argument
+
+
+def test_the_defaults_of_ms_swift() -> None:
+    assert options() == {
+        "model": "m",
+        "steps": 10,
+        "env": {"kind": "tandem.compat._swift_data:Rows", "path": "d.jsonl", "test_share": 0.0},
+        "rewards": {"accuracy": {"kind": "math_verify", "weight": 1.0}},
+        "groups_per_step": 1,
+        "group_size": 8,
+        "sampling": {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "max_tokens": 512},
+        "flat_groups": "keep",
+        "advantage": {"kind": "grpo", "eps": 1e-4},
+        "loss": {"kind": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "reduction": "sequence"},
+        "reference": {"kind": "start", "beta": 0.04, "estimator": "k3", "ratio_corrected": False},
+        "optimizer": {
+            "kind": "adamw", "lr": 1e-4, "schedule": "cosine", "max_grad_norm": 1.0, "weight_decay": 0.1,
+            "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
+        },
+        "trains": {"kind": "lora", "rank": 8, "alpha": 32, "target_modules": "all-linear"},
+        "engine": {"kind": "embedded"},
+        "sync": {"kind": "shared"},
+        "dtype": "bfloat16",
+        "checkpointing": "full",
+        "seed": 42,
+        "evaluate": {"tasks": 0},
+        "checkpoint": {"every": 10, "keep": 1},
+        "sinks": ["console", {"kind": "tandem.compat.swift:Completions"}],
+        "runs": "output/m",
+    }  # fmt: skip
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("--model org/name", {"model": "org/name", "runs": "output/name"}),
+    ("--torch_dtype float32", {"dtype": "float32"}),
+    ("--seed 7", {"seed": 7}),
+    ("--max_length 100", {"context": 612, "micro_batch_tokens": 612}),
+    (FULL, {"trains": {"kind": "full"}, "optimizer.lr": 1e-5}),
+    ("--tuner_type full", {"trains": {"kind": "full"}}),
+    ("--per_device_train_batch_size 4", {"groups_per_step": 4}),
+    ("--gradient_accumulation_steps 16", {"groups_per_step": 2}),
+    ("--num_generations 4", {"groups_per_step": 2, "group_size": 4}),
+    (f"{FULL} {SERVER} --generation_batch_size 32", {"max_lag": 3, "sync": {"kind": "broadcast", "every": 4}}),
+    (f"{FULL} {SERVER} --steps_per_generation 16", {"max_lag": 1, "sync": {"kind": "broadcast", "every": 2}}),
+    ("--max_steps -1", {"steps": 60}),
+    ("--max_steps -1 --num_train_epochs 0.5", {"steps": 10}),
+    ("--max_steps -1 --dataset d.jsonl#6", {"steps": 18, "env.max_rows": 6}),
+    ("--max_steps 30", {"steps": 30, "checkpoint": {"every": 30, "keep": 1}}),
+    ("--learning_rate 1e-6", {"optimizer.lr": 1e-6}),
+    ("--lr_scheduler_type constant_with_warmup --warmup_steps 3",
+     {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3}),
+    ('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-5}', {"optimizer.min_lr_ratio": 0.1}),
+    ("--warmup_ratio 0.15", {"optimizer.warmup_steps": 2}),
+    ("--weight_decay 0", {"optimizer.weight_decay": 0.0}),
+    ("--adam_beta1 0.8 --adam_beta2 0.9 --adam_epsilon 1e-6",
+     {"optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "optimizer.eps": 1e-6}),
+    ("--max_grad_norm 0.5", {"optimizer.max_grad_norm": 0.5}),
+    ("--optim adafactor", {"optimizer.kind": "adafactor", "optimizer.beta1": None}),
+    ("--offload_optimizer true", {"optimizer.kind": "adamw_cpu"}),
+    ("--gradient_checkpointing false", {"checkpointing": None}),
+    ("--beta 0", {"reference": None}),
+    ("--beta 0.001", {"reference.beta": 0.001}),
+    ("--sync_ref_model true --ref_model_mixup_alpha 0.5 --ref_model_sync_steps 4",
+     {"reference.kind": "average", "reference.mixup": 0.5, "reference.every": 4}),
+    ("--ref_model m", {}),
+    ("--epsilon 0.1", {"loss.clip_low": 0.1, "loss.clip_high": 0.1}),
+    ("--epsilon_high 0.28", {"loss.clip_low": 0.2, "loss.clip_high": 0.28}),
+    ("--delta 4", {"loss.dual_clip": 4.0}),
+    ("--loss_type dapo", {"loss.reduction": "token"}),
+    ("--loss_type bnpo", {"loss.reduction": "token"}),
+    ("--loss_type dr_grpo", {"loss.reduction": "constant"}),
+    ("--loss_type cispo --epsilon_high 5", {"loss": {"kind": "cispo", "cap": 5.0, "reduction": "token"}}),
+    ("--loss_type sapo --tau_pos 2 --tau_neg 3",
+     {"loss.kind": "sapo", "loss.temperature_positive": 2.0, "loss.temperature_negative": 3.0}),
+    ("--importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4",
+     {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence"}}),
+    ("--advantage_estimator rloo", {"advantage": {"kind": "rloo"}}),
+    ("--scale_rewards none", {"advantage": {"kind": "dr_grpo"}}),
+    ("--scale_rewards batch", {"advantage": {"kind": "batch_std", "eps": 1e-4}}),
+    ("--scale_rewards gdpo", {"advantage": {"kind": "gdpo", "eps": 1e-4}}),
+    ("--num_iterations 2", {"updates": 2, "steps": 5}),
+    ("--rollout_importance_sampling_mode token_truncate --rollout_importance_sampling_threshold 3",
+     {"old_logprobs": "recomputed", "corrections": [{"kind": "token", "beyond": "truncate", "high": 3.0}],
+      "loss": {"kind": "grpo", "reduction": "sequence"}}),
+    ("--lora_rank 16 --lora_alpha 8 --target_modules q_proj v_proj",
+     {"trains": {"kind": "lora", "rank": 16, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}}),
+    ("--lora_dropout 0", {}),
+    ("--dataset org/rows:main#500", {"env.path": "org/rows", "env.subset": "main", "env.max_rows": 500}),
+    ("--val_dataset other.jsonl --eval_steps 5", {"env.test_path": "other.jsonl", "evaluate.every": 5}),
+    ("--split_dataset_ratio 0.2", {"env.test_share": 0.2, "evaluate.every": 500, "evaluate.samples": 8}),
+    ("--system Think.", {"env.system": "Think."}),
+    ("--reward_funcs accuracy format --reward_weights 2 0.5", {"rewards.accuracy.weight": 2.0,
+     "rewards.format.weight": 0.5, "env.gold_reply": "<think></think>\n<answer>\n{answer}\n</answer>"}),
+    ("--reward_funcs cosine --cosine_min_len_value_wrong -1 --cosine_max_len_value_wrong -2 "
+     "--cosine_min_len_value_correct 3 --cosine_max_len_value_correct 4 --cosine_max_len 9",
+     {"rewards.cosine": {"kind": "cosine_length", "accuracy": "math_verify", "max_tokens": 9, "right_short": 3.0,
+                         "right_long": 4.0, "wrong_short": -1.0, "wrong_long": -2.0, "weight": 1.0}}),
+    ("--reward_funcs repetition --repetition_n_grams 4 --repetition_max_penalty -0.5",
+     {"rewards.repetition": {"kind": "repetition", "ngram": 4, "weight": 0.5}}),
+    ("--reward_funcs soft_overlong --soft_max_length 100 --soft_cache_length 20",
+     {"rewards.soft_overlong": {"kind": "overlong", "max_tokens": 100, "cache": 20, "weight": 1.0}}),
+    ("--reward_funcs mine --external_plugins a.py b.py", {"rewards.mine": {
+        "kind": "tandem.compat._swift_plugin:Plugin", "registered": "mine", "files": ["a.py", "b.py"], "weight": 1.0}}),
+    ("--reward_model rm --reward_model_plugin default --reward_weights 1 3",
+     {"rewards.reward_model": {"kind": "reward_model", "model": "rm", "weight": 3.0}}),
+    ("--max_completion_length 64", {"sampling.max_tokens": 64}),
+    ("--temperature 1 --top_p 1 --top_k -1 --min_p 0.1",
+     {"sampling": {"temperature": 1.0, "min_p": 0.1, "max_tokens": 512}}),
+    ("--stop_words </answer> END", {"sampling.stop": ["</answer>", "END"]}),
+    ("--dynamic_sample true --max_resample_times 3", {"flat_groups": "drop"}),
+    ("--overlong_filter true", {"truncated": "mask"}),
+    ("--truncation_strategy delete", {}),
+    (f"{FULL} --use_vllm true", {"engine": {"kind": "vllm"}, "sync": {"kind": "shared"}}),
+    (f"{FULL} {COLOCATE} --sleep_level 1", {"engine": {"kind": "vllm"}, "sync": {"kind": "shared"}}),
+    (COLOCATE, {"trains.merged": True, "sync": {"kind": "shared"}}),
+    (f"{COLOCATE} --vllm_enable_lora true", {"trains.merged": None}),
+    (f"{COLOCATE} --vllm_gpu_memory_utilization 0.3", {"engine.gpu_memory_utilization": 0.3}),
+    (f"{COLOCATE} --gpu_memory_utilization 0.3", {"engine.gpu_memory_utilization": 0.3}),
+    (f"{COLOCATE} --vllm_max_model_len 99 --vllm_max_num_seqs 3",
+     {"engine.max_model_len": 99, "engine.max_num_seqs": 3}),
+    (f"{COLOCATE} --vllm_enforce_eager true --vllm_enable_prefix_caching false",
+     {"engine.enforce_eager": True, "engine.enable_prefix_caching": False}),
+    (COLOCATE + ' --vllm_limit_mm_per_prompt {"image":0}', {"engine.limit_mm_per_prompt": {"image": 0}}),
+    (f"{FULL} {COLOCATE} --vllm_tensor_parallel_size 2",
+     {"engine.tensor_parallel_size": 2, "sync": {"kind": "broadcast"}}),
+    (COLOCATE + ' --vllm_engine_kwargs {"block_size":16} --vllm_disable_custom_all_reduce true',
+     {"engine.args": {"block_size": 16, "disable_custom_all_reduce": True}}),
+    (f"{COLOCATE} --vllm_disable_cascade_attn true --vllm_enable_expert_parallel true",
+     {"engine.args": {"disable_cascade_attn": True, "enable_expert_parallel": True}}),
+    (f"{FULL} {COLOCATE} --async_generate true", {"max_lag": 1}),
+    (f"{FULL} {COLOCATE} --vllm_device cuda:2 cuda:3 --num_infer_workers 2 --async_generate true",
+     {"engine": {"kind": "vllm", "devices": ["2", "3"], "replicas": 2}, "sync": {"kind": "broadcast"}, "max_lag": 1}),
+    (f"{FULL} {COLOCATE} --vllm_device cuda:2 cuda:3 --vllm_tensor_parallel_size 2",
+     {"engine": {"kind": "vllm", "devices": ["2,3"], "tensor_parallel_size": 2}}),
+    (f"{FULL} {SERVER}", {"engine": {"kind": "vllm", "urls": ["http://node:8000"], "start_seconds": 120.0},
+                          "sync": {"kind": "broadcast"}}),
+    ("--use_vllm true --vllm_server_host 0.0.0.0 --vllm_server_port 9 --vllm_server_timeout 7",
+     {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:9"], "start_seconds": 7.0}}),
+    ("--use_vllm true --vllm_server_host a b --vllm_server_port 1 2", {"engine.urls": ["http://a:1", "http://b:2"]}),
+    ("--use_vllm true --vllm_server_base_url http://a:1/v1", {"engine.urls": ["http://a:1"]}),
+    (f"{SERVER} --async_generate true", {"max_lag": 1, "trains.merged": True}),
+    (f"{SERVER} --vllm_enable_lora true", {"trains.merged": None, "sync": {"kind": "broadcast"}}),
+    ("--output_dir x --run_name r", {"runs": "x", "name": "r"}),
+    ("--output_dir x/y --add_version false", {"runs": "x", "name": "y"}),
+    ("--save_steps 4 --save_total_limit 2", {"checkpoint": {"every": 4, "keep": 2}}),
+    ("--save_steps 4", {"checkpoint": {"every": 4, "keep": 3}}),
+    ("--save_strategy no", {"checkpoint": {"every": 10, "keep": 1}}),
+    ("--log_completions false", {"sinks": ["console"]}),
+    ("--report_to none", {}),
+    ("--rlhf_type grpo", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "changes"), CHANGES)
+def test_every_argument_changes_the_recipe(line: str, changes: dict[str, Any]) -> None:
+    recipe = options(line)
+    assert {path: at(recipe, path) for path in changes} == changes
+    if not line.startswith("--model"):
+        untouched = {path.partition(".")[0] for path in changes} | {"optimizer", "trains", "engine", "sync", "rewards"}
+        rest = {name: value for name, value in options().items() if name not in untouched | {"env", "checkpoint"}}
+        assert {name: recipe[name] for name in rest if name in recipe} == {n: v for n, v in rest.items() if n in recipe}
+
+
+@pytest.mark.parametrize("line", ["", *(line for line, _ in CHANGES if "adafactor" not in line)])
+def test_the_recipe_loads_and_its_parts_go_together(line: str) -> None:
+    Path("a.py").touch()
+    check_pairs(from_options(options(line), ("checkpoint.keep=1",), Path("x")).config)
+
+
+def test_every_argument_is_tried() -> None:
+    tried = {name for line, _ in CHANGES for name in words(line)}
+    tried |= {name for line, _ in REFUSED for name in words(line)} | set(words(START))
+    assert {a.name for a in RLHF if a.becomes} - tried == set()
+
+
+def test_several_data_sets() -> None:
+    Path("e.jsonl").write_text('{"query": "1+1=", "solution": "2"}\n')
+    envs = options("--dataset d.jsonl#3 e.jsonl#1")["envs"]
+    assert {name: source["weight"] for name, source in envs.items()} == {"d-1": 3, "e-2": 1}
+    assert envs["d-1"]["rewards"] == {"accuracy": {"kind": "math_verify", "weight": 1.0}}
+    assert "rewards" not in options("--dataset d.jsonl#3 e.jsonl#1")
+    from_options(options("--dataset d.jsonl e.jsonl"), (), Path("x"))
+
+
+REFUSED: list[tuple[str, str]] = [
+    ("--rlhf_type dpo", "--rlhf_type: Tandem trains by grpo"),
+    ("--vllm_mode colocate", "--vllm_mode: it changes nothing without --use_vllm true"),
+    ("--vllm_server_host x", "--vllm_server_host: it changes nothing without --use_vllm true"),
+    ("--async_generate true", "--async_generate: it changes nothing without --use_vllm true"),
+    ("--sleep_level 1", "--sleep_level: it changes nothing without --use_vllm true"),
+    *((f"{SERVER} --{name} {value}", f"--{name}: it changes nothing with --vllm_mode server") for name, value in {
+        "vllm_gpu_memory_utilization": "0.5", "vllm_max_model_len": "9", "vllm_max_num_seqs": "9",
+        "vllm_enforce_eager": "true", "vllm_limit_mm_per_prompt": "{}", "vllm_enable_prefix_caching": "true",
+        "vllm_tensor_parallel_size": "2", "sleep_level": "1", "vllm_device": "cuda:1", "offload_model": "true",
+        "move_model_batches": "2"}.items()),
+    *((f"{COLOCATE} --{name} {value}", f"--{name}: it changes nothing with --vllm_mode colocate") for name, value in {
+        "vllm_server_host": "x", "vllm_server_port": "1", "vllm_server_timeout": "1",
+        "vllm_server_base_url": "http://x"}.items()),
+    ("--use_vllm true --vllm_mode server", "--vllm_server_host: --vllm_mode server needs it"),
+    ("--use_vllm true --vllm_mode both", "there is no 'both'; choose from colocate, server"),
+    (f"{COLOCATE} --sleep_level 3", "--sleep_level: it is 0, 1 or 2"),
+    (f"{COLOCATE} --num_infer_workers 2", "--num_infer_workers: it changes nothing without --vllm_device"),
+    (f"{COLOCATE} --vllm_device auto", "--vllm_device: write GPUs such as cuda:1"),
+    ("--max_resample_times 3", "--max_resample_times: it changes nothing without --dynamic_sample true"),
+    ("--cosine_max_len 3", "--cosine_max_len: it changes nothing without cosine among --reward_funcs"),
+    ("--repetition_n_grams 3", "--repetition_n_grams: it changes nothing without repetition"),
+    ("--soft_max_length 3", "--soft_max_length: it changes nothing without soft_overlong"),
+    ("--reward_funcs soft_overlong", "--soft_cache_length: soft_overlong needs it"),
+    ("--ref_model_sync_steps 3", "--ref_model_sync_steps: it changes nothing without --sync_ref_model true"),
+    ("--beta 0 --sync_ref_model true", "--sync_ref_model: it changes nothing with --beta 0"),
+    ("--ref_model other", "--ref_model: the reference is the model as the run begins"),
+    (f"{FULL} --lora_rank 4", "--lora_rank: it changes nothing with --train_type full"),
+    ("--lora_dropout 0.1", "--lora_dropout: Tandem has no dropout"),
+    ("--train_type adalora", "--train_type: there is no 'adalora' here; choose from lora, full"),
+    ("--torch_dtype float16", "--torch_dtype: there is no 'float16'"),
+    ("--loss_type other", "--loss_type: there is no 'other'"),
+    ("--loss_type cispo", "--epsilon_high: of cispo it is the largest weight"),
+    ("--loss_type cispo --epsilon_high 5 --epsilon 0.1", "--epsilon: it changes nothing with --loss_type cispo"),
+    ("--loss_type sapo --delta 3", "--delta: it changes nothing with that loss"),
+    ("--tau_pos 2", "--tau_pos: it changes nothing with --loss_type grpo"),
+    ("--importance_sampling_level sequence --delta 3", "--delta: it changes nothing with that loss"),
+    ("--rollout_importance_sampling_threshold 3", "without --rollout_importance_sampling_mode"),
+    ("--rollout_importance_sampling_mode token_mask --epsilon 0.1", "--epsilon: it changes nothing where"),
+    ("--advantage_estimator reinforce_plus_plus", "--advantage_estimator: there is no 'reinforce_plus_plus'"),
+    ("--advantage_estimator rloo --scale_rewards group", "--scale_rewards: rloo scales nothing"),
+    ("--gradient_accumulation_steps 6", "--num_generations: per_device_train_batch_size x"),
+    ("--num_generations 1", "--num_generations: it must be at least 2"),
+    ("--generation_batch_size 32", "--generation_batch_size: the engine shares the trainer's weights"),
+    (f"{SERVER} --generation_batch_size 12", "12 completions are no whole number of steps of 8"),
+    ("--eval_steps 3", "--eval_steps: it changes nothing without --val_dataset"),
+    ("--reward_funcs nothing", "there is no 'nothing'; choose from accuracy"),
+    ("--reward_weights 1 2", "--reward_weights: there are 2 for 1 rewards"),
+    ("--reward_model rm --reward_model_plugin genrm", "--reward_model_plugin: the reward is the model's own output"),
+    ("--truncation_strategy left", "--truncation_strategy: a prompt is never cut"),
+    ("--repetition_penalty 1.1", "--repetition_penalty: refused: it changes probabilities"),
+    ("--multi_turn_scheduler s", "--multi_turn_scheduler: refused: several turns"),
+    ("--kl_in_reward true", "--kl_in_reward: refused"),
+    ("--resume_from_checkpoint c", "tandem train RUN"),
+    ("--report_to swanlab", "--report_to: there is no 'swanlab' here"),
+    ("--optim lion", "--optim: there is no 'lion' here"),
+    ("--offload_optimizer true --optim adafactor", "--offload_optimizer: it is of adamw"),
+    ("--temperature warm", "--temperature: it takes a number, not 'warm'"),
+    ("--use_vllm maybe", "--use_vllm: it takes true or false, not 'maybe'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_what_cannot_take_effect_is_refused_by_name(line: str, message: str) -> None:
+    assert message in refusal(line)
+
+
+@pytest.mark.parametrize("argument", [a for a in RLHF if a.refused], ids=lambda a: a.name)
+def test_what_is_refused_says_why(argument: Any) -> None:
+    value = {"whole": "3", "number": "0.3", "truth": str(not argument.default), "mapping": '{"a":1}'}
+    assert argument.refused in refusal(f"--{argument.name} {value.get(argument.takes, 'x')}")
+
+
+@pytest.mark.parametrize("argument", [a for a in RLHF if a.idle and not a.where], ids=lambda a: a.name)
+def test_what_changes_nothing_is_told(argument: Any) -> None:
+    value = {"whole": "3", "truth": "true", "mapping": '{"a":1}'}.get(argument.takes, "x")
+    found = translated(f"--{argument.name} {value}")
+    assert found.options == options()
+    assert f"--{argument.name}: changes nothing: {argument.idle}" in found.notes
+
+
+def test_mistakes_are_told_together_and_ranks_are_one() -> None:
+    said = refusal("--beta 0 --sync_ref_model true --torch_dtype float16", {"NPROC_PER_NODE": "8"})
+    assert said.startswith("the command line has 3 problems:")
+    assert "NPROC_PER_NODE, of the environment: the trainer is one process" in said
+    assert "--model: it is missing" in refusal("", start="--dataset d.jsonl --gradient_accumulation_steps 8")
+    with pytest.raises(EnvError, match=r"there is no file e\.jsonl"):
+        translated("--dataset e.jsonl --max_steps -1")
+
+
+# Deploying
+
+
+def test_what_an_engine_is_deployed_with() -> None:
+    found = swift.deploy(words(
+        "--model m --host 0.0.0.0 --port 8001 --vllm_tensor_parallel_size 2 --vllm_data_parallel_size 2 --max_length 99"
+        " "
+        "--vllm_enable_lora true --vllm_max_lora_rank 4 --api_key k --torch_dtype float32 --infer_backend vllm"
+    ))  # fmt: skip
+    assert found.options == {
+        "model": "m", "steps": 1, "env": "arithmetic",
+        "trains": {"kind": "lora", "rank": 4, "target_modules": "all-linear"},
+        "engine": {"kind": "vllm", "host": "0.0.0.0", "port": 8001, "gpu_memory_utilization": 0.9, "replicas": 2,
+                   "tensor_parallel_size": 2, "api_key_variable": "TANDEM_SWIFT_API_KEY"},
+        "sync": {"kind": "broadcast"}, "dtype": "float32", "seed": 42, "context": 99,
+    }  # fmt: skip
+    assert found.environ == {"TANDEM_SWIFT_API_KEY": "k"}
+    plain = swift.deploy(words("--model m")).options
+    assert (plain["trains"], plain["engine"]["host"]) == ({"kind": "full"}, "127.0.0.1")
+    for recipe in (found.options, plain):
+        check_pairs(from_options(recipe, (), Path("x")).config)
+    wrong = {"--infer_backend pt": "--infer_backend", "--vllm_max_lora_rank 4": "without --vllm_enable"}
+    for line, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            swift.deploy(words(f"--model m {line}"))
+
+
+# Data and plug-ins
+
+
+def test_rows_in_every_form() -> None:
+    asked = {"role": "user", "content": "q"}
+    said = {"role": "assistant", "content": "a"}
+    assert row({"messages": [asked, said]}) == {"messages": [asked, said], "prompt": [asked], "solution": "a"}
+    assert row({"messages": [asked], "solution": 4, "answer": "5"})["solution"] == "4"
+    assert row({"query": "q", "response": "a"})["prompt"] == [asked]
+    assert row({"query": "q", "response": "a"})["solution"] == "a"
+    full = row({"query": "q", "history": [["q", "a"]], "system": "s", "answer": "x"})
+    assert full["prompt"] == [{"role": "system", "content": "s"}, asked, said, asked]
+    assert full["solution"] == "x"
+    assert row({"prompt": [asked]})["solution"] == ""
+    with pytest.raises(ValueError, match="it has images"):
+        row({"query": "q", "images": ["a.png"]})
+    with pytest.raises(ValueError, match="no messages"):
+        row({"text": "q"})
+
+
+def test_rows_are_tasks_with_their_columns() -> None:
+    (first, *_) = Rows(path="d.jsonl", test_share=0.0, max_rows=3).tasks("train")
+    assert (first.prompt[0].content, first.answer, first.meta["query"]) == ("0+2=", "2", "0+2=")
+    assert Rows(path="d.jsonl", test_share=0.0, gold_reply="<{answer}>").check(first) == "<2>"
+
+
+PLUGIN = """
+from swift.plugin import ORM, orms, rm_plugins
+from swift.utils import get_logger
+
+
+class Long(ORM):
+    def __call__(self, completions, solution, **columns):
+        return [len(text) + len(gold) for text, gold in zip(completions, solution)]
+
+
+orms["long"] = Long
+"""
+
+
+def test_a_plug_in_registers_its_rewards() -> None:
+    Path("plugin.py").write_text(PLUGIN)
+    reward = Plugin(registered="long", files=("plugin.py",))
+    reward.prepare()
+    assert reward.called().call(completions=["abc", "d"], solution=["x", "y"]) == [4, 2]
+    assert reward.called().text
+    with pytest.raises(RewardError, match="no reward 'other'; in orms is: long"):
+        Plugin(registered="other", files=("plugin.py",)).prepare()
+    with pytest.raises(RewardError, match=r"there is no plug-in file none\.py"):
+        Plugin(registered="long", files=("none.py",)).prepare()
+
+
+# The command line
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["swift", *arguments])
+        printed = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, printed.out, printed.err
+
+    return call
+
+
+def test_values_of_one_argument_may_follow_one_another() -> None:
+    assert swift.repeated(["--dataset", "a", "b", "--beta", "1", "x=y"]) == [
+        "--dataset", "a", "--dataset", "b", "--beta", "1", "x=y",
+    ]  # fmt: skip
+    assert swift.repeated(["--stop_words", "a=b", "c", "seed=1"]) == [
+        "--stop_words", "a=b", "--stop_words", "c", "seed=1",
+    ]  # fmt: skip
+
+
+def test_show_prints_the_recipe(run: Run) -> None:
+    code, out, err = run("rlhf", *START.split(), "--reward_weights", "-1", "--sleep_level", "1", *COLOCATE.split(),
+                         "--dtype", "float32", "--show", "seed=3")  # fmt: skip
+    assert (code, err) == (0, "")
+    recipe = yaml.safe_load(out)
+    assert (recipe["seed"], recipe["dtype"], recipe["rewards"]["accuracy"]["weight"]) == (3, "float32", -1.0)
+    assert "# --sleep_level: trainer and engine hold one copy" in out
+    code, out, _ = run("rollout", "--model", "m", "--show")
+    assert (code, yaml.safe_load(out)["engine"]["port"]) == (0, 8000)
+
+
+def test_a_misspelt_argument_is_corrected(run: Run) -> None:
+    code, _, err = run("rlhf", *START.split(), "--num_generation", "4")
+    assert code == 2
+    assert "No such option: --num_generation" in err
+    assert "--num_generations" in err.replace("--num_generation ", "")
+
+
+def test_it_trains_and_writes_completions(run: Run, tiny_model: Path) -> None:
+    Path("plugin.py").write_text(PLUGIN)
+    code, out, err = run(
+        "rlhf", "--rlhf_type", "grpo", "--model", str(tiny_model), "--torch_dtype", "float32", "--dataset", "d.jsonl",
+        "--external_plugins", "plugin.py", "--reward_funcs", "long", "accuracy", "format", "--num_generations", "4",
+        "--gradient_accumulation_steps", "8", "--max_completion_length", "6", "--max_steps", "2", "--top_k", "-1",
+        "--top_p", "1", "--output_dir", "out", "--run_name", "run", "--logging_steps", "1", "threads=1",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "done: out/run" in out
+    assert "--logging_steps: changes nothing: every step is written down" in err
+    table = [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in table] == [["1"] * 8, ["2"] * 8]
+    for line in table:
+        assert set(line) == {"step", "prompt", "completion", "long", "accuracy", "format", "advantages"}
+        assert all("+2=" in prompt and "<|im_start|>" in prompt for prompt in line["prompt"])
+        golds = [str(int(prompt.partition("+2=")[0].rpartition("\n")[2]) + 2) for prompt in line["prompt"]]
+        sizes = [len(text) + len(gold) for text, gold in zip(line["completion"], golds, strict=True)]
+        assert line["long"] == sizes
+    sink = swift.Completions()
+    info = RunInfo(name="run", folder=Path("out/run"), steps=2, config={"model": str(tiny_model)}, resumed_step=1)
+    sink.open(info).close()
+    assert len(Path("out/run/completions.jsonl").read_text().splitlines()) == 1
