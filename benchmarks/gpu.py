@@ -113,6 +113,10 @@ def one_copy(args: argparse.Namespace, out: Path) -> list[str]:
     return python(str(HERE / "one_copy.py"), *ONE_COPY.split(), "--json", str(out / "gpu.jsonl"), *args.extra)
 
 
+def memory(args: argparse.Namespace, out: Path) -> list[str]:
+    return python(str(HERE / "memory.py"), "--json", str(out / "memory.json"), *args.extra)
+
+
 def versus(half: str) -> Command:
     """One half of the comparison with TRL."""
 
@@ -150,10 +154,23 @@ UNIT = (
     "tests/unit/test_vllm_adapter.py",
     "tests/unit/test_vllm_receive.py",
 )
+STEP = (
+    "tests/unit/test_varlen.py",
+    "tests/unit/test_attention.py",
+    "tests/unit/test_pending.py",
+    "tests/unit/test_layers.py",
+    "tests/unit/test_float8.py",
+    "tests/unit/test_logprobs.py",
+    "tests/unit/test_rewards_model.py",
+)
 PARTS: dict[str, Part] = {
     "unit": Part(
         "CUDA unit tests: sharing, merged, checksums, collective, optimizers", suite(*UNIT), 120, 300, tests=True
     ),
+    "step": Part(
+        "CUDA tests of a step: attention kernel, no waits, compiled layers, fp8", suite(*STEP), 200, 400, tests=True
+    ),
+    "memory": Part("the memory plan beside what a step takes", memory, 240, 500),
     "kernel": Part("bandwidth of the checksum kernel", itself("kernel"), 25, 120),
     "matrix": Part(
         "every way against vLLM, tiny model, with CUDA IPC",
