@@ -10,11 +10,9 @@ from typing import Any
 
 import typer
 
-from tandem.compat.atropos import Flags, Translation, lay_out, translate
-from tandem.config import RunConfig, from_options
-from tandem.recipe import override
-from tandem.recipe.tree import Branch, Problems, from_plain, plain, render
-from tandem.verbs.train import finish
+from tandem.compat.atropos import Flags, lay_out, translate
+from tandem.config import from_options
+from tandem.verbs.train import finish, translated
 
 SOURCE = Path("tandem atropos-grpo")
 """What mistakes in the recipe are said to be in."""
@@ -34,7 +32,7 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool) -
     flags = Flags(**given)
     translation = translate(flags, frozenset(given), os.environ)
     if show:
-        return recipe(translation, overrides)
+        return translated(translation.options, translation.notes, overrides, SOURCE)
     for note in translation.notes:
         typer.echo(f"tandem: {note}", err=True)
     config = from_options(translation.options, overrides, SOURCE).config
@@ -44,20 +42,6 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool) -
     lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
     told = f"done: {folder} (tandem show {folder}); checkpoints: {flags.save_path}"
     return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
-
-
-def recipe(translation: Translation, overrides: Sequence[str]) -> str:
-    """The recipe as YAML that ``tandem train`` takes, notes as comments.
-
-    Raises:
-        ConfigError: an override is not written as one.
-    """
-    problems = Problems()
-    tree = from_plain(translation.options, str(SOURCE))
-    assert isinstance(tree, Branch)
-    override.apply(tree, RunConfig, overrides, problems)
-    problems.raise_if_any(str(SOURCE))
-    return "".join(f"# {note}\n" for note in translation.notes) + render(plain(tree)).rstrip()
 
 
 def benchmark(folder: Path) -> str:

@@ -9,10 +9,8 @@ from pathlib import Path
 import typer
 
 from tandem.compat import swift
-from tandem.config import RunConfig, from_options
-from tandem.recipe import override
-from tandem.recipe.tree import Branch, Problems, from_plain, plain, render
-from tandem.verbs.train import finish
+from tandem.config import from_options
+from tandem.verbs.train import finish, translated
 
 
 def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
@@ -30,7 +28,7 @@ def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: 
     source = Path("tandem swift rlhf")
     translation = swift.rlhf(given, os.environ)
     if show:
-        return recipe(translation, overrides, source)
+        return translated(translation.options, translation.notes, overrides, source)
     _tell(translation)
     loaded = from_options(translation.options, overrides, source)
     from tandem import run  # only now: a mistake in the arguments is told before the rest has loaded
@@ -49,7 +47,7 @@ def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show
     source = Path("tandem swift deploy")
     translation = swift.deploy(given)
     if show:
-        typer.echo(recipe(translation, overrides, source))
+        typer.echo(translated(translation.options, translation.notes, overrides, source))
         return
     _tell(translation)
     os.environ.update(translation.environ)
@@ -57,20 +55,6 @@ def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show
     from tandem.verbs.serve import serve_engine
 
     serve_engine(config, typer.echo)
-
-
-def recipe(translation: swift.Translation, overrides: Sequence[str], source: Path) -> str:
-    """The recipe as YAML that ``tandem train`` takes, notes as comments.
-
-    Raises:
-        ConfigError: an override is not written as one.
-    """
-    problems = Problems()
-    tree = from_plain(translation.options, str(source))
-    assert isinstance(tree, Branch)
-    override.apply(tree, RunConfig, overrides, problems)
-    problems.raise_if_any(str(source))
-    return "".join(f"# {note}\n" for note in translation.notes) + render(plain(tree)).rstrip()
 
 
 def _tell(translation: swift.Translation) -> None:

@@ -11,7 +11,9 @@ import typer
 
 from tandem.config import RESUMABLE, RunConfig, load
 from tandem.errors import ConfigError, TandemError
-from tandem.recipe.tree import render
+from tandem.recipe import override
+from tandem.recipe.tree import Branch, Problems, from_plain, plain, render
+from tandem.types import Json
 
 T = TypeVar("T")
 
@@ -49,6 +51,26 @@ def written(source: Path, overrides: Sequence[str]) -> str:
     return "".join(f"# {note}\n" for note in loaded.notes) + render(loaded.options).rstrip()
 
 
+def translated(options: Json, notes: Sequence[str], overrides: Sequence[str], source: Path) -> str:
+    """The recipe that a command line of another system comes to, as YAML that ``tandem train`` takes.
+
+    Args:
+        options: the recipe.
+        notes: written as comments.
+        overrides: laid over it.
+        source: what mistakes in them are said to be in.
+
+    Raises:
+        ConfigError: an override is not written as one.
+    """
+    problems = Problems()
+    tree = from_plain(options, str(source))
+    assert isinstance(tree, Branch)
+    override.apply(tree, RunConfig, overrides, problems)
+    problems.raise_if_any(str(source))
+    return "".join(f"# {note}\n" for note in notes) + render(plain(tree)).rstrip()
+
+
 def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The configuration of a run that goes on.
 
@@ -56,11 +78,11 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
         ConfigError: the folder is not a run's, or an override would make it another run.
     """
     recipe = recipe_of(folder)
-    for override in overrides:
-        option = override.partition("=")[0].partition(".")[0]
+    for given in overrides:
+        option = given.partition("=")[0].partition(".")[0]
         if option not in RESUMABLE:
             raise ConfigError(
-                f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
+                f"command line: {given}: a resumed run keeps its {option!r}, for it would be another run; "
                 f"these may change: {', '.join(sorted(RESUMABLE))} (to change more, start a new run from {recipe})"
             )
     config = load(recipe, overrides).config
