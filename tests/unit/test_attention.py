@@ -46,9 +46,10 @@ from transformers import (
     T5Config,
 )
 
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 from tandem.policy import families
 from tandem.policy.attention import NAME, KVCache, Packed, decode_plan, sequential_positions
+from tandem.policy.policy import load_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -327,3 +328,9 @@ def test_compiled_layers_are_compiled_once_for_all_plans() -> None:
     assert set(graphs) == {graphs[0]}, "another plan was compiled for"
     for one, other in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_would_be_computed_wrongly_is_refused_by_its_configuration(tmp_path: Path) -> None:
+    BloomConfig(hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="computes attention by itself"):
+        load_config(str(tmp_path))
