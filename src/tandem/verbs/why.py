@@ -109,8 +109,8 @@ def read(run: Path, *, now: float) -> Story:
         now: seconds since 1970.
     """
     signs = _signs(run)
-    last = tuple(_last_words(run, now))
     events = list(_lines.read(run / "events.jsonl"))
+    last = tuple(_last_words(run, events, now))
     if signs is None:
         ending = next((event for event in reversed(events) if event.get("event") in _ENDS), None)
         if ending is not None and ending is events[-1]:
@@ -201,7 +201,7 @@ def _is(party: str, owner: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(owner)}(?!\w)", party) is not None
 
 
-def _last_words(run: Path, now: float) -> Iterator[tuple[str, float | None, str]]:
+def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float | None, str]]:
     """The last line of every part of the trainer in its log, and of every other log."""
     last: dict[str, tuple[float | None, str]] = {}
     for line in _tail(run / "logs" / "run.log"):
@@ -213,7 +213,7 @@ def _last_words(run: Path, now: float) -> Iterator[tuple[str, float | None, str]
         lines = [line for line in _tail(path) if line.strip()]
         if path.name != "run.log" and lines:
             yield path.name, max(0.0, now - path.stat().st_mtime), lines[-1]
-    for event in list(_lines.read(run / "events.jsonl"))[-1:]:
+    for event in events[-1:]:
         fields = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
         yield "events", max(0.0, now - event.get("time", now)), f"{event.get('event')} {fields}".strip()
 
