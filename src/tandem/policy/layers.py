@@ -97,8 +97,9 @@ class _Way:
                 raise
             why = " ".join(str(error).split())[:200]
             log.warning("the model's layers stay eager, since they cannot be compiled: %s", why)
-            self._choose(False)
-            return self(layer, hidden, *args, **kwargs)
+        # Not within the handler: as long as the failed pass's frames live, checkpoint's hooks are those of that pass.
+        self._choose(False)
+        return self(layer, hidden, *args, **kwargs)
 
     def _choose(self, compiled: bool) -> None:
         self._scores = self._trains = self._eager

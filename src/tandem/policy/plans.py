@@ -77,7 +77,8 @@ class Spans:
     """No sequence has more keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: torch's compiler looks into frozen dataclasses (2.11 does), and would compile for every plan anew.
+@dataclass(slots=True, kw_only=True)
 class Packed:
     """Segments that follow one another in a packed row. Each attends to its ancestors and, causally, to itself.
 
@@ -103,7 +104,7 @@ class Packed:
             if parent is not None and not 0 <= parent < i:
                 raise ValueError(f"segment {i} must continue an earlier one, not {parent}")
             before.append(0 if parent is None else before[parent] + self.lengths[parent])
-        object.__setattr__(self, "before", tuple(before))
+        self.before = tuple(before)
 
     @property
     def longest(self) -> int:
@@ -159,7 +160,7 @@ class Packed:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # as Packed
 class Decode:
     """One token for each of the first R rows of a cache."""
 
