@@ -51,6 +51,20 @@ def test_split_and_join_give_every_float_back() -> None:
     assert bool(((weight.double() - values.double()).abs() == (nearest.double() - values.double()).abs()).all())
 
 
+@pytest.mark.parametrize("num", [1, 7, 4096])
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_rounding_by_fused_operations_is_the_same_to_the_bit(device: str, num: int) -> None:
+    values = torch.randn(num, generator=torch.Generator().manual_seed(3))
+    for step in (1, 2):
+        key = stream(step, "weight", 0)
+        expected = round_stochastically(values, key)
+        words = [_narrow._signed(word) for word in (key >> 32, key & MASK)]
+        eager = _narrow._rounded.function(values, *words)
+        found = round_stochastically(values.to(device), key).cpu()
+        for one in (eager, found):
+            assert torch.equal(one.view(torch.int16), expected.view(torch.int16))
+
+
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def test_random_bits_are_the_hash_they_claim_to_be(device: str) -> None:
     """Computed again with Python's whole numbers, on whatever devices there are."""

@@ -245,7 +245,9 @@ def test_the_kernel_computes_what_segments_do(
 
 
 @CUDA
-def test_the_kernel_is_what_a_model_on_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, strict: None) -> None:
+def test_the_kernel_is_what_a_model_on_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     calls: list[int] = []
     whole = _varlen.attend
 
@@ -255,8 +257,10 @@ def test_the_kernel_is_what_a_model_on_a_gpu_runs(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_varlen, "attend", counted)
     query, key, value, _ = (x.bfloat16() for x in row(PLAN, 4, 2, 64, "cuda"))
-    module = torch.nn.Identity()
-    attention.attend(module, query, key, value, None, scaling=0.125, plan=PLAN)
+    module, plan = torch.nn.Identity(), dataclasses.replace(PLAN)
+    request.getfixturevalue("strict")
+    attention.attend(module, query, key, value, None, scaling=0.125, plan=plan)
     assert calls == [1]
+    torch.cuda.set_sync_debug_mode("default")  # segments may wait
     attention.attend(module, query.float(), key.float(), value.float(), None, scaling=0.125, plan=PLAN)
     assert calls == [1], "float32 goes segment by segment"

@@ -15,6 +15,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from tandem.optimizers._fused import fused, number
+
 PIECE = 1 << 22
 """Elements that are widened at once. The random stream has a key for each piece, so this is part of its definition."""
 
@@ -37,8 +39,19 @@ def join(weight: Tensor, compensation: Tensor) -> Tensor:
 
 def round_stochastically(value: Tensor, key: int) -> Tensor:
     """A bfloat16 neighbour of each float32, whose mean over keys is the float32."""
+    if value.device.type == "cuda":
+        return _rounded(value, *(number(_signed(word), value) for word in (key >> 32, key & 0xFFFFFFFF)))
     bits = value.contiguous().view(torch.int32)
     return (random_bits(key, bits) + bits).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+
+
+@fused
+def _rounded(value: Tensor, before: float | Tensor, within: float | Tensor) -> Tensor:
+    """The same where operations are fused, and to hash for each element costs less than to spread a hash over two."""
+    at = torch.arange(len(value), dtype=torch.int32, device=value.device)
+    hashed = _mixed(at >> 1, before, within)
+    random = (hashed >> ((at & 1) << 4)) & 0xFFFF
+    return ((random + value.contiguous().view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def stream(step: int, name: str, start: int) -> int:
@@ -51,13 +64,19 @@ def random_bits(key: int, like: Tensor) -> Tensor:
 
     One hash of 32 bits (the lowbias32 mixer, with half of the key before it and half within) serves two elements.
     """
-    x = torch.arange((len(like) + 1) // 2, dtype=torch.int32, device=like.device)
-    x.add_(_signed(key >> 32))
+    at = torch.arange((len(like) + 1) // 2, dtype=torch.int32, device=like.device)
+    x = _mixed(at, _signed(key >> 32), _signed(key & 0xFFFFFFFF))
+    return x.view(torch.int16)[: len(like)].to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def _mixed(x: Tensor, before: float | Tensor, within: float | Tensor) -> Tensor:
+    """The hash of each number, which it takes the place of."""
+    x.add_(before)
     x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)
-    x.add_(_signed(key & 0xFFFFFFFF))
+    x.add_(within)
     x.bitwise_xor_(_shifted(x, 15)).mul_(_signed(0x846CA68B))
     x.bitwise_xor_(_shifted(x, 16))
-    return x.view(torch.int16)[: len(like)].to(torch.int32).bitwise_and_(0xFFFF)
+    return x
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

@@ -95,7 +95,7 @@ class Packed:
     segments starts a sequence."""
     before: tuple[int, ...] = field(init=False)
     """Tokens of each segment's ancestors: the position of its own first one."""
-    _masks: dict[tuple[int, int, int | None], Tensor] = field(init=False, repr=False, default_factory=dict)
+    _masks: dict[tuple[Any, ...], Tensor] = field(init=False, repr=False, default_factory=dict)
     _spans: dict[torch.device, Spans] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,9 +123,9 @@ class Packed:
     def mask(self, before: int, length: int, window: int | None, like: Tensor) -> Tensor:
         """Additive mask (length, before + length): everything before and itself causally, or the last ``window`` of it.
 
-        Built once per plan.
+        Built once per plan, device and type.
         """
-        key = (before, length, window)
+        key = (before, length, window, like.device, like.dtype)
         if key not in self._masks:
             own = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
             mask = F.pad(own, (before, 0))
