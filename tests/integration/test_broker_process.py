@@ -53,6 +53,22 @@ def call(url: str, path: str, body: Any = None, **headers: str) -> Any:
         return json.loads(answer.read())
 
 
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_when_told_to(end: signal.Signals) -> None:
+    with broker("serve", "broker") as (process, url, _):
+        assert call(url, "/status") == {"current_step": 0, "queue_size": 0}
+        process.send_signal(end)
+        rest, _ = process.communicate(timeout=20)
+        assert (process.returncode, rest.split()) == (0, ["ended"])
+
+
+def test_without_uvloop_it_serves_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "uvloop.py").write_text("raise ImportError")
+    with broker("serve", "broker", PYTHONPATH=str(tmp_path)) as (_, url, said):
+        assert "uvloop is not installed" in "".join(said)
+        assert call(url, "/status")["queue_size"] == 0
+
+
 def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
     with broker("serve", "broker", "--data", str(tmp_path)) as (process, url, said):
         assert str(tmp_path) in "".join(said)

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -408,7 +409,7 @@ def test_a_group_that_no_batch_can_hold_is_refused() -> None:
 def test_nothing_is_promised_before_it_is_on_disk() -> None:
     gate = asyncio.Event()
 
-    async def committed() -> None:
+    async def committed(_: Any = None) -> None:
         await gate.wait()
 
     async def scene(client: Client) -> None:
@@ -425,8 +426,33 @@ def test_nothing_is_promised_before_it_is_on_disk() -> None:
     play(scene, committed=committed)
 
 
+def test_a_submission_waits_for_company_only_while_one_is_being_read() -> None:
+    seen: list[bool | None] = []
+
+    async def committed(more: Callable[[], bool] | None = None) -> None:
+        seen.append(None if more is None else more())
+
+    async def scene(client: Client) -> None:
+        await client.begin()
+        await client.post("/scored_data", group())
+        _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        head = b"POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head)
+        while not client.broker.bodies.pending:
+            await client.get("/info")
+        await client.post("/scored_data", group())
+        writer.close()
+        await writer.wait_closed()
+        while client.broker.bodies.pending:
+            await client.get("/info")
+        await client.post("/scored_data_list", [group()])
+        assert seen == [None, None, False, True, False]
+
+    play(scene, committed=committed)
+
+
 def test_a_ledger_that_cannot_be_written_is_no_500() -> None:
-    async def committed() -> None:
+    async def committed(_: Any = None) -> None:
         raise BrokerError("the disk is full")
 
     async def scene(client: Client) -> None:
@@ -503,7 +529,7 @@ def test_a_group_sent_again_after_a_lost_answer_is_taken_once() -> None:
     """BaseEnv sends no key; but whether there was anybody to answer is known."""
     gate, waiting = asyncio.Event(), asyncio.Event()
 
-    async def committed() -> None:
+    async def committed(_: Any = None) -> None:
         waiting.set()
         await gate.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sqlite3
 import subprocess
@@ -15,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from tandem.broker import _payloads
+from tandem.broker import ledger as ledgers
 from tandem.broker._kept import Reading
 from tandem.broker.ledger import Ledger
 from tandem.broker.records import Entry, EnvSpec, Options, Run
@@ -315,3 +317,93 @@ def test_a_broker_that_is_killed_lets_the_folder_go(tmp_path: Path) -> None:
     assert done.returncode == -9
     with ledger(tmp_path):
         pass
+
+
+# One transaction for many
+
+
+def always() -> bool:
+    return True
+
+
+async def _elsewhere() -> None:
+    """Let other threads work."""
+    await asyncio.to_thread(lambda: None)
+
+
+def test_submissions_go_into_one_transaction_while_more_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledgers, "GATHER_SECONDS", 600.0)
+    number = 3 * ledgers.ROWS + 2
+
+    async def scene(one: Ledger) -> None:
+        put(one, "first")
+        await asyncio.wait_for(one.committed(always), 10)  # nobody was before it: it waits for nobody
+        before, waits = one.transactions, []
+        for i in range(number):
+            put(one, f"g{i}", key=f"k{i}")
+            waits.append(asyncio.ensure_future(one.committed(always)))
+            await _elsewhere()
+        assert one.transactions == before
+        await asyncio.wait_for(one.committed(), 10)
+        await asyncio.gather(*waits)
+        assert one.transactions == before + 1
+
+    with ledger(tmp_path) as one:
+        asyncio.run(scene(one))
+    with ledger(tmp_path) as two:
+        entries = [item.entry for item in two.store.waiting]
+        assert [entry.id for entry in entries] == ["first", *(f"g{i}" for i in range(number))]
+        assert [entry.payload for entry in loaded(entries)] == [entry.id.encode() for entry in entries]
+        assert put(two, "again", key=f"k{number - 1}") == "duplicate"
+
+
+def test_what_is_no_submission_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that a trainer has must be known after a kill, whoever else is about to submit."""
+    monkeypatch.setattr(ledgers, "GATHER_SECONDS", 600.0)
+
+    async def scene(one: Ledger) -> None:
+        put(one, "a")
+        await asyncio.wait_for(one.committed(), 10)
+        put(one, "b")
+        assert one.store.take(0.0) is not None
+        await asyncio.wait_for(one.committed(always), 10)
+
+    with ledger(tmp_path) as one:
+        begun(one)
+        asyncio.run(scene(one))
+
+
+def test_a_submission_alone_does_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "GATHER_SECONDS", 600.0)
+
+    async def scene(one: Ledger) -> None:
+        for name in ("a", "b"):
+            put(one, name)
+            await asyncio.wait_for(one.committed(lambda: False), 10)
+
+    with ledger(tmp_path) as one:
+        asyncio.run(scene(one))
+        assert one.transactions == 2
+
+
+def test_the_end_does_not_wait_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "GATHER_SECONDS", 600.0)
+    with ledger(tmp_path) as one:
+        put(one, "a")
+        one.settled().result(10)
+        put(one, "b")
+    with ledger(tmp_path) as two:
+        assert [item.entry.id for item in two.store.waiting] == ["a", "b"]
+
+
+def test_a_full_disk_at_the_start_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(ledgers, "_prepare", full)
+    with pytest.raises(BrokerError, match=r"cannot be opened \(database or disk is full\); make room"):
+        Ledger.open(tmp_path / "data", Options(), 0.0)
+    monkeypatch.undo()
+    Ledger.open(tmp_path / "data", Options(), 0.0).close()

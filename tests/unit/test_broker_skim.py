@@ -25,6 +25,11 @@ GAPS = ("", " ", "  ", "\t", "\n ")
 HEAVY = ("tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs")
 
 
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SKIM_BYTES", 0)
+
+
 def verdict(read: Any, body: bytes) -> Any:
     """All that can be seen of a reading: what is wrong, or what is kept and known."""
     try:
@@ -95,6 +100,15 @@ def test_what_programs_write_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
         found = wire.read_group(json.dumps(sent, separators=separators).encode())
         assert (found.size, found.env_id, found.version) == (2, 4, None)
         assert json.loads(found.payload) == dict.fromkeys(wire.FIELDS) | {k: v for k, v in sent.items() if k != "later"}
+
+
+def test_small_groups_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SKIM_BYTES", 1000)
+    monkeypatch.setattr(wire, "_skimmed", None)
+    small, large = group(2), group(2, images="x" * 1000)
+    assert wire.read_group(json.dumps(small).encode()).size == 2
+    with pytest.raises(TypeError):
+        wire.read_group(json.dumps(large).encode())
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,10 @@ class Bodies:
                 return parse(plain, encoding)
             return await self._threaded(partial(parse, plain, encoding))
 
+    def coming(self) -> bool:
+        """True while a body is being read."""
+        return self.pending > 0
+
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(cancel_futures=True)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from tandem import waits
 from tandem.broker import wire
 from tandem.broker._http import Answer, Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.errors import BrokerError
@@ -117,6 +118,18 @@ class Connection:
             Refused: it answers with an error that asking again will not mend.
             Lost: it may have been done, or it failed, and such requests are not repeated.
         """
+        async with waits.waiting(waits.actor("client"), f"{method} {path.partition('?')[0]}", on=self.name):
+            return await self._asked(method, path, body, headers, encoding, repeat)
+
+    async def _asked(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        headers: Mapping[str, str] | None,
+        encoding: wire.Encoding,
+        repeat: Set[Fate],
+    ) -> Answer:
         data = None if body is None else wire.write(body, encoding)
         typed = {} if data is None else {"Content-Type": MIME[encoding]}
         said = {"Accept": MIME["json"], **typed, **(headers or {})}

@@ -141,7 +141,7 @@ class Http:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with (
-                waits.waiting("client", f"{method} {path}", on=self.who),
+                waits.waiting(waits.actor("client"), f"{method} {path}", on=self.who),
                 self._opened().request(
                     method, self.url + path, data=body, headers=dict(headers), timeout=timeout
                 ) as response,

@@ -43,7 +43,7 @@ RETRY_SECONDS = 5.0
 """When to come back after a failure of our own, such as a full disk."""
 
 
-async def _nothing() -> None:
+async def _nothing(more: Callable[[], bool] | None = None) -> None:
     """Without a ledger nothing is waited for."""
 
 
@@ -54,7 +54,7 @@ class Broker:
         self,
         store: Store,
         *,
-        committed: Callable[[], Awaitable[None]] = _nothing,
+        committed: Callable[..., Awaitable[None]] = _nothing,
         limits: Limits | None = None,
         keys: Keys | None = None,
         clock: Callable[[], float] = time.time,
@@ -63,7 +63,8 @@ class Broker:
 
         Args:
             store: changed by this broker alone.
-            committed: waits until everything that the store told its journal so far is on disk.
+            committed: waits until everything that the store told its journal so far is on disk; if it is given what
+                tells whether more is on its way, it may write that with it.
             limits: bounds on bodies.
             keys: API keys.
             clock: seconds since 1970.
@@ -259,7 +260,7 @@ class Broker:
         self._resent.forget(again.values())
         self.store.counts["duplicate"] += len(again)
         self.meter.accepted_bytes += sum(entry.num_bytes for entry, _ in fresh)
-        await self._committed()
+        await self._committed(self.bodies.coming)
         if key is None and (request.transport is None or request.transport.is_closing()):
             self._resent.note(payloads, self._clock())
         return [Receipt(kind="duplicate") if i in again else next(taken) for i in range(len(entries))]

@@ -14,10 +14,13 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,12 @@ SCHEMA = (
 )
 TRIM_EVERY = 500
 """Transactions between two removals of keys that are too old or too many."""
+GATHER_SECONDS = 0.01
+"""While more submissions are on their way, a transaction begins no sooner than this after the last one began."""
+COMPANY_SECONDS = 0.001
+"""How long a submission waits for another's first bytes: those who were answered together come again together."""
+ROWS = 16
+"""Entries added by one statement: SQLite lets the interpreter go at each, and to have it back takes a while."""
 
 Told = tuple[Any, ...]
 """Its first word is the kind: ("added", order, kept, entry, state, key, now), ("moved", orders, state, batch),
@@ -67,6 +76,7 @@ class Ledger:
         self._shared: tuple[Future[None], asyncio.Future[None]] | None = None  # all who wait for a promise wake at once
         self._failed: BrokerError | None = None
         self._closing = False
+        self._hurried = False  # what was told shall be written now
         self.transactions = 0
         """Transactions written since it was opened."""
         self._writer = threading.Thread(target=self._work, name="broker-ledger", daemon=True)
@@ -82,6 +92,11 @@ class Ledger:
         ledger = cls(folder, options)
         try:
             ledger._restore(now)
+        except sqlite3.OperationalError as error:
+            ledger._let_go()
+            raise BrokerError(
+                f"the ledger in {folder} cannot be opened ({error}); make room on its disk, or mend it, and start again"
+            ) from error
         except sqlite3.DatabaseError as error:
             ledger._let_go()
             raise _damaged(folder / "ledger.sqlite", str(error)) from error
@@ -101,17 +116,32 @@ class Ledger:
         self._let_go()
 
     def settled(self) -> Future[None]:
-        """Done when everything told so far is on disk; raises BrokerError if it could not be written."""
+        """Done when everything told so far is on disk, which is seen to now.
+
+        The future raises BrokerError if it could not be written.
+        """
+        return self._settled(gather=False)
+
+    def _settled(self, *, gather: bool) -> Future[None]:
         with self._turn:
+            if not gather and self._told and not self._hurried:
+                self._hurried = True
+                self._turn.notify()
             return self._promise if self._told or self._failed else self._last
 
-    async def committed(self) -> None:
+    async def committed(self, more: Callable[[], bool] | None = None) -> None:
         """Wait until everything told so far is on disk.
+
+        Args:
+            more: whether more submissions are on their way, which may go into the same transaction. None: it is
+                written at once.
 
         Raises:
             BrokerError: it could not be written. The ledger takes nothing more; restart the broker when there is room.
         """
-        promise = self.settled()
+        if more is not None and not more():
+            await asyncio.sleep(COMPANY_SECONDS)
+        promise = self._settled(gather=more is not None and more())
         if promise.done():
             return promise.result()
         if self._shared is None or self._shared[0] is not promise:
@@ -141,19 +171,26 @@ class Ledger:
     def _tell(self, told: Told) -> None:
         with self._turn:
             self._told.append(told)
-            self._turn.notify()
+            self._hurried |= told[0] != "added"
+            if self._hurried or len(self._told) == 1:  # else the writer knows
+                self._turn.notify()
 
     # --- the writer's thread ---
 
     def _work(self) -> None:
+        began = -GATHER_SECONDS
         while True:
             with self._turn:
-                while not self._told and not self._closing:
-                    self._turn.wait()
+                self._turn.wait_for(lambda: self._told or self._closing)
                 if not self._told:
                     return
+                self._turn.wait_for(
+                    lambda: self._hurried or self._closing, max(0.0, began + GATHER_SECONDS - time.monotonic())
+                )
                 told, promise = self._told, self._promise
                 self._told, self._promise, self._last = [], _promise(), promise
+                self._hurried = False
+            began = time.monotonic()
             try:
                 self._write(told)
             except Exception as error:
@@ -176,13 +213,15 @@ class Ledger:
     def _write(self, told: list[Told]) -> None:
         places = self._payloads.append([one[2].data for one in told if one[0] == "added"])
         with self._transaction() as database:
-            for kind, *rest in told:
+            for kind, alike in groupby(told, key=itemgetter(0)):
                 if kind == "added":
-                    self._write_added(database, next(places), *rest)
+                    self._write_added(database, [(next(places), *rest) for _, *rest in alike])
                 elif kind == "moved":
-                    self._write_moved(database, *rest)
+                    for _, *moved in alike:
+                        self._write_moved(database, *moved)
                 elif kind == "noted":
-                    _write_noted(database, *rest)
+                    for _, *noted in alike:
+                        _write_noted(database, *noted)
                 else:
                     for table in ("entries", "facts", "keys"):
                         database.execute(f"DELETE FROM {table}")
@@ -194,23 +233,20 @@ class Ledger:
             self._gather(database)
         self._payloads.remove_unused()
 
-    def _write_added(
-        self,
-        database: sqlite3.Connection,
-        place: Place,
-        order: int,
-        kept: Kept,
-        entry: Entry,
-        state: State,
-        key: str | None,
-        now: float,
-    ) -> None:
-        row = (order, entry.id, entry.env, entry.size, entry.version, entry.received, state)
-        database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?)", (*row, *place))
-        self._payloads.use(place.file, place.length)
-        self.memory.written(order, kept, place)
-        if key is not None:
-            database.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, now))
+    def _write_added(self, database: sqlite3.Connection, added: Sequence[tuple[Any, ...]]) -> None:
+        """Each of ``added`` is where a payload went, and what was told with it."""
+        rows, keys = [], []
+        for place, order, kept, entry, state, key, now in added:
+            rows.append((order, entry.id, entry.env, entry.size, entry.version, entry.received, state, None, *place))
+            self._payloads.use(place.file, place.length)
+            self.memory.written(order, kept, place)
+            if key is not None:
+                keys.append((key, now))
+        for first in range(0, len(rows), ROWS):
+            some = rows[first : first + ROWS]
+            values = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
+            database.execute(f"INSERT INTO entries VALUES {values}", list(chain.from_iterable(some)))
+        database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", keys)
 
     def _write_moved(self, database: sqlite3.Connection, orders: list[int], state: State, batch: str | None) -> None:
         for order in orders:

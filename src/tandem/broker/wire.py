@@ -10,7 +10,8 @@ join of such payloads.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -172,7 +173,10 @@ FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
 """The 14 keys of a group, in the order in which answers give them."""
 _OPTIONAL = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if not field.required)
 _INTS, _REALS = ("tokens", "masks"), ("inference_logprobs", "advantages", "ref_logprobs")
-_HEAVY = frozenset(_INTS + _REALS)
+_HEAVY = {name: FIELDS.index(name) for name in _INTS + _REALS}
+_KEYS = tuple(f'{"," if place else "{"}"{name}":'.encode() for place, name in enumerate(FIELDS))
+SKIM_BYTES = 32 << 10
+"""Groups below this are decoded sooner than looked at by their bytes."""
 
 # Each key's value as the bytes that were sent.
 _Slices: Any = msgspec.defstruct("_Slices", [(name, msgspec.Raw | UnsetType, UNSET) for name in FIELDS])
@@ -236,7 +240,7 @@ def read_group(body: bytes, encoding: Encoding = "json") -> Submission:
     Raises:
         Malformed: a field is missing, of another type or not finite, or lengths disagree.
     """
-    skimmed = _skimmed(body) if encoding == "json" else None
+    skimmed = _skimmed(body) if encoding == "json" and len(body) >= SKIM_BYTES else None
     return skimmed or _read_group(body, encoding)
 
 
@@ -269,20 +273,18 @@ def _skimmed(body: bytes) -> Submission | None:
         slices = _decoder(_Slices, "json").decode(body)
     except (ValueError, RecursionError):
         return None
-    values: dict[str, bytes] = {
-        name: b"null" if (raw := getattr(slices, name)) is UNSET else bytes(raw) for name in FIELDS
-    }
+    values = [b"null" if raw is UNSET else bytes(raw) for raw in msgspec.structs.astuple(slices)]
     lengths: dict[str, list[range]] = {}
-    for name in _HEAVY:
-        if name in _REALS and values[name] in (b"null", b"[]"):
+    light = list(values)
+    for name, place in _HEAVY.items():
+        if name in _REALS and values[place] in (b"null", b"[]"):
             continue
-        found = rows(values[name], reals=name in _REALS, negative=name != "tokens")
+        found = rows(values[place], reals=name in _REALS, negative=name != "tokens")
         if found is None:
             return None
-        lengths[name] = found
+        lengths[name], light[place] = found, b"[]"
     try:
-        light = _object({**values, **dict.fromkeys(lengths, b"[]")})
-        group: ScoredGroup = _decoder(ScoredGroup, "json").decode(light)
+        group: ScoredGroup = _decoder(ScoredGroup, "json").decode(_object(light))
     except (ValueError, RecursionError):
         return None
     for name, found in lengths.items():
@@ -290,10 +292,9 @@ def _skimmed(body: bytes) -> Submission | None:
     return _checked(group, _object(values))
 
 
-def _object(values: Mapping[str, bytes]) -> bytes:
-    """A JSON object of values that are JSON already."""
-    parts = [part for name, value in values.items() for part in (b',"%b":' % name.encode(), value)]
-    return b"".join((b"{", parts[0][1:], *parts[1:], b"}"))
+def _object(values: Sequence[bytes]) -> bytes:
+    """A JSON object of the values of all keys, which are JSON already."""
+    return b"".join((*chain.from_iterable(zip(_KEYS, values, strict=True)), b"}"))
 
 
 def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:
