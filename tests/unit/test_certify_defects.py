@@ -20,6 +20,7 @@ from tandem.config import load
 from tandem.corrections.token import Token
 from tandem.losses import grpo as loss_grpo
 from tandem.metrics import Value
+from tandem.policy import _compile, layers
 from tandem.references.base import Held
 from tandem.trainer import pack
 from tandem.trainer.objective import Known, Objective
@@ -46,9 +47,11 @@ def failed(model: Path, monkeypatch: Patch) -> Callable[..., list[str]]:
     monkeypatch.chdir(ROOT)
 
     def look(*overrides: str, several: int = 0) -> list[str]:
-        config = load(Path("recipes/arithmetic.yaml"), [f"model={model}", *overrides]).config
+        eager = [] if "compile=true" in overrides else ["compile=false"]
+        config = load(Path("recipes/arithmetic.yaml"), [f"model={model}", *eager, *overrides]).config
         found = certify(config, several=several)
-        assert found.passed == all(line.state == "pass" for line in found.lines)
+        assert found.passed == all(line.state == "pass" for line in found.lines if line.state != "skipped")
+        assert [line.name for line in found.lines if line.state == "skipped"] in ([], ["layers compiled"])
         return [line.name for line in found.lines if line.state == "fail"]
 
     return look
@@ -95,8 +98,12 @@ def test_divided_by_the_configured_instead_of_the_real_accumulation(failed: Any,
 
 
 def test_a_mean_over_each_micro_batch(failed: Any, monkeypatch: Patch) -> None:
-    rewritten(monkeypatch, lambda batch: [own_mean(micro, 1 / len(batch.micro)) for micro in batch.micro])
-    found = failed()
+    def means(batch: StepBatch) -> list[Micro]:
+        whole = sum(float(micro.weights_N.sum()) for micro in batch.micro)
+        return [own_mean(micro, whole / len(batch.micro)) for micro in batch.micro]
+
+    rewritten(monkeypatch, means)
+    found = failed("micro_batch_tokens=4096")
     assert named(found, SIZES)
     assert not named(found, FORMULAS)  # with one micro-batch it is right, which is why it is found so late elsewhere
 
@@ -174,6 +181,43 @@ def test_a_shared_prompt_that_siblings_do_not_see(failed: Any, monkeypatch: Patc
     assert named(failed(), FORMULAS)
 
 
+def test_a_history_of_which_only_the_first_part_is_seen(failed: Any, monkeypatch: Patch) -> None:
+    """It takes a tree of more than two levels to see this."""
+
+    def wrong(micro: Micro) -> Micro:
+        parents = micro.plan.parents
+        above = [None if parent is None else parents[parent] for parent in parents]
+        first = tuple(parent if higher is None else higher for parent, higher in zip(parents, above, strict=True))
+        return dataclasses.replace(micro, plan=dataclasses.replace(micro.plan, parents=first))
+
+    rewritten(monkeypatch, lambda batch: map(wrong, batch.micro))
+    assert named(failed(), SIZES, SHARED, FORMULAS)
+
+
+def _shifted(run: Callable[..., Any], *_: object) -> Callable[..., Any]:
+    """A layer that computes something a little different."""
+    return lambda layer, hidden, *args, **kwargs: run(layer, hidden * 1.001, *args, **kwargs)
+
+
+def test_layers_that_are_another_function_when_they_are_computed_again(failed: Any, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(layers, "recomputed", _shifted)
+    assert failed() == ["layers computed again"]
+
+
+def test_layers_that_are_another_function_when_they_are_compiled(failed: Any, monkeypatch: Patch) -> None:
+    compiled: list[str] = []
+
+    def wrong(forward: Callable[..., Any], backend: str, checkpointing: str) -> Callable[..., Any]:
+        compiled.append(checkpointing)
+        return forward if checkpointing == "none" else _shifted(forward)
+
+    monkeypatch.setattr("tandem.certify.certificate.missing", lambda device: None)
+    monkeypatch.setattr(_compile, "decide", lambda wanted, device: wanted is True)
+    monkeypatch.setattr(_compile, "compiled", wrong)
+    assert failed("compile=true") == ["layers compiled"]
+    assert compiled == ["none", "selective"]
+
+
 def test_positions_that_begin_anew_after_a_shared_prompt(failed: Any, monkeypatch: Patch) -> None:
     monkeypatch.setattr(pack, "sequential_positions", lambda plan: [p for n in plan.lengths for p in range(n)])
     assert named(failed(), FORMULAS)
@@ -216,6 +260,32 @@ def test_a_support_that_is_ignored(failed: Any, monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(Step, "logprobs", wrong)
     assert named(failed("sampling.top_p=0.8"), FORMULAS)
+
+
+@pytest.mark.parametrize(
+    "penalty", ["repetition_penalty=1.2", "frequency_penalty=0.5", "presence_penalty=0.5", "min_tokens=4"]
+)
+def test_a_penalty_that_is_not_applied(failed: Any, monkeypatch: Patch, penalty: str) -> None:
+    assert failed(f"sampling.{penalty}") == []
+    rewritten(monkeypatch, lambda batch: [dataclasses.replace(micro, history=None) for micro in batch.micro])
+    assert named(failed(f"sampling.{penalty}"), FORMULAS)
+
+
+def test_penalties_that_count_the_turns_before_as_the_same_answer(failed: Any, monkeypatch: Patch) -> None:
+    samples_rewritten(monkeypatch, lambda sample: dataclasses.replace(sample, begins=sample.begins[:1]))
+    assert failed("sampling.repetition_penalty=1.2") == []
+    assert named(failed("sampling.frequency_penalty=0.5"), FORMULAS)
+
+
+def test_penalties_of_a_sequence_that_count_for_its_neighbours(failed: Any, monkeypatch: Patch) -> None:
+    def wrong(micro: Micro) -> Micro:
+        assert micro.history is not None
+        said = micro.history.said
+        said = said._replace(end_E=torch.full_like(said.end_E, len(micro.targets_N)))
+        return dataclasses.replace(micro, history=dataclasses.replace(micro.history, said=said))
+
+    rewritten(monkeypatch, lambda batch: map(wrong, batch.micro))
+    assert named(failed("sampling.presence_penalty=0.5"), SIZES, FORMULAS)
 
 
 def test_an_old_policy_that_is_the_one_of_now(failed: Any, monkeypatch: Patch) -> None:

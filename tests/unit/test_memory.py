@@ -13,6 +13,7 @@ from tandem.config import RunConfig
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
+from tandem.recipe.sections import Rate
 
 LARGE = Machine(name="this machine", free=10**13, total=10**13, is_host=True)
 LAYERS, HIDDEN, HEADS, KEYS, FEED, VOCAB, CONTEXT = 2, 64, 4, 2, 128, 500, 256
@@ -49,27 +50,32 @@ PARAMETERS = VOCAB * HIDDEN + HIDDEN + LAYERS * (2 * HIDDEN + sum(a * b for a, b
 TRAINING = ("activations", "logprobs", "gradients", "slack")
 
 
+def planned(found: RunConfig, model_config: Any, *where: Any, **how: Any) -> memory.MemoryPlan:
+    return memory.planner(found, model_config, *where, **how).plan(found)
+
+
 def lines(plan: memory.MemoryPlan) -> dict[str, int]:
     return {line.name: line.bytes for line in plan.lines}
 
 
 def test_parameters_are_counted_once_where_tied_and_without_weights(model_config: Any) -> None:
-    assert memory.count(config(), model_config) == (PARAMETERS, PARAMETERS, VOCAB * HIDDEN)
+    counts = memory.planner(config(), model_config).modelled.counts
+    assert (counts.parameters, counts.trainable, counts.largest) == (PARAMETERS, PARAMETERS, VOCAB * HIDDEN)
 
 
 def test_an_adapter_trains_rank_times_in_plus_out_of_each_linear_layer(model_config: Any) -> None:
     adapter = 3 * LAYERS * sum(a + b for a, b in attention_and_feed_forward())
-    total, trained, largest = memory.count(config(trains=lora(3)), model_config)
-    assert trained == adapter
-    assert total == PARAMETERS + adapter
-    assert largest == 3 * FEED
+    counts = memory.planner(config(trains=lora(3)), model_config).modelled.counts
+    assert counts.trainable == adapter
+    assert counts.parameters == PARAMETERS + adapter
+    assert counts.largest == 3 * FEED
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
 def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width: int) -> None:
     found = config(dtype=dtype, micro_batch_tokens=512)
     found = replace(found, sampling=replace(found.sampling, max_tokens=40), engine=replace(found.engine, max_rows=16))
-    by = lines(memory.plan(found, model_config, LARGE, prompt_tokens=60))
+    by = lines(planned(found, model_config, LARGE, prompt_tokens=60))
     assert by["weights"] == PARAMETERS * width
     assert by["optimizer"] == found.optimizer.state_bytes(PARAMETERS, width)
     assert by["KV cache"] == 16 * 150 * 2 * LAYERS * KEYS * HEAD * width
@@ -79,8 +85,10 @@ def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width:
 
 
 def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any) -> None:
-    turns = memory.plan(config(), model_config, LARGE)
-    both = memory.plan(config(max_lag=1), model_config, LARGE)
+    turns = planned(config(), model_config, LARGE)
+    auto = config(max_lag="auto", rate=Rate(max_lag=1))
+    assert planned(auto, model_config, LARGE) == planned(config(max_lag=1), model_config, LARGE)
+    both = planned(config(max_lag=1), model_config, LARGE)
     by = lines(turns)
     always = by["programs"] + by["weights"] + by["optimizer"]
     sampling, training = by["KV cache"] + by["logits"], sum(by[name] for name in TRAINING)
@@ -89,7 +97,7 @@ def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any)
 
 
 def test_an_adapter_needs_less_than_full_training(model_config: Any) -> None:
-    full, adapter = (memory.plan(config(trains=trains), model_config, LARGE) for trains in (config().trains, lora(2)))
+    full, adapter = (planned(config(trains=trains), model_config, LARGE) for trains in (config().trains, lora(2)))
     assert lines(adapter)["optimizer"] < lines(full)["optimizer"] / 10
     assert adapter.total < full.total
 
@@ -99,7 +107,7 @@ def test_what_does_not_fit_is_refused_with_the_table_and_what_to_change(model_co
         **{**model_config.to_dict(), "hidden_size": 4096, "intermediate_size": 8192, "head_dim": 64}
     )
     small = replace(LARGE, free=2 * 10**9, total=4 * 10**9)
-    plan = memory.plan(config(), wide, small)
+    plan = planned(config(), wide, small)
     assert not plan.fits
     with pytest.raises(DoesNotFit) as caught:
         plan.require()
@@ -109,12 +117,12 @@ def test_what_does_not_fit_is_refused_with_the_table_and_what_to_change(model_co
         assert f"\n  {name} " in message
     assert "to make it fit: train an adapter (trains: lora)" in message
     assert DoesNotFit.exit_code == 11
-    memory.plan(config(), wide, LARGE).require()
+    planned(config(), wide, LARGE).require()
 
 
 def test_an_accelerator_holds_no_programs(model_config: Any) -> None:
     card = replace(LARGE, is_host=False)
-    plan = memory.plan(config(), model_config, card, LARGE)
+    plan = planned(config(), model_config, card, LARGE)
     by = lines(plan)
     assert by["driver"] == memory.DRIVER
     assert [line.name for line in plan.lines if line.beside] == ["programs"]
@@ -145,7 +153,7 @@ def apart(kind: str, engine: Any = None, **options: Any) -> RunConfig:
 
 
 def test_an_engine_of_its_own_takes_its_share_of_a_card_and_what_it_lends_is_in_it(model_config: Any) -> None:
-    plan = memory.plan(apart("shared", vllm(gpu_memory_utilization=0.4)), model_config, CARD, LARGE)
+    plan = planned(apart("shared", vllm(gpu_memory_utilization=0.4)), model_config, CARD, LARGE)
     by = lines(plan)
     assert by["engine"] == 4 * 10**10
     assert by["weights"] == 0
@@ -160,19 +168,19 @@ def test_an_engine_of_its_own_takes_its_share_of_a_card_and_what_it_lends_is_in_
 
 
 def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
-    by = lines(memory.plan(apart("broadcast"), model_config, CARD, LARGE))
+    by = lines(planned(apart("broadcast"), model_config, CARD, LARGE))
     assert by["weights"] == BOTH
     assert by["engine"] == 5 * 10**10
     assert by["buckets"] == 2 * 2 * BOTH  # of so small a model all of it, twice at each end
-    gloo = memory.plan(config(engine=vllm(), sync=sync("broadcast", backend="gloo")), model_config, CARD, LARGE)
+    gloo = planned(config(engine=vllm(), sync=sync("broadcast", backend="gloo")), model_config, CARD, LARGE)
     assert [line.name for line in gloo.lines if line.beside] == ["programs", "buckets"]
     assert "loading" not in by
 
 
 def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
     found = apart("shared", trains=lora(2))
-    _, trained, _ = memory.count(found, model_config)
-    by = lines(memory.plan(found, model_config, CARD, LARGE))
+    trained = memory.planner(found, model_config).modelled.counts.trainable
+    by = lines(planned(found, model_config, CARD, LARGE))
     assert by["weights"] == 0
     assert by["adapter"] == 2 * trained
 
@@ -180,24 +188,24 @@ def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
 @pytest.mark.parametrize(("base_on", "beside"), [("device", False), ("host", True)])
 def test_what_merged_keeps_is_counted_where_it_is(model_config: Any, base_on: str, beside: bool) -> None:
     trains = resolve.find("trains", "lora")(rank=2, merged=True, base_on=base_on)
-    plan = memory.plan(apart("shared", trains=trains), model_config, CARD, LARGE)
+    plan = planned(apart("shared", trains=trains), model_config, CARD, LARGE)
     (kept,) = [line for line in plan.lines if line.name == "frozen base"]
     assert kept.bytes == 2 * LAYERS * sum(a * b for a, b in attention_and_feed_forward())
     assert kept.beside is beside
-    on_a_host = memory.plan(apart("shared", trains=trains), model_config, LARGE)
+    on_a_host = planned(apart("shared", trains=trains), model_config, LARGE)
     assert [line.beside for line in on_a_host.lines if line.name == "frozen base"] == [False]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_cpu"])
 def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any, kind: str) -> None:
     optimizer = resolve.find("optimizers", kind)()
-    plan = memory.plan(config(optimizer=optimizer), model_config, CARD, LARGE)
+    plan = planned(config(optimizer=optimizer), model_config, CARD, LARGE)
     states = optimizer.state_bytes(PARAMETERS, 2)
     assert [line.bytes for line in plan.lines if line.name == "optimizer" and line.beside] == (
         [states] if kind == "adamw_cpu" else []
     )
     little = replace(LARGE, name="the host", free=lines(plan)["programs"] + states // 2)
-    small = memory.plan(config(optimizer=optimizer), model_config, CARD, little)
+    small = planned(config(optimizer=optimizer), model_config, CARD, little)
     assert small.fits is (kind == "adamw")
     if not small.fits:
         with pytest.raises(DoesNotFit, match="and the host has"):
@@ -205,7 +213,7 @@ def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any,
 
 
 def test_on_a_host_lent_weights_are_there_once_but_for_the_start(model_config: Any) -> None:
-    plan = memory.plan(apart("shared"), model_config, LARGE)
+    plan = planned(apart("shared"), model_config, LARGE)
     by = lines(plan)
     assert by["weights"] == BOTH
     assert by["engine"] == 10**9
@@ -219,12 +227,12 @@ def test_on_a_host_lent_weights_are_there_once_but_for_the_start(model_config: A
 
 def test_each_replica_has_a_copy_and_each_slice_a_cache(model_config: Any) -> None:
     engine = vllm(replicas=2, tensor_parallel_size=3, kv_cache_gb=0.5)
-    by = lines(memory.plan(apart("broadcast", engine), model_config, LARGE))
+    by = lines(planned(apart("broadcast", engine), model_config, LARGE))
     assert by["engine's copy"] == 2 * BOTH
     assert by["engine"] == 6 * 5 * 10**8
     assert by["programs"] == memory.LIBRARIES + memory.GRADER + 2 * memory.ENGINE
     assert by["buckets"] == 2 * 7 * BOTH
-    on_a_card = lines(memory.plan(apart("broadcast", engine), model_config, CARD, LARGE))
+    on_a_card = lines(planned(apart("broadcast", engine), model_config, CARD, LARGE))
     assert on_a_card["engine"] == 2 * 5 * 10**8
     assert on_a_card["engine's copy"] == 2 * (BOTH // 3)
 
@@ -232,13 +240,28 @@ def test_each_replica_has_a_copy_and_each_slice_a_cache(model_config: Any) -> No
 def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     engine = vllm(replicas=2, devices=("1", "2,3"))
-    plan = memory.plan(apart("broadcast", engine), model_config, CARD, LARGE)
+    plan = planned(apart("broadcast", engine), model_config, CARD, LARGE)
     assert (lines(plan)["engine"], lines(plan)["driver"]) == (0, memory.DRIVER)
     assert lines(plan)["programs"] == memory.LIBRARIES + memory.GRADER + 2 * memory.ENGINE
     lends = vllm(devices=("1",))  # the trainer's weights are then on that card too
-    assert lines(memory.plan(apart("shared", lends), model_config, CARD, LARGE))["engine"] == 5 * 10**10
+    assert lines(planned(apart("shared", lends), model_config, CARD, LARGE))["engine"] == 5 * 10**10
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert lines(memory.plan(apart("broadcast", engine), model_config, CARD, LARGE))["engine"] == 5 * 10**10
+    assert lines(planned(apart("broadcast", engine), model_config, CARD, LARGE))["engine"] == 5 * 10**10
+
+
+@pytest.mark.parametrize("cache", [0.0, 7.0])
+def test_an_engine_that_sleeps_and_the_training_pass_take_turns_on_a_card(model_config: Any, cache: float) -> None:
+    awake, light, deep = (
+        planned(apart("broadcast", vllm(sleep=depth, kv_cache_gb=cache)), model_config, CARD, LARGE)
+        for depth in (0, 1, 2)
+    )
+    theirs = sum(bytes for name, bytes in lines(awake).items() if name.startswith("engine"))
+    parts = ("training", "updating")
+    step = max(sum(x.bytes for x in deep.lines if x.when == when and not x.beside) for when in parts)
+    assert awake.total - deep.total == min(theirs, step)
+    assert light.total == deep.total
+    assert lines(light)["engine asleep"] == BOTH
+    assert light.total_beside == deep.total_beside + BOTH
 
 
 def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config: Any, tmp_path: Path) -> None:
@@ -248,21 +271,21 @@ def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config
     from tandem.engines._vllm_process import EngineRecord
 
     here = apart("shared", vllm(urls=("http://127.0.0.1:9",)))
-    assert lines(memory.plan(here, model_config, CARD, LARGE))["engine"] == 0
+    assert lines(planned(here, model_config, CARD, LARGE))["engine"] == 0
     me = identity(os.getpid())
     assert me is not None
     record = EngineRecord(pid=me.pid, started="another", url="", key="", log="")
     record.write(tmp_path / "engine-0.json")
-    assert lines(memory.plan(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))["engine"] == 5 * 10**10
+    assert lines(planned(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))["engine"] == 5 * 10**10
     replace(record, started=me.started).write(tmp_path / "engine-0.json")
-    by = lines(memory.plan(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))
+    by = lines(planned(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))
     assert (by["engine"], by["weights"], by["driver"]) == (0, 0, memory.DRIVER)
     assert by["programs"] == memory.LIBRARIES + memory.GRADER
 
 
 def test_a_share_that_leaves_too_little_is_refused_with_what_to_lower(model_config: Any) -> None:
     with pytest.raises(DoesNotFit) as caught:
-        memory.plan(apart("shared", vllm(gpu_memory_utilization=0.95)), model_config, CARD, LARGE).require()
+        planned(apart("shared", vllm(gpu_memory_utilization=0.95)), model_config, CARD, LARGE).require()
     assert "to make it fit: lower engine.gpu_memory_utilization" in str(caught.value)
     assert "and a card has 90.00 GB free" in str(caught.value)
 
@@ -278,8 +301,9 @@ def test_the_context_is_the_smaller_of_the_models_and_the_recipes(model_config: 
 
 def test_a_checkpoint_holds_what_is_trained_and_the_optimizers_state(model_config: Any) -> None:
     expected = PARAMETERS * 2 + config().optimizer.state_bytes(PARAMETERS, 2)
-    assert memory.checkpoint_bytes(config(), model_config) == expected
-    assert memory.checkpoint_bytes(config(trains=lora(2)), model_config) < expected / 10
+    found, adapter = config(), config(trains=lora(2))
+    assert memory.planner(found, model_config).checkpoint_bytes(found) == expected
+    assert memory.planner(adapter, model_config).checkpoint_bytes(adapter) < expected / 10
 
 
 # The machine

@@ -65,6 +65,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "selective": {"checkpointing": "selective"},
     "recomputed": {"checkpointing": "full"},
     "nucleus": {"sampling": Sampling(top_p=0.9, top_k=20)},
+    "penalties": {"sampling": Sampling(repetition_penalty=1.1, frequency_penalty=0.1, min_tokens=2, top_k=20)},
     "recomputed lora": {"checkpointing": "full", "trains": trains("lora", rank=4)},
 }
 
@@ -130,7 +131,13 @@ def group(index: int, prompt: int, answer: int) -> Group:
 
 # Of a vocabulary this small a nucleus sorts all, in float64; of a real one a few hundred tokens of each row.
 @pytest.mark.parametrize(
-    ("kind", "sampling", "within"), [("full", {}, 0.01), ("lora", {}, 0.01), ("full", {"top_p": 0.9}, 0.3)]
+    ("kind", "sampling", "within"),
+    [
+        ("full", {}, 0.01),
+        ("lora", {}, 0.01),
+        ("full", {"top_p": 0.9}, 0.3),
+        ("full", {"repetition_penalty": 1.1}, 0.01),
+    ],
 )
 def test_a_real_training_step_takes_what_the_pass_is_counted_to(
     tiny_model: Path, kind: str, sampling: Any, within: float
@@ -147,6 +154,8 @@ def test_a_real_training_step_takes_what_the_pass_is_counted_to(
         step._micro(first, None)  # makes the buffers that gradients are added to
         read = [getattr(second, name) for name in ("tokens_T", "positions_T", "predict_N", "targets_N")]
         read += [second.temperature_N, second.weights_N, *vars_of(second.batch)]
+        if second.history is not None:
+            read += [*second.history.seen, *second.history.said, second.history.age_N1]
         live = Live([*policy.model.parameters(), *policy.model.buffers(), *kept(stepper), *read])
         with live:
             step._micro(second, None)

@@ -17,8 +17,10 @@ from tandem import run
 from tandem.certify import models, options, ranks, reference
 from tandem.certify.gradients import MOVES, Gradient, Live, Setup, distance, norm
 from tandem.certify.made_up import Author
-from tandem.certify.variations import VARIATIONS
+from tandem.certify.variations import VARIATIONS, Variation, compiled
 from tandem.config import RunConfig
+from tandem.errors import ConfigError
+from tandem.policy._compile import missing
 from tandem.trainer.pack import Packer
 from tandem.types import Group, Json
 
@@ -122,8 +124,9 @@ class _Case:
         self._weights = {
             env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()
         }
-        self._formula = reference.formula(recipes.as_json(config), self._weights)
         self._live = Live(self._setup)
+        ends = self._live.policy.end_tokens
+        self._formula = reference.formula(recipes.as_json(config), self._weights, ends)
         count = sum(parameter.numel() for parameter in model.parameters())
         kind = self._live.policy.config.model_type
         self.described = f"{config.model if real else f'a tiny {kind}'}, {count:,} parameters, float32 on the CPU"
@@ -154,12 +157,13 @@ class _Case:
         one = reference.Spoken(
             ids=ids,
             at=tuple(range(len(prompt), len(ids))),
+            begins=(len(prompt),) * len(tokens),
             told=(0.0,) * len(tokens),
             advantages=(0.0,) * len(tokens),
             temperature=temperature,
         )
         with torch.no_grad():
-            return reference.logprobs(self._exact, one, self._formula.sampling).tolist()
+            return reference.logprobs(self._exact, one, self._formula).tolist()
 
     def _pack(self, config: RunConfig) -> Packer:
         return run.packer(config, self._live.policy)
@@ -174,7 +178,12 @@ class _Case:
             name="the gradient is there", state="pass" if sound else "fail", figure=size, relative_to="its own norm"
         )
         for name, variation in VARIATIONS.items():
-            found = variation(self._live, pack, self.groups)
+            try:
+                self._can(variation)
+                found = variation(self._live, pack, self.groups)
+            except ConfigError as error:
+                yield Line(name=name, state="skipped", note=str(error))
+                continue
             yield self._judged(name, found, base, SAME, "the recipe's own micro-batches", len(found))
         if several > 1:
             cut = dataclasses.replace(pack, budget=40)(self.groups, version=0)
@@ -182,6 +191,18 @@ class _Case:
             ways = [ranks.gradients(self._setup, cut, several)]
             yield self._judged(f"{several} processes, gradients summed", ways, base, SAME, "one process", 1)
         yield self._against_formulas(base)
+
+    def _can(self, variation: Variation) -> None:
+        """Compiling takes ten times as long as all else, so it is done where the run will do it.
+
+        Raises:
+            ConfigError: it will not, or this machine cannot.
+        """
+        wanted = self.config.compile
+        if variation is compiled and (wanted is False or (wanted == "auto" and not torch.cuda.is_available())):
+            raise ConfigError(f"compile: {str(wanted).lower()} compiles nothing on this machine")
+        if variation is compiled and (lacks := missing(torch.device("cpu"))):
+            raise ConfigError(f"there is no {lacks}")
 
     def _against_formulas(self, base: Sequence[Gradient]) -> Line:
         name = "float64 formulas, one sequence at a time"

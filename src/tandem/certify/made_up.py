@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -24,6 +25,8 @@ DRIFTS: tuple[tuple[float, ...], ...] = (
 
 None is a number that a person would choose for a bound: on a bound, rounding decides.
 """
+STRETCH = 18
+"""Tokens of a prompt or of a turn which are enough to be computed once for all that go on from there."""
 OTHER_TEMPERATURE = 0.8
 """What one group's temperature is multiplied by: a batch may hold several."""
 
@@ -44,6 +47,10 @@ class Plan:
     """Its tokens are trained."""
     failed: bool = False
     """It has no reward."""
+    depth: int = 0
+    """Stretches of the group's conversation between the opening and its prompt's end."""
+    spoken: bool = False
+    """Its only turn is the conversation's next stretch, so that it is in the prompts of others."""
 
 
 GROUPS: tuple[tuple[int, float, tuple[Plan, ...]], ...] = (
@@ -76,6 +83,18 @@ GROUPS: tuple[tuple[int, float, tuple[Plan, ...]], ...] = (
             Plan(lengths=(7,), score=0.0),
             Plan(lengths=(9,), score=1.0),
             Plan(lengths=(3,), score=1.0, trained=False),
+        ),
+    ),
+    (
+        STRETCH,
+        1.0,
+        (
+            Plan(lengths=(STRETCH,), score=0.5, spoken=True),
+            Plan(lengths=(3,), score=0.0),
+            Plan(lengths=(5,), score=1.0, depth=1),
+            Plan(lengths=(STRETCH,), score=0.25, depth=1, spoken=True),
+            Plan(lengths=(2,), score=0.75, depth=2),
+            Plan(lengths=(4,), score=0.0, depth=2),
         ),
     ),
 )
@@ -121,17 +140,20 @@ class Author:
 
     def _group(self, index: int, env: str, prompt: int, factor: float, plans: Sequence[Plan]) -> Group:
         id = f"made-up-{index}@0"
-        opening = self._tokens(prompt)
-        rollouts = [self._rollout(f"{id}/{s}", env, opening, factor, plan) for s, plan in enumerate(plans)]
+        told = [self._tokens(prompt)]
+        told += (self._tokens(STRETCH) for _ in range(max(plan.depth + plan.spoken for plan in plans)))
+        rollouts = [self._rollout(f"{id}/{s}", env, told, factor, plan) for s, plan in enumerate(plans)]
         return Group(id=id, index=index, env=env, rollouts=tuple(rollouts))
 
-    def _rollout(self, id: str, env: str, opening: tuple[int, ...], factor: float, plan: Plan) -> Rollout:
+    def _rollout(self, id: str, env: str, told: Sequence[tuple[int, ...]], factor: float, plan: Plan) -> Rollout:
+        """One that goes on where ``told``, an opening and what followed it, has got to."""
+        opening = tuple(chain.from_iterable(told[: plan.depth + 1]))
         turns: list[Turn] = []
         for i, length in enumerate(plan.lengths):
             before = turns[-1].prompt + turns[-1].completion.tokens if turns and plan.goes_on else opening
             last = i == len(plan.lengths) - 1
             completion = Completion(
-                tokens=self._tokens(length),
+                tokens=told[plan.depth + 1] if plan.spoken else self._tokens(length),
                 logprobs=(0.0,) * length,
                 versions=(0,) * length,
                 finish=plan.finish if last else "stop",

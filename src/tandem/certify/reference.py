@@ -7,7 +7,8 @@ recipe is read as plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
 
@@ -42,7 +43,9 @@ class Formula:
     updates: int
     """On the batch."""
     sampling: Options
-    """Its top_p, top_k, min_p and max_tokens are read."""
+    """Its limits, penalties and max_tokens are read."""
+    ends: tuple[int, ...]
+    """Token ids that end an answer."""
     mask_truncated: bool
     """Leave out answers that were cut."""
     weights: Weights
@@ -55,8 +58,8 @@ class Formula:
         return [f"{what} {kind}" for what, kind, known in asked if kind not in known]
 
 
-def formula(recipe: Mapping[str, Json], weights: Weights) -> Formula:
-    """Read a recipe that was made plain."""
+def formula(recipe: Mapping[str, Json], weights: Weights, ends: Iterable[int]) -> Formula:
+    """Read a recipe that was made plain; ``ends`` are the model's own end tokens."""
     penalty = recipe.get("reference")
     return Formula(
         advantage=_part(recipe["advantage"]),
@@ -66,6 +69,7 @@ def formula(recipe: Mapping[str, Json], weights: Weights) -> Formula:
         recomputed=recipe["old_logprobs"] == "recomputed",
         updates=recipe["updates"],
         sampling=recipe["sampling"],
+        ends=(*ends, *recipe["sampling"]["stop_token_ids"]),
         mask_truncated=recipe["truncated"] == "mask",
         weights=weights,
     )
@@ -83,6 +87,8 @@ class Spoken:
     """All tokens."""
     at: tuple[int, ...]
     """Which of them were sampled."""
+    begins: tuple[int, ...]
+    """Where the answer begins that each of these is in."""
     told: tuple[float, ...]
     """The sampler's logprob of each of these."""
     advantages: tuple[float, ...]
@@ -94,16 +100,16 @@ class Spoken:
 def gradients(place: Place, groups: Sequence[Group], known: Formula) -> list[dict[str, Tensor]]:
     """The objective's gradient by parameter name, float64, for every update on the batch."""
     sequences = list(spoken(groups, known))
-    first = _fixed(place, 0, sequences, known.sampling)
+    first = _fixed(place, 0, sequences, known)
     before: Sequence[Tensor | None] = [None] * len(sequences)
     if known.penalty is not None:
-        before = _fixed(place, -1, sequences, known.sampling)
+        before = _fixed(place, -1, sequences, known)
     found = []
     for update in range(known.updates):
         exact = place(update)
         exact.model.zero_grad()
         for sequence, own, reference in zip(sequences, first, before, strict=True):
-            now = logprobs(exact, sequence, known.sampling)
+            now = logprobs(exact, sequence, known)
             weight = _share(known, sequences, sequence)
             (cost(known, sequence, now, own, reference).sum() * weight).backward()
         named = exact.model.named_parameters()
@@ -113,10 +119,10 @@ def gradients(place: Place, groups: Sequence[Group], known: Formula) -> list[dic
     return found
 
 
-def _fixed(place: Place, update: int, sequences: Sequence[Spoken], sampling: Options) -> list[Tensor]:
+def _fixed(place: Place, update: int, sequences: Sequence[Spoken], known: Formula) -> list[Tensor]:
     exact = place(update)
     with torch.no_grad():
-        return [logprobs(exact, sequence, sampling) for sequence in sequences]
+        return [logprobs(exact, sequence, known) for sequence in sequences]
 
 
 def spoken(groups: Sequence[Group], known: Formula) -> Iterator[Spoken]:
@@ -145,11 +151,13 @@ def _sequences(rollout: Rollout, advantage: float) -> Iterator[Spoken]:
         runs = [*runs[:-1], [*runs[-1], i]] if goes_on else [*runs, [i]]
     for run in runs:
         at: list[int] = []
+        begins: list[int] = []
         told: list[float] = []
         advantages: list[float] = []
         for i in run:
             start, count = len(turns[i].prompt), len(turns[i].completion.tokens)
             at += range(start, start + count)
+            begins += [start] * count
             told += turns[i].completion.logprobs
             advantages += [advantage] * count if own is None else own[place : place + count]
             place += count
@@ -157,28 +165,44 @@ def _sequences(rollout: Rollout, advantage: float) -> Iterator[Spoken]:
         yield Spoken(
             ids=end.prompt + end.completion.tokens,
             at=tuple(at),
+            begins=tuple(begins),
             told=tuple(told),
             advantages=tuple(advantages),
             temperature=end.temperature,
         )
 
 
-def logprobs(exact: Exact, sequence: Spoken, sampling: Options) -> Tensor:
-    """Of every sampled token, within the support that it was sampled from."""
-    logits = exact.logits(sequence.ids) / sequence.temperature
-    rows = []
-    for at in sequence.at:
-        row, token = logits[at - 1], sequence.ids[at]
-        allowed = torch.full_like(row, -math.inf, requires_grad=False)
-        allowed[[*_support(row.detach(), sampling), token]] = 0.0
+def logprobs(exact: Exact, sequence: Spoken, known: Formula) -> Tensor:
+    """Of every sampled token: penalised, at its temperature, and within the support that it was sampled from."""
+    logits, rows = exact.logits(sequence.ids), []
+    for at, begin in zip(sequence.at, sequence.begins, strict=True):
+        token = sequence.ids[at]
+        row = _penalised(logits[at - 1], sequence.ids[:begin], sequence.ids[begin:at], known.sampling)
+        row = row / sequence.temperature
+        early = at - begin < known.sampling["min_tokens"]
+        possible = row.detach().clone()
+        possible[list(known.ends if early else ())] = -math.inf
+        allowed = torch.full_like(possible, -math.inf)
+        allowed[[*_support(possible, known.sampling), token]] = 0.0
         rows.append((row + allowed).log_softmax(-1)[token])
     return torch.stack(rows)
 
 
+def _penalised(row: Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Options) -> Tensor:
+    """Logits with what tokens before do to them."""
+    scale, less = torch.ones_like(row, requires_grad=False), torch.zeros_like(row, requires_grad=False)
+    for token in {*prompt, *answer}:
+        scale[token] = sampling["repetition_penalty"] ** (-1 if row[token] > 0 else 1)
+    for token, count in Counter(answer).items():
+        less[token] = sampling["frequency_penalty"] * count + sampling["presence_penalty"]
+    return row * scale - less
+
+
 def _support(row: Tensor, sampling: Options) -> list[int]:
-    """Tokens that min_p leaves, then top_k, then top_p of what is left."""
+    """Possible tokens that min_p leaves, then top_k, then top_p of what is left."""
     probabilities, order = row.softmax(-1).sort(descending=True)
-    number = int((probabilities >= sampling["min_p"] * probabilities[0]).sum())
+    least = sampling["min_p"] * probabilities[0]
+    number = int(((probabilities >= least) & (probabilities > 0)).sum())
     if sampling["top_k"]:
         number = min(number, sampling["top_k"])
     if sampling["top_p"] < 1:

@@ -1,4 +1,4 @@
-"""What must not matter to a step: how its samples are cut, ordered, shared, padded and walked through."""
+"""What must not matter to a step: how its samples are cut, ordered, shared, padded, walked through and computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tandem.certify.gradients import Gradient, Live
+from tandem.policy import layers
 from tandem.policy.attention import Packed, sequential_positions
+from tandem.policy.checkpointing import Checkpointing
 from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.types import Group
 
@@ -67,18 +69,48 @@ def tiles(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradie
         live.setup.tile = None
 
 
+def recomputed(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+    """Layers computed again in the backward pass: all but their products, and all of them.
+
+    Raises:
+        ConfigError: it is not known which of the model's modules are its layers.
+    """
+    batch = pack(groups, version=0)
+    return [_tuned(live, batch, compile=False, checkpointing=how) for how in ("selective", "full")]
+
+
+def compiled(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+    """Layers compiled for the CPU, all kept and some computed again.
+
+    Raises:
+        ConfigError: the machine cannot, or it is not known which of the model's modules are its layers.
+    """
+    batch = pack(groups, version=0)
+    return [_tuned(live, batch, compile=True, checkpointing=how) for how in ("none", "selective")]
+
+
 VARIATIONS: Mapping[str, Variation] = {
     "micro-batch sizes": budgets,
     "order of groups and answers": order,
     "prompts shared or not": unshared,
     "padding": padding,
     "logprob chunk sizes": tiles,
+    "layers computed again": recomputed,
+    "layers compiled": compiled,
 }
 """By what a person calls them."""
 
 
 def _of(live: Live, batch: StepBatch) -> list[Gradient]:
     return live.gradients(batch)[0]
+
+
+def _tuned(live: Live, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:
+    try:
+        layers.tune(live.setup.model, compile=compile, checkpointing=checkpointing)
+        return _of(live, batch)
+    finally:
+        layers.tune(live.setup.model, compile=False)
 
 
 def _padded(micro: Micro) -> Micro:

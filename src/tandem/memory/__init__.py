@@ -10,10 +10,7 @@ from tandem.memory.lines import (
     LIBRARIES,
     TYPICAL_PROMPT,
     Planner,
-    checkpoint_bytes,
     context,
-    count,
-    plan,
     planner,
 )
 from tandem.memory.table import Line, MemoryPlan
@@ -28,11 +25,8 @@ __all__ = [
     "Line",
     "MemoryPlan",
     "Planner",
-    "checkpoint_bytes",
     "context",
-    "count",
     "fit",
-    "plan",
     "planner",
     "settled",
 ]

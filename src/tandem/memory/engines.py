@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest, CanLend
 from tandem.machine import Machine, readable
-from tandem.memory.table import Line
+from tandem.memory.table import Line, When
 
 if TYPE_CHECKING:
     from tandem.engines.vllm import Vllm
@@ -37,6 +37,8 @@ class Engines:
     """How many of the slices are where the trainer's weights are."""
     share: float = 0.0
     """Share of the accelerator that each near one fills, weights and cache; 0 where they are counted apart."""
+    sleeps: int = 0
+    """How deep they sleep while a step is trained."""
     cache: int = 0
     """Bytes of keys and values beside each slice, where they are counted apart."""
 
@@ -61,6 +63,7 @@ class Engines:
             near=engine.replicas if machine.is_host or lent else _on_our_card(engine),
             ranks=engine.tensor_parallel_size,
             held=engine.tensor_parallel_size if machine.is_host else 1,
+            sleeps=engine.sleep,
             share=0.0 if apart_from_share else engine.gpu_memory_utilization,
             cache=int((engine.kv_cache_gb or CPU_CACHE_GB) * 1e9) if apart_from_share else 0,
         )
@@ -82,16 +85,22 @@ class Engines:
         if not self.near:
             why = "it runs already, or elsewhere: what it holds is not among what is free here"
             return [Line(name="engine", bytes=0, why=why)]
+        when: When = "sampling" if self.sleeps else "always"
+        copy = weights * self.held // self.ranks
+        lines = []
+        if self.sleeps == 1:
+            why = _times(self.near, f"its weights of {readable(copy)} while it sleeps")
+            lines.append(Line(name="engine asleep", bytes=self.near * copy, why=why, beside=True))
         if self.share:
             why = f"gpu_memory_utilization {self.share:g} of {readable(machine.total)}, for its weights and cache"
-            return [Line(name="engine", bytes=int(self.near * self.share * machine.total), why=_times(self.near, why))]
+            held = int(self.near * self.share * machine.total)
+            return [Line(name="engine", bytes=held, why=_times(self.near, why), when=when), *lines]
         slices = self.near * self.held
         why = _times(slices, f"keys and values of {readable(self.cache)}")
-        lines = [Line(name="engine", bytes=slices * self.cache, why=why)]
+        lines.append(Line(name="engine", bytes=slices * self.cache, why=why, when=when))
         if not self.lent:
-            copy = weights * self.held // self.ranks
             why = _times(self.near, f"its own weights of {readable(copy)}, where new ones are sent to")
-            lines.append(Line(name="engine's copy", bytes=self.near * copy, why=why))
+            lines.append(Line(name="engine's copy", bytes=self.near * copy, why=why, when=when))
         return lines
 
 

@@ -61,12 +61,19 @@ class Planner:
         ]
         return MemoryPlan(
             lines=tuple(lines),
-            overlap=config.max_lag > 0,
+            overlap=config.most_lag > 0,
             machine=machine,
             beside=self.beside,
             parameters=counts.parameters,
             trainable=counts.trainable,
         )
+
+    def checkpoint_bytes(self, config: RunConfig) -> int:
+        """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
+        counts, width = self.modelled.counts, _width(config)
+        reference = _reference(config, counts) if getattr(config.reference, "saved", False) else []
+        states = config.optimizer.state_bytes(counts.trainable, width)
+        return counts.trainable * width + states + sum(line.bytes for line in reference)
 
     def longest(self, config: RunConfig) -> tuple[int, int]:
         """Tokens of the longest prompt, and of what may follow it."""
@@ -108,8 +115,11 @@ class Planner:
             return []
         text = self.model_config.get_text_config()
         rows = _rows(config)
+        penalised = config.sampling.penalised
         why = f"{rows} rows × {text.vocab_size:,} tokens × 4 bytes, and two copies to choose from"
-        logits = Line(name="logits", bytes=rows * text.vocab_size * 4 * 3, why=why, when="sampling")
+        why += ", and four of what is counted for penalties" if penalised else ""
+        copies = 7 if penalised else 3
+        logits = Line(name="logits", bytes=rows * text.vocab_size * 4 * copies, why=why, when="sampling")
         return [_kv_cache(text, rows, sum(self.longest(config)), _width(config)), logits]
 
 
@@ -122,7 +132,16 @@ def planner(
     prompt_tokens: int = TYPICAL_PROMPT,
     resumed: Path | None = None,
 ) -> Planner:
-    """What plans a run's memory; arguments as of ``plan``."""
+    """What plans a run's memory.
+
+    Args:
+        config: the run.
+        model_config: the model's transformers configuration; no weight is loaded.
+        machine: where it has to fit; by default the accelerator, or else the host.
+        beside: the host, where ``machine`` is an accelerator.
+        prompt_tokens: tokens of the longest prompt.
+        resumed: folder of a run that is gone on with; an engine that it left running has its memory already.
+    """
     machine = machine or accelerator() or host()
     return Planner(
         modelled=Modelled(config, model_config, on_host=machine.is_host),
@@ -134,46 +153,10 @@ def planner(
     )
 
 
-def plan(
-    config: RunConfig,
-    model_config: Any,
-    machine: Machine | None = None,
-    beside: Machine | None = None,
-    *,
-    prompt_tokens: int = TYPICAL_PROMPT,
-    resumed: Path | None = None,
-) -> MemoryPlan:
-    """A run's memory.
-
-    Args:
-        config: the run.
-        model_config: the model's transformers configuration; no weight is loaded.
-        machine: where it has to fit; by default the accelerator, or else the host.
-        beside: the host, where ``machine`` is an accelerator.
-        prompt_tokens: tokens of the longest prompt.
-        resumed: folder of a run that is gone on with; an engine that it left running has its memory already.
-    """
-    return planner(config, model_config, machine, beside, prompt_tokens=prompt_tokens, resumed=resumed).plan(config)
-
-
 def context(config: RunConfig, model_config: Any) -> int:
     """Most tokens of a prompt and its answer together."""
     own: int = model_config.get_text_config().max_position_embeddings
     return own if config.context is None else min(config.context, own)
-
-
-def checkpoint_bytes(config: RunConfig, model_config: Any) -> int:
-    """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
-    counts, width = Modelled(config, model_config, on_host=True).counts, _width(config)
-    reference = _reference(config, counts) if getattr(config.reference, "saved", False) else []
-    states = config.optimizer.state_bytes(counts.trainable, width)
-    return counts.trainable * width + states + sum(line.bytes for line in reference)
-
-
-def count(config: RunConfig, model_config: Any) -> tuple[int, int, int]:
-    """Parameters of the model, those trained, and those of the largest trained tensor; nothing is allocated."""
-    found = Modelled(config, model_config, on_host=True).counts
-    return found.parameters, found.trainable, found.largest
 
 
 def _width(config: RunConfig) -> int:
@@ -183,7 +166,7 @@ def _width(config: RunConfig) -> int:
 
 def _rows(config: RunConfig) -> int:
     """Sequences the engine samples at once: its own limit, which sizes its cache, or all that may be asked for."""
-    asked = config.groups_per_step * config.group_size * (config.max_lag + 1)
+    asked = config.groups_per_step * config.group_size * (config.most_lag + 1)
     limit: int | None = getattr(config.engine, "max_rows", None)
     return asked if limit is None else limit
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from tandem.memory.live import Live
+    from tandem.policy.penalties import History
     from tandem.policy.policy import Policy
 
 _RUN = 3
@@ -189,7 +190,9 @@ def run(
     positions_T = torch.as_tensor(sequential_positions(plan)).to(device)
     predict_N = torch.arange(layout.trained, device=device) % layout.tokens
     temperature_N = torch.ones(layout.trained, device=device)
-    live = Live([*model.parameters(), *model.buffers(), ids_T, positions_T, predict_N, temperature_N])
+    history = _history(config.sampling, layout, device)
+    before = () if history is None else (*history.seen, *history.said, history.age_N1)
+    live = Live([*model.parameters(), *model.buffers(), ids_T, positions_T, predict_N, temperature_N, *before])
     live.kind = lambda nbytes: _kind(live.stage, nbytes == policy.head.weight.nbytes)
     watched = _Watched(policy, live, left)
     with live, watched:
@@ -204,6 +207,7 @@ def run(
             temperature_N,
             bias=policy.head.bias,
             min_p=_narrow(config.sampling),
+            history=history,
         )
         hidden_NH.register_hook(watched.enter("backward"))
         del hidden_TH, hidden_NH  # a step has left the function that made them
@@ -215,6 +219,20 @@ def run(
 def _narrow(sampling: Sampling) -> float:
     """A min_p that takes what any limit of the support takes; where top_p or top_k end only real logits tell."""
     return 0.5 if sampling.top_p < 1 or sampling.top_k or sampling.min_p else 0.0
+
+
+def _history(sampling: Sampling, layout: Layout, device: torch.device) -> History | None:
+    """Penalties of tokens that are all different, which is the most that there can be before them."""
+    import torch
+
+    from tandem.policy.penalties import History, Penalties
+
+    penalties = Penalties.of(sampling, (0,))
+    if penalties is None:
+        return None
+    seen_E = torch.zeros(layout.tokens + layout.trained, dtype=torch.int64, device=device)
+    said_E = torch.zeros(layout.trained, dtype=torch.int64, device=device)
+    return History.of(penalties, [seen_E] * 3 + [said_E] * 4)
 
 
 def _kind(stage: str, as_head: bool) -> str:

@@ -7,11 +7,11 @@ from tandem.optimizers.base import Optimizer
 
 _PIECE = 1 << 22
 """Numbers of a weight that are widened at once."""
-_BYTES = {"adamw": 0, "adamw8bit": 21, "adafactor": 4, "adamw_cpu": 0}
+_BYTES = {"adamw": 0, "adamw8bit": 17, "adafactor": 4, "adamw_cpu": 0}
 """Of each number that is updated at once, where weights are float32 or have a float32 master."""
 _WIDENED = {
     "adamw": {"kahan": 18, "stochastic": 12},
-    "adamw8bit": {"kahan": 25, "stochastic": 25},
+    "adamw8bit": {"kahan": 21, "stochastic": 21},
     "adafactor": {"kahan": 18, "stochastic": 12},
 }
 """The same by what keeps narrow weights precise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -63,7 +64,7 @@ class _Look:
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
-        self._longest = memory.TYPICAL_PROMPT
+        self._planner: memory.Planner | None = None
         self.plan = ""
         """The memory plan as text, once it is made."""
 
@@ -160,8 +161,10 @@ class _Look:
         from tandem.policy.policy import load_config
 
         self._model = load_config(self._config.model)
-        total, trained, _ = memory.count(self._config, self._model)
-        return f"{self._config.model}: {self._model.model_type}, {total:,} parameters, {trained:,} trained"
+        self._planner = memory.planner(self._config, self._model)
+        counts = self._planner.modelled.counts
+        told = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
+        return f"{self._config.model}: {self._model.model_type}, {told}"
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -169,7 +172,7 @@ class _Look:
         Raises:
             ConfigError: a prompt leaves no room for an answer.
         """
-        if self._model is None or not self._tasks:
+        if self._planner is None or not self._tasks:
             return None
         from tandem.policy.policy import load_tokenizer
         from tandem.rollout import chat, prompts
@@ -177,10 +180,11 @@ class _Look:
         limit = memory.context(self._config, self._model)
         tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
         template = chat.Template(tokenizer, self._config.chat_template_kwargs)
-        self._longest = prompts.longest([task for some in self._tasks.values() for task in some], template, limit)
-        room, wanted = limit - self._longest, self._config.sampling.max_tokens
+        longest = prompts.longest([task for some in self._tasks.values() for task in some], template, limit)
+        self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
+        room, wanted = limit - longest, self._config.sampling.max_tokens
         note = f", which leaves {room} for answers, fewer than sampling.max_tokens ({wanted})" if room < wanted else ""
-        return f"at most {self._longest} tokens of a context of {limit}{note}"
+        return f"at most {longest} tokens of a context of {limit}{note}"
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -188,9 +192,9 @@ class _Look:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        if self._model is None:
+        planner = self._planner
+        if planner is None:
             return None
-        planner = memory.planner(self._config, self._model, prompt_tokens=self._longest)
         chosen: tuple[str, ...] = ()
         if self._config.memory == "fit":
             fitted = memory.fit(planner, self._config, self._given)
@@ -207,10 +211,10 @@ class _Look:
         Raises:
             ConfigError: there is less.
         """
-        if self._model is None:
+        if self._planner is None:
             return None
         folder, kept = self._config.runs, self._config.checkpoint.keep + 1
-        need, free = kept * memory.checkpoint_bytes(self._config, self._model), machine.free_disk(Path(folder))
+        need, free = kept * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
         told = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
         if need > free:
             raise ConfigError(f"{told} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
