@@ -15,12 +15,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tandem import waits
 from tandem.engines.base import CanLend, Engine, EngineSpec, Health, Needs
 from tandem.errors import EngineError
 from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
+from tandem.policy.penalties import Penalties, penalise_rows
 from tandem.policy.policy import Policy
 from tandem.policy.sampling import draw, restrict, uniform
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
@@ -65,6 +68,7 @@ class _Request:
     key: int
     limit: int
     future: asyncio.Future[Completion]
+    penalties: Penalties | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -113,7 +117,9 @@ class _Engine(Engine):
                 "shorten the prompt or raise context"
             )
         limit = min(sampling.max_tokens, room)
-        request = _Request(tuple(prompt), sampling, key, limit, asyncio.get_running_loop().create_future())
+        future = asyncio.get_running_loop().create_future()
+        penalties = Penalties.of(sampling, sorted(self._policy.end_tokens))
+        request = _Request(tuple(prompt), sampling, key, limit, future, penalties)
         self._waiting.append(request)
         self._work.set()
         try:
@@ -151,7 +157,8 @@ class _Engine(Engine):
         self._admitting = False
         while self._running and self._failure is None:
             self._finished.clear()
-            await self._finished.wait()
+            async with waits.waiting(waits.actor("trainer"), "requests to end", on="engine"):
+                await self._finished.wait()
 
     async def health(self) -> Health:
         return Health(
@@ -179,7 +186,7 @@ class _Engine(Engine):
             while True:
                 await self._work.wait()
                 await self._settle()
-                await self._gate.wait()
+                await waits.wait(self._gate.wait(), owner="engine", reason="to go on sampling", on="trainer")
                 for request, finish in await self._turn():
                     if not request.future.done():
                         request.future.set_result(request.completion(finish))
@@ -196,7 +203,8 @@ class _Engine(Engine):
                 return []
             self._drop_cancelled()
             if self._running or (self._waiting and self._admitting):
-                return await self._policy.compute(self._step)
+                asked = self._policy.compute(self._step)
+                return await waits.wait(asked, owner="engine", reason="a token for each request", on="policy")
             self._work.clear()
             if self._cache.bytes > _KEPT:
                 self._cache.clear()
@@ -277,6 +285,12 @@ class _Engine(Engine):
     def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
         """Draw one token for each request, record it, and take out those that ended."""
         logits = self._policy.head(hidden_RH).float()
+        penalise_rows(
+            logits,
+            [r.penalties for r in requests],
+            [np.asarray(r.prompt if r.penalties else (), dtype=np.int64) for r in requests],
+            [np.asarray(r.tokens if r.penalties else (), dtype=np.int64) for r in requests],
+        )
         temperatures = torch.tensor([r.sampling.temperature or 1.0 for r in requests], device=logits.device)
         logits = restrict(
             logits.div_(temperatures[:, None]),
@@ -302,15 +316,21 @@ class _Engine(Engine):
         return ended
 
     def _finish(self, request: _Request) -> Finish | None:
-        if request.tokens[-1] in self._policy.end_tokens:
+        if len(request.tokens) > request.sampling.min_tokens and self._ended(request):
             return "stop"
-        if request.sampling.stop:
-            # A token adds at least one byte of a stop text that it completes, so the tail is enough.
-            tail = request.tokens[-(max(len(stop.encode()) for stop in request.sampling.stop) + 8) :]
-            text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
-            if any(stop in text for stop in request.sampling.stop):
-                return "stop"
         return "length" if len(request.tokens) >= request.limit else None
+
+    def _ended(self, request: _Request) -> bool:
+        """True if the last token ends the answer, or completes a text that does."""
+        asked, last = request.sampling, request.tokens[-1]
+        if last in self._policy.end_tokens or last in asked.stop_token_ids:
+            return True
+        if not asked.stop:
+            return False
+        # A token adds at least one byte of a stop text that it completes, so the tail is enough.
+        tail = request.tokens[-(max(len(stop.encode()) for stop in asked.stop) + 8) :]
+        text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
+        return any(stop in text for stop in asked.stop)
 
     def _remove(self, row: int) -> None:
         """Close the gap that a finished row leaves with the last row."""

@@ -76,7 +76,7 @@ class _Engine(Engine):
         if self._closed:
             raise EngineError("the engine is closed")
         stream = key if sampling.temperature else 0  # all tokens are equally likely: greedy takes any, always the same
-        task = asyncio.ensure_future(self._sample(tuple(prompt), min(sampling.max_tokens, room), stream))
+        task = asyncio.ensure_future(self._sample(tuple(prompt), sampling, min(sampling.max_tokens, room), stream))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -87,21 +87,50 @@ class _Engine(Engine):
             task.cancel()
             raise
 
-    async def _sample(self, prompt: tuple[int, ...], limit: int, key: int) -> Completion:
+    async def _sample(self, prompt: tuple[int, ...], sampling: Sampling, limit: int, key: int) -> Completion:
         tokens: list[int] = []
+        logprobs: list[float] = []
         versions: list[int] = []
-        while len(tokens) < limit and (not tokens or tokens[-1] != self._spec.vocab - 1):
+        ends = {self._spec.vocab - 1, *sampling.stop_token_ids}
+        ended = False
+        while len(tokens) < limit and not ended:
             await asyncio.sleep(self._spec.seconds_per_token)
             await self._gate.wait()
             seed = f"{prompt}/{key}/{len(tokens)}/{self._version.step}".encode()
-            tokens.append(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "big") % self._spec.vocab)
+            bits = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "big")
+            token, logprob = bits % self._spec.vocab, -math.log(self._spec.vocab)
+            if sampling.penalised:
+                token, logprob = self._penalised(prompt, tokens, sampling, bits)
+            tokens.append(token)
+            logprobs.append(logprob)
             versions.append(self._version.step)
+            ended = token in ends
         return Completion(
             tokens=tuple(tokens),
-            logprobs=(-math.log(self._spec.vocab),) * len(tokens),
+            logprobs=tuple(logprobs),
             versions=tuple(versions),
-            finish="stop" if tokens[-1] == self._spec.vocab - 1 else "length",
+            finish="stop" if ended else "length",
         )
+
+    def _penalised(
+        self, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, bits: int
+    ) -> tuple[int, float]:
+        """The next token and its logprob, where tokens are not all as likely; ``bits`` are 64 random ones."""
+        import numpy as np
+        import torch
+
+        from tandem.policy.penalties import Penalties, penalise_rows
+        from tandem.policy.sampling import draw, restrict
+
+        logits_1V = torch.zeros(1, self._spec.vocab)
+        before = [np.asarray(some, dtype=np.int64) for some in (prompt, tokens)]
+        penalties = Penalties.of(sampling, [self._spec.vocab - 1])
+        penalise_rows(logits_1V, [penalties], before[:1], before[1:])
+        logits_1V /= sampling.temperature or 1.0
+        logits_1V = restrict(logits_1V, sampling.top_p, sampling.top_k, sampling.min_p)
+        uniform_1 = torch.tensor([(bits >> 11) * 2.0**-53], dtype=torch.float64)
+        (token,), (logprob,) = draw(logits_1V, uniform_1, greedy=[sampling.temperature == 0])
+        return int(token), float(logprob)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         return [-math.log(self._spec.vocab)] * (len(tokens) - 1)

@@ -69,7 +69,8 @@ class TokenLoss:
 class Loss(Protocol):
     """A frozen dataclass whose fields are its options.
 
-    It may say by class variables which of its options change nothing when; ``recipe/objective.py`` reads them.
+    It may say by class variables which of its options change nothing when, and that a sample without advantage has no
+    gradient; ``recipe/objective.py`` reads them.
     """
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Cispo:
     r = exp(logprob - old logprob). A clip would silence the rare tokens whose ratio moves most; a cap only limits how
     much they count. The default cap is that of ScaleRL (arXiv 2510.13786).
     """
+
+    by_advantage: ClassVar[bool] = True
 
     cap: float = 5.0
     """Largest importance weight of a token."""

@@ -21,6 +21,7 @@ class Grpo:
     (arXiv 2503.14476). By ``reduction`` it is GRPO (sequence), DAPO and BNPO (token) or Dr. GRPO (constant).
     """
 
+    by_advantage: ClassVar[bool] = True
     at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
 
     clip_low: float = 0.2

@@ -21,6 +21,7 @@ class Gspo:
     a token's ratio, since means hardly move; their defaults are the paper's.
     """
 
+    by_advantage: ClassVar[bool] = True
     at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     per_token: ClassVar[tuple[str, ...]] = ("gradient",)
 

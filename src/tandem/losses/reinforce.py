@@ -20,6 +20,7 @@ class Reinforce:
     ``corrections``.
     """
 
+    by_advantage: ClassVar[bool] = True
     compares: ClassVar[bool] = False
 
     reduction: Reduction = "token"

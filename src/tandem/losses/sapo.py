@@ -22,6 +22,7 @@ class Sapo:
     larger.
     """
 
+    by_advantage: ClassVar[bool] = True
     at_ratio_one: ClassVar[tuple[str, ...]] = ("temperature_positive", "temperature_negative")
 
     temperature_positive: float = 1.0

@@ -225,11 +225,23 @@ def rms(values_N: Tensor) -> float:
 def _transforms(turns: Sequence[Spoken], sampling: Sampling) -> Iterator[Transform]:
     """What an engine may leave out, one of those that come to the same."""
     heated = any(turn.temperature != 1.0 for turn in turns)
-    limits = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
-    used = " and ".join(f"{name} {value:g}" for name, (value, neutral) in limits.items() if value != neutral)
+    limited = _used(top_p=(sampling.top_p, 1.0), top_k=(sampling.top_k, 0), min_p=(sampling.min_p, 0.0))
+    penalised = _used(
+        repetition_penalty=(sampling.repetition_penalty, 1.0),
+        presence_penalty=(sampling.presence_penalty, 0.0),
+        frequency_penalty=(sampling.frequency_penalty, 0.0),
+        min_tokens=(sampling.min_tokens, 0),
+    )
     if heated:
         yield Transform(name="temperature not applied", temperature=False)
-    if used:
-        yield Transform(name=f"{used} not renormalised", support=False)
-    if heated and used:
-        yield Transform(name="raw logprobs", temperature=False, support=False)
+    if limited:
+        yield Transform(name=f"{limited} not renormalised", support=False)
+    if penalised:
+        yield Transform(name=f"{penalised} not applied", penalties=False)
+    if bool(heated) + bool(limited) + bool(penalised) > 1:
+        yield Transform(name="raw logprobs", temperature=False, support=False, penalties=False)
+
+
+def _used(**options: tuple[float, float]) -> str:
+    """Options that have another value than the neutral one, in words."""
+    return " and ".join(f"{name} {value:g}" for name, (value, neutral) in options.items() if value != neutral)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.config import RunConfig
 from tandem.errors import TandemError
 from tandem.mismatch.recorded import Spoken
+from tandem.policy import penalties
 from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.policy.logprobs import token_logprobs
 from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
@@ -45,6 +47,8 @@ class Transform:
     """They are divided by the temperature."""
     support: bool = True
     """Those outside top_p, top_k and min_p are left out and the rest renormalised."""
+    penalties: bool = True
+    """Those of tokens before are lowered by the penalties."""
 
 
 DECLARED = Transform(name="as sampled")
@@ -74,6 +78,7 @@ class Lab:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._compute = Compute(1)  # a policy has one; nothing here runs on it
         self._held: tuple[int, Policy] | None = None
+        self._ends: Sequence[int] = ()  # token ids that end an answer, once a model was read
 
     def close(self) -> None:
         """End its thread."""
@@ -135,7 +140,7 @@ class Lab:
         for some, before in _batches(turns, prompts, self._config.micro_batch_tokens):
             hidden_NH = _hidden(policy, some, before)
             for (head, transform), parts in found.items():
-                parts.append(self._ended(heads[head], hidden_NH, some, transform))
+                parts.append(self._ended(heads[head], hidden_NH, some, before, transform))
         return {way: torch.cat(parts) for way, parts in found.items()}
 
     @torch.no_grad()
@@ -156,7 +161,8 @@ class Lab:
                 if turn.versions[0] == version:
                     begun = _cut(turn, turn.versions.count(version))
                     hidden_NH = _prefilled(policy, begun, cache, row)
-                    out[row].append(self._ended(_Head(policy, self.dtype), hidden_NH, [begun], DECLARED))
+                    head = _Head(policy, self.dtype)
+                    out[row].append(self._ended(head, hidden_NH, [begun], [begun.prompt], DECLARED))
             for row, logprob in self._decoded(policy, turns, version, cache):
                 out[row].append(logprob)
         return torch.cat([part for parts in out for part in parts])
@@ -179,26 +185,50 @@ class Lab:
             ids_R1 = torch.tensor(fed, device=policy.device)[:, None]
             hidden_RH = policy.hidden(ids_R1, plan.positions_R[:, None], plan)[:, 0]
             for row, place in now.items():
-                one = replace(turns[row], tokens=(turns[row].tokens[place],))
-                yield row, self._ended(_Head(policy, self.dtype), hidden_RH[row : row + 1], [one], DECLARED)
+                one, head = _cut(turns[row], place + 1), _Head(policy, self.dtype)
+                yield row, self._ended(head, hidden_RH[row : row + 1], [one], [one.prompt], DECLARED, skip=place)
                 at[row] += 1
 
-    def _ended(self, head: _Head, hidden_NH: Tensor, turns: Sequence[Spoken], transform: Transform) -> Tensor:
-        """From hidden states to logprobs of the turns' tokens, float64 on the host."""
-        sampling = self._config.sampling
-        given = [turn.temperature if transform.temperature else 1.0 for turn in turns for _ in turn.tokens]
-        targets = [token for turn in turns for token in turn.tokens]
+    def _ended(
+        self,
+        head: _Head,
+        hidden_NH: Tensor,
+        turns: Sequence[Spoken],
+        prompts: Prompts,
+        transform: Transform,
+        *,
+        skip: int = 0,
+    ) -> Tensor:
+        """From hidden states to logprobs of the turns' tokens but the first ``skip`` of each, float64 on the host."""
+        sampling, device = self._config.sampling, hidden_NH.device
+        given = [turn.temperature if transform.temperature else 1.0 for turn in turns for _ in turn.tokens[skip:]]
+        targets = [token for turn in turns for token in turn.tokens[skip:]]
         logprobs_N, _ = token_logprobs(
             hidden_NH.to(head.weight_VH.dtype),
             head.weight_VH,
-            torch.tensor(targets, device=hidden_NH.device),
-            torch.tensor(given, device=hidden_NH.device),
+            torch.tensor(targets, device=device),
+            torch.tensor(given, device=device),
             bias=head.bias_V,
             top_p=sampling.top_p if transform.support else 1.0,
             top_k=sampling.top_k if transform.support else 0,
             min_p=sampling.min_p if transform.support else 0.0,
+            history=self._history(turns, prompts, skip, device) if transform.penalties else None,
         )
         return logprobs_N.double().cpu()
+
+    def _history(
+        self, turns: Sequence[Spoken], prompts: Prompts, skip: int, device: torch.device
+    ) -> penalties.History | None:
+        """What was before each token, where the recipe penalises it."""
+        asked = penalties.Penalties.of(self._config.sampling, self._ends)
+        if asked is None:
+            return None
+        pasts = []
+        for turn, prompt in zip(turns, prompts, strict=True):
+            whole = np.array([*prompt, *turn.tokens], dtype=np.int64)
+            at = np.arange(len(prompt), len(whole))
+            pasts.append(penalties.Past.of(whole, at, [len(prompt)]).after(skip))
+        return penalties.History.of(asked, [torch.from_numpy(a).to(device) for a in penalties.joined(pasts)])
 
     def _policy(self, version: int) -> Policy:
         if self._held is not None and self._held[0] == version:
@@ -209,6 +239,7 @@ class Lab:
             model = load_model(self._config.model, dtype=self.dtype, device=self._device)
             prepared = self._config.trains.prepare(model).eval()
             policy = Policy(prepared, self.tokenizer, name=self._config.model, compute=self._compute)
+            self._ends = sorted(policy.end_tokens)
         else:
             policy = self._held[1]
         if version:

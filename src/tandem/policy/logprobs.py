@@ -23,14 +23,13 @@ from torch.autograd.function import once_differentiable
 
 from tandem.policy import _compile
 from tandem.policy._compile import Compile
+from tandem.policy.penalties import OUTSIDE, History, Part, penalise
 from tandem.policy.sampling import threshold
 
 _TILE_CPU = 3 << 20
 """Logits held at once on a CPU: 12 MB of float32, about a last-level cache's share."""
 _TILE_GPU = 64 << 20
 """Logits held at once on an accelerator: 256 MB of float32, enough to fill it."""
-_OUTSIDE = -1e30
-"""Logit of a token outside the support: its probability is 0, and 0 times it is 0 (with -inf it is NaN)."""
 
 
 def token_logprobs(
@@ -43,6 +42,7 @@ def token_logprobs(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    history: History | None = None,
     entropy: bool = False,
     tile: int | None = None,
     compile: Compile = False,
@@ -59,6 +59,7 @@ def token_logprobs(
             the logits here may differ in the last bit from those it was drawn from.
         top_k: see top_p.
         min_p: see top_p.
+        history: penalties, and what was before each token; a target that they leave out is counted in all the same.
         entropy: also return the entropy of each distribution in nats (float32, no gradient); costs a pass.
         tile: most logits held at once; by default as fits the device.
         compile: the arithmetic on a tile; the last bits of the result may differ from those of eager.
@@ -71,7 +72,7 @@ def token_logprobs(
         temperature_N1 = temperature.to(hidden_NH.device, wide).reshape(-1, 1).expand(targets_N.numel(), 1)
     else:  # filled in where it is: a number that is sent to a device is waited for
         temperature_N1 = torch.full((targets_N.numel(), 1), temperature, dtype=wide, device=hidden_NH.device)
-    tiles = _Tiles(hidden_NH, weight_VH, bias, targets_N, temperature_N1, tile, compile)
+    tiles = _Tiles(hidden_NH, weight_VH, bias, targets_N, temperature_N1, history, tile, compile)
     if top_p < 1.0 or top_k > 0 or min_p > 0.0:
         tiles.edge_N1 = tiles.support_edge(top_p, top_k, min_p)
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -88,6 +89,8 @@ class _Rows(NamedTuple):
     temperature_N1: Tensor
     edge_N1: Tensor | None
     """Smallest logit of the support, where there is one."""
+    part: Part | None
+    """Penalties of the tile, where there are any."""
 
 
 class _Sums(NamedTuple):
@@ -103,7 +106,7 @@ class _Sums(NamedTuple):
 
 def absorb(tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, s: _Sums) -> _Sums:
     """The sums with one more tile in them."""
-    logits_NW, place_N1, here_N1 = _finished(tile_NW, wide_NW, bias_W, rows)
+    logits_NW, place_N1, here_N1, _ = _finished(tile_NW, wide_NW, bias_W, rows)
     target_N1 = torch.where(here_N1, logits_NW.gather(1, place_N1), s.target_N1)
     raised_N1 = torch.maximum(s.top_N1, logits_NW.amax(-1, keepdim=True))
     shrink_N1 = (s.top_N1 - raised_N1).exp()
@@ -121,22 +124,29 @@ def absorb(tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows:
 def slope(
     tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, lse_N1: Tensor, scale_N1: Tensor
 ) -> Tensor:
-    """Gradient of a tile's logits before bias and temperature, in their type: scale * (1 if the target, else 0 - p)."""
-    logits_NW, place_N1, here_N1 = _finished(tile_NW, wide_NW, bias_W, rows)
+    """Gradient of a tile's logits before all that is done to them, in their type.
+
+    It is scale * (1 if the target, else 0 - p), times the slope of what penalties do.
+    """
+    logits_NW, place_N1, here_N1, slope_NW = _finished(tile_NW, wide_NW, bias_W, rows)
     probs_NW = logits_NW.sub_(lse_N1).exp_()
     # The target's own before anything is rounded: where p is near 1, so is what it is taken from.
     target_N1 = probs_NW.gather(1, place_N1)
     own_N1 = scale_N1 * (here_N1.to(target_N1.dtype) - target_N1)
-    grad_NW = probs_NW.mul_(-scale_N1).to(tile_NW.dtype)
+    probs_NW.mul_(-scale_N1)
+    if slope_NW is not None:
+        own_N1 *= slope_NW.gather(1, place_N1)
+        probs_NW.mul_(slope_NW)
+    grad_NW = probs_NW.to(tile_NW.dtype)
     return grad_NW.scatter_(1, place_N1, own_N1.to(grad_NW.dtype))
 
 
 def _finished(
     tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Wide logits with bias, temperature and support; the column of each target, and true where it is in this tile.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Wide logits with all that is done to them; where the target's column is, and if it is here; penalties' slope.
 
-    They are in ``wide_NW`` if that is given, and may be in ``tile_NW``.
+    The logits are in ``wide_NW`` if that is given, and may be in ``tile_NW``.
     """
     width = tile_NW.shape[1]
     here_N1 = (rows.at_N1 >= 0) & (rows.at_N1 < width)
@@ -144,13 +154,18 @@ def _finished(
     logits_NW = tile_NW.to(rows.temperature_N1.dtype) if wide_NW is None else wide_NW.copy_(tile_NW)
     if bias_W is not None:
         logits_NW.add_(bias_W)
+    slope_NW = None if rows.part is None else _penalised(logits_NW, rows.part)
     logits_NW.div_(rows.temperature_N1)
     if rows.edge_N1 is not None:
         target_N1 = logits_NW.gather(1, place_N1)
-        logits_NW.masked_fill_(logits_NW < rows.edge_N1, _OUTSIDE)
+        logits_NW.masked_fill_(logits_NW < rows.edge_N1, OUTSIDE)
         kept_N1 = torch.where(here_N1, target_N1, logits_NW.gather(1, place_N1))
         logits_NW.scatter_(1, place_N1, kept_N1)
-    return logits_NW, place_N1, here_N1
+    return logits_NW, place_N1, here_N1, slope_NW
+
+
+def _penalised(logits_NW: Tensor, part: Part) -> Tensor | None:
+    return penalise(logits_NW, part.seen_NW, part.said_NW, part.repetition, part.presence, part.frequency)
 
 
 @cache
@@ -170,6 +185,7 @@ class _Tiles:
         bias_V: Tensor | None,
         targets_N: Tensor,
         temperature_N1: Tensor,
+        history: History | None,
         tile: int | None,
         compile: Compile,
     ) -> None:
@@ -177,6 +193,7 @@ class _Tiles:
         self.bias_V = None if bias_V is None else bias_V.detach()
         self.targets_N1, self.temperature_N1 = targets_N[:, None], temperature_N1
         self.edge_N1: Tensor | None = None
+        self.history = history
         self.tile = tile or (_TILE_CPU if hidden_NH.device.type == "cpu" else _TILE_GPU)
         self._compile = _compile.decide(compile, hidden_NH.device)
 
@@ -194,10 +211,14 @@ class _Tiles:
             size = num * (end - start)
             tile_NW = narrow[:size].view(num, end - start)
             torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=tile_NW)
+            part = None
+            if self.history is not None:
+                self.history.bar(tile_NW, self.targets_N1, (0, num), (start, end))
+                part = self.history.part((0, num), (start, end))
             wide_NW = None if wide is None else wide[:size].view_as(tile_NW)
             bias_W = None if self.bias_V is None else self.bias_V[start:end]
             # The start goes in by a tensor: of a number, the compiler would keep code for 0 apart.
-            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1)
+            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1, part)
             yield start, end, partial(run, tile_NW, wide_NW, bias_W, rows)
 
     def support_edge(self, top_p: float, top_k: int, min_p: float) -> Tensor:
@@ -206,14 +227,18 @@ class _Tiles:
         It lies half-way between the lowest logit within and the highest one without: products of another shape differ
         in the last bits, and would else drop the token that is the edge.
         """
-        rows = max(1, self.tile // self.weight_VH.shape[0])
+        num, vocab = self.targets_N1.shape[0], self.weight_VH.shape[0]
+        rows = max(1, self.tile // vocab)
         edges = [self.temperature_N1.new_empty(0, 1)]
-        for hidden_CH, temperature_C1 in zip(
-            torch.split(self.hidden_NH, rows), torch.split(self.temperature_N1, rows), strict=True
-        ):
+        for start in range(0, num, rows):
+            end = min(num, start + rows)
+            hidden_CH, temperature_C1 = self.hidden_NH[start:end], self.temperature_N1[start:end]
             logits_CV = (hidden_CH @ self.weight_VH.t()).to(temperature_C1.dtype)
             if self.bias_V is not None:
                 logits_CV.add_(self.bias_V)
+            if self.history is not None:
+                self.history.bar(logits_CV, self.targets_N1[start:end], (start, end), (0, vocab))
+                _penalised(logits_CV, self.history.part((start, end), (0, vocab)))
             edge_C = threshold(logits_CV.div_(temperature_C1), top_p, top_k, min_p)
             if edge_C is not None:
                 within_CV = logits_CV >= edge_C[:, None]

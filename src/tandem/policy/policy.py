@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from tandem import waits
 from tandem.errors import ConfigError
 from tandem.machine import cores
 from tandem.policy._compile import Compile
@@ -40,7 +41,9 @@ class Compute:
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` there and await its result."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        reason = getattr(function, "__qualname__", type(function).__name__)
+        async with waits.waiting(waits.actor("trainer"), reason, on="compute thread"):
+            return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
     def close(self) -> None:
         """Let the current call finish and end the thread."""
@@ -92,7 +95,7 @@ class Policy:
     def end_tokens(self) -> frozenset[int]:
         """Token ids that end an answer."""
         ids: set[int] = set()
-        for value in (self.causal.generation_config.eos_token_id, self.tokenizer.eos_token_id):
+        for value in (self.causal.generation_config.eos_token_id, getattr(self.tokenizer, "eos_token_id", None)):
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
         return frozenset(ids)
 

@@ -25,6 +25,7 @@ from tandem.advantages.base import Advantage, advantages
 from tandem.losses.base import MicroBatch
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.policy.attention import Packed, sequential_positions
+from tandem.policy.penalties import History, Past, Penalties, joined
 from tandem.policy.plans import moved
 from tandem.trainer._balance import Balance, Family
 from tandem.trainer._tree import Ints, Kin, Row
@@ -51,6 +52,8 @@ class Micro:
     """int64; the trained token ids."""
     temperature_N: Tensor
     """float32; each token's sampling temperature."""
+    history: History | None
+    """Penalties that the tokens were sampled with, and what was before each; None: there are none."""
     weights_N: Tensor
     """float32; what each token's loss counts, so that the step's loss is one sum over all micro-batches."""
     batch: MicroBatch
@@ -95,6 +98,11 @@ class Packer:
     """Where the tensors go."""
     width: int = 2048
     """The model's hidden size: how long a context must be for attention to count."""
+    penalties: Penalties | None = None
+    """What the tokens were sampled with."""
+    skip_zero: bool = False
+    """Compute no sample whose every advantage is 0: there the objective has no gradient. What the step divides by and
+    its other samples stay as they are."""
 
     def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:
         """Pack one step's groups. ``version`` is the policy step that will be trained; it only measures lag."""
@@ -110,14 +118,15 @@ class Packer:
             samples.append(mine)
         counts = [sum(sample.mask) for mine in samples for sample in mine]
         weigh = self._weights(sum(counts), len(counts))
-        micro = tuple(self._micros(samples, weigh))
+        computed = _moving(samples) if self.skip_zero else samples
+        micro = tuple(self._micros(computed, weigh))
         return StepBatch(
             micro=micro,
             groups=tuple(groups),
             advantages=by_rollout,
             num_loss_tokens=sum(counts),
             num_samples=len(counts),
-            metrics={**_metrics(groups, by_rollout, version), **_work(micro)},
+            metrics={**_metrics(groups, by_rollout, version), **_spared(samples, computed), **_work(micro)},
         )
 
     def _weights(self, num_tokens: int, num_samples: int) -> Callable[[int], float]:
@@ -159,13 +168,14 @@ class Packer:
             np.concatenate([sample.targets for sample in samples]),
             np.repeat(np.arange(len(samples)), counts),
         )
+        past = () if self.penalties is None else joined([sample.past() for sample in samples])
         floats = (
             np.repeat([sample.temperature for sample in samples], counts),
             np.repeat([weigh(count) if count else 0.0 for count in counts], counts),
             np.concatenate([sample.logprobs for sample in samples]),
             np.concatenate([sample.advantages for sample in samples]),
         )
-        tokens_T, positions_T, predict_N, targets_N, sample_N = self._moved(ints, np.int64)
+        tokens_T, positions_T, predict_N, targets_N, sample_N, *before = self._moved((*ints, *past), np.int64)
         temperature_N, weights_N, logprobs_N, advantages_N = self._moved(floats, np.float32)
         return Micro(
             tokens_T=tokens_T,
@@ -174,6 +184,7 @@ class Packer:
             predict_N=predict_N,
             targets_N=targets_N,
             temperature_N=temperature_N,
+            history=None if self.penalties is None else History.of(self.penalties, before),
             weights_N=weights_N,
             batch=MicroBatch(
                 behavior_logprobs_N=logprobs_N,
@@ -199,8 +210,8 @@ class _Arrays:
     """Its rollout's id."""
     temperature: float
     """Of its tokens."""
-    computed: Ints
-    """All tokens but the last."""
+    tokens: Ints
+    """Prompt and completion ids."""
     at: Ints
     """Places of the trained tokens in the sequence."""
     targets: Ints
@@ -209,6 +220,17 @@ class _Arrays:
     """Of their sampler."""
     advantages: NDArray[np.float64]
     """Theirs."""
+    begins: tuple[int, ...]
+    """Places of the first token of each completion."""
+
+    @property
+    def computed(self) -> Ints:
+        """All tokens but the last."""
+        return self.tokens[:-1]
+
+    def past(self) -> Past:
+        """What is before each trained token."""
+        return Past.of(self.tokens, self.at, self.begins)
 
     @staticmethod
     def of(sample: Sample) -> _Arrays:
@@ -219,11 +241,12 @@ class _Arrays:
         return _Arrays(
             rollout=sample.rollout,
             temperature=sample.temperature,
-            computed=tokens[:-1],
+            tokens=tokens,
             at=at,
             targets=tokens[at],
             logprobs=np.frombuffer(array("d", sample.logprobs))[at],
             advantages=np.frombuffer(array("d", sample.advantages))[at],
+            begins=sample.begins,
         )
 
 
@@ -237,6 +260,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
     logprobs: list[float] = []
     advantages: list[float] = []
     versions: list[int] = []
+    begins: list[int] = []
     temperature, prompt_len = 1.0, 0
     each = iter(rollout.advantages if rollout.advantages is not None else repeat(advantage))
 
@@ -248,6 +272,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
             advantages=tuple(advantages),
             temperature=temperature,
             prompt_len=prompt_len,
+            begins=tuple(begins),
             group=group.id,
             version=min(versions),
             env=group.env,
@@ -261,10 +286,11 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
         if not tokens or turn.temperature != temperature or tuple(tokens) != turn.prompt[: len(tokens)]:
             if tokens:
                 yield sample()
-            tokens, mask, logprobs, advantages, versions = [], [], [], [], []
+            tokens, mask, logprobs, advantages, versions, begins = [], [], [], [], [], []
             temperature, prompt_len = turn.temperature, len(turn.prompt)
         new = turn.prompt[len(tokens) :]
         none = (0.0,) * len(new)
+        begins.append(len(turn.prompt))
         tokens.extend((*new, *completion.tokens))
         mask.extend((False,) * len(new) + (True,) * len(completion.tokens))
         logprobs.extend((*none, *completion.logprobs))
@@ -272,6 +298,25 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
         versions.extend(completion.versions)
     if tokens:
         yield sample()
+
+
+def _moving(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """Those of each group that have a gradient.
+
+    If none has, the shortest: the optimizer's step by a gradient of zeros is not the same as no step.
+    """
+    moving = [[sample for sample in mine if any(sample.advantages)] for mine in samples]
+    if not any(moving) and any(samples):
+        moving = [[min((sample for mine in samples for sample in mine), key=lambda sample: len(sample.tokens))]]
+    return moving
+
+
+def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sample]]) -> dict[str, Value]:
+    """Samples that are not computed, for they have no gradient, or by themselves, for a sibling is the same."""
+    each = [len(mine) for mine in computed]
+    twice = sum(each) - sum(len({sample.tokens for sample in mine}) for mine in computed)
+    skipped = sum(map(len, samples)) - sum(each)
+    return {"samples/without_advantage": Sum(float(skipped)), "samples/duplicate": Sum(float(twice))}
 
 
 def _metrics(groups: Sequence[Group], advantages: Mapping[str, float], version: int) -> dict[str, Value]:

@@ -1,0 +1,273 @@
+"""What the tokens before it do to a token's logits: penalties of repetition, and answers that may not end yet.
+
+In vLLM's order and by its definitions, on logits as the head gives them, before the temperature:
+
+1. in the first ``min_tokens`` tokens of an answer, those that end it are left out;
+2. ``repetition_penalty``: the logit of every token that is in the prompt or the answer so far is divided by it where it
+   is positive, else multiplied;
+3. ``frequency_penalty`` is taken off as often as the token is in the answer so far, ``presence_penalty`` once if it is.
+
+The prompt is all that the engine was given: in a conversation, the turns before. A row is one sampled token, in the
+order of the answers; N counts rows, W a range of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.types import Sampling
+
+OUTSIDE = -1e30
+"""Logit of a token that is left out: its probability is 0, and 0 times it is 0 (with -inf it is NaN)."""
+
+Ints = NDArray[np.int64]
+Number = float | Tensor
+"""One for all rows, or (N, 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Options of a ``Sampling`` that look at the tokens before."""
+
+    repetition: float = 1.0
+    """``repetition_penalty``."""
+    presence: float = 0.0
+    """``presence_penalty``."""
+    frequency: float = 0.0
+    """``frequency_penalty``."""
+    min_tokens: int = 0
+    """Tokens of an answer before which none of ``ends`` is sampled."""
+    ends: tuple[int, ...] = ()
+    """Token ids that end an answer; empty without ``min_tokens``."""
+
+    @classmethod
+    def of(cls, sampling: Sampling, ends: Sequence[int]) -> Self | None:
+        """Those of a sampling, None if it has none; ``ends`` are the model's own end tokens."""
+        if not sampling.penalised:
+            return None
+        return cls(
+            repetition=sampling.repetition_penalty,
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
+            min_tokens=sampling.min_tokens,
+            ends=tuple(sorted({*ends, *sampling.stop_token_ids})) if sampling.min_tokens else (),
+        )
+
+
+def penalise(
+    logits_NW: Tensor,
+    seen_NW: Tensor | None,
+    said_NW: Tensor | None,
+    repetition: Number,
+    presence: Number,
+    frequency: Number,
+) -> Tensor | None:
+    """Apply penalties in place; returns the slope of each result in its logit, None where all are 1.
+
+    Args:
+        logits_NW: as the head gives them, in float32 or wider.
+        seen_NW: above 0 where the token is in the prompt or the answer so far; None: ``repetition`` is not looked at.
+        said_NW: how often it is in the answer so far; None: ``presence`` and ``frequency`` are not looked at.
+        repetition: see the module.
+        presence: see the module.
+        frequency: see the module.
+    """
+    slope_NW = None
+    if seen_NW is not None:
+        one = logits_NW.new_ones(())
+        slope_NW = torch.where(logits_NW > 0, one / repetition, one * repetition)
+        slope_NW = torch.where(seen_NW > 0, slope_NW, one)
+        logits_NW.mul_(slope_NW)
+    if said_NW is not None:
+        logits_NW.sub_(said_NW * frequency).sub_((said_NW > 0) * presence)
+    return slope_NW
+
+
+def penalise_rows(
+    logits_NV: Tensor, asked: Sequence[Penalties | None], prompts: Sequence[Ints], answers: Sequence[Ints]
+) -> None:
+    """Apply each row's own penalties in place, -inf where a token would end an answer too early.
+
+    Args:
+        logits_NV: as the head gives them, in float32 or wider.
+        asked: of each row; None: it has none.
+        prompts: tokens before the answer of each row.
+        answers: tokens of it so far.
+    """
+    rows = [row for row, penalties in enumerate(asked) if penalties is not None]
+    if not rows:
+        return
+    some = [penalties for penalties in asked if penalties is not None]
+    said_MV = _counted(logits_NV, [answers[row] for row in rows])
+    seen_MV = said_MV + _counted(logits_NV, [prompts[row] for row in rows])
+    repetition, presence, frequency = (
+        logits_NV.new_tensor(values)[:, None]
+        for values in zip(*((one.repetition, one.presence, one.frequency) for one in some), strict=True)
+    )
+    logits_MV = logits_NV[rows]
+    penalise(logits_MV, seen_MV, said_MV, repetition, presence, frequency)
+    for row, penalties in enumerate(some):
+        if len(answers[rows[row]]) < penalties.min_tokens:
+            logits_MV[row, list(penalties.ends)] = -torch.inf
+    logits_NV[rows] = logits_MV
+
+
+def _counted(logits_NV: Tensor, tokens: Sequence[Ints]) -> Tensor:
+    """How often each token is in the tokens of each row, int32."""
+    vocab = logits_NV.shape[1]
+    places = np.repeat(np.arange(len(tokens)) * vocab, [len(some) for some in tokens]) + np.concatenate(tokens)
+    places_E = torch.from_numpy(places).to(logits_NV.device)
+    counts = torch.zeros(len(tokens) * vocab, dtype=torch.int32, device=logits_NV.device)
+    return counts.scatter_add_(0, places_E, torch.ones_like(places_E, dtype=torch.int32)).view(len(tokens), vocab)
+
+
+class Past(NamedTuple):
+    """What is before each row of some answers, as arrays: each event is a token that counts in some rows."""
+
+    seen_column: Ints
+    """Token id of each different token of a sequence."""
+    seen_first: Ints
+    """First row that comes after it."""
+    seen_end: Ints
+    """Row after the last of its sequence."""
+    said_column: Ints
+    """Token id of each sampled token."""
+    said_first: Ints
+    """First row that comes after it."""
+    said_end: Ints
+    """Row after the last of its answer."""
+    age: Ints
+    """Of each row: tokens of its answer before it."""
+
+    @classmethod
+    def of(cls, tokens: Ints, at: Ints, begins: Sequence[int]) -> Self:
+        """Of one sequence.
+
+        Args:
+            tokens: all of it.
+            at: places of the sampled tokens, ascending: its rows.
+            begins: places at which answers begin, ascending; each is one of ``at``.
+        """
+        first = np.searchsorted(at, np.asarray(begins, dtype=np.int64))
+        ends = np.append(first[1:], len(at))
+        rows = np.arange(len(at))
+        answer = np.searchsorted(first, rows, side="right") - 1
+        different, places = np.unique(tokens[: at[-1]] if len(at) else tokens[:0], return_index=True)
+        return cls(
+            seen_column=different,
+            seen_first=np.searchsorted(at, places, side="right"),
+            seen_end=np.full(len(different), len(at)),
+            said_column=tokens[at],
+            said_first=rows + 1,
+            said_end=ends[answer],
+            age=rows - first[answer],
+        )
+
+    def after(self, rows: int) -> Self:
+        """Without the first rows."""
+        return self._replace(
+            seen_first=np.maximum(self.seen_first - rows, 0),
+            seen_end=np.maximum(self.seen_end - rows, 0),
+            said_first=np.maximum(self.said_first - rows, 0),
+            said_end=np.maximum(self.said_end - rows, 0),
+            age=self.age[rows:],
+        )
+
+
+def joined(pasts: Sequence[Past]) -> Past:
+    """One after another."""
+    starts = np.cumsum([0, *(len(past.age) for past in pasts)])
+    shifted = [
+        past._replace(
+            seen_first=past.seen_first + start,
+            seen_end=past.seen_end + start,
+            said_first=past.said_first + start,
+            said_end=past.said_end + start,
+        )
+        for past, start in zip(pasts, starts, strict=False)
+    ]
+    return Past(*(np.concatenate(parts) for parts in zip(*shifted, strict=True)))
+
+
+class Part(NamedTuple):
+    """What is done to some rows and columns of the logits: the arguments of ``penalise``."""
+
+    seen_NW: Tensor | None
+    """See ``penalise``."""
+    said_NW: Tensor | None
+    """See ``penalise``."""
+    repetition: float
+    """See ``penalise``."""
+    presence: float
+    """See ``penalise``."""
+    frequency: float
+    """See ``penalise``."""
+
+
+class Events(NamedTuple):
+    """Tokens that count in some rows each."""
+
+    column_E: Tensor
+    """int64 token ids."""
+    first_E: Tensor
+    """int64; the first row in which each counts."""
+    end_E: Tensor
+    """int64; the row after the last one."""
+
+    def counts(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """How many count in each row of a range and each column of a range, int32."""
+        num, width = rows[1] - rows[0], columns[1] - columns[0]
+        # Along a column the events are steps up and down, and their running sum is the count.
+        here_E = (self.column_E >= columns[0]) & (self.column_E < columns[1])
+        base_E = (self.column_E - columns[0]).clamp(0, width - 1) * (num + 1)
+        up_E = here_E.int()
+        steps = torch.zeros(width * (num + 1), dtype=torch.int32, device=self.column_E.device)
+        steps.scatter_add_(0, base_E + (self.first_E - rows[0]).clamp(0, num), up_E)
+        steps.scatter_add_(0, base_E + (self.end_E - rows[0]).clamp(0, num), -up_E)
+        # In memory a row of counts is a column, since only along the last axis is a running sum fast.
+        return steps.view(width, num + 1).cumsum_(1)[:, :num].t()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Penalties, and what is before each of N rows, on the device."""
+
+    penalties: Penalties
+    """What is done."""
+    seen: Events
+    """Different tokens before a row in its sequence."""
+    said: Events
+    """Tokens before a row in its answer."""
+    age_N1: Tensor
+    """int64; tokens of its answer before a row."""
+
+    @classmethod
+    def of(cls, penalties: Penalties, arrays: Sequence[Tensor]) -> Self:
+        """``arrays`` are those of a ``Past``, in order, on the device."""
+        return cls(penalties=penalties, seen=Events(*arrays[:3]), said=Events(*arrays[3:6]), age_N1=arrays[6][:, None])
+
+    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
+        """What is done to some rows and columns of the logits."""
+        asked = self.penalties
+        return Part(
+            seen_NW=self.seen.counts(rows, columns) if asked.repetition != 1.0 else None,
+            said_NW=self.said.counts(rows, columns) if asked.presence or asked.frequency else None,
+            repetition=asked.repetition,
+            presence=asked.presence,
+            frequency=asked.frequency,
+        )
+
+    def bar(self, logits_NW: Tensor, targets_N1: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+        """Leave tokens out, in place, that would end an answer too early, but none that was sampled."""
+        for end in self.penalties.ends:
+            if columns[0] <= end < columns[1]:
+                at = end - columns[0]
+                early_N1 = self.age_N1[rows[0] : rows[1]] < self.penalties.min_tokens
+                logits_NW[:, at : at + 1].masked_fill_(early_N1 & (targets_N1 != end), OUTSIDE)
