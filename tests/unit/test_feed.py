@@ -6,181 +6,25 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from feeding import Kind, Mixture, Trainer, always_good, ids, makeup, mixed, rollout, run, tasks, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout._mixture import REST
-from tandem.rollout.feed import (
-    Cursor,
-    Draw,
-    Feed,
-    FeedOptions,
-    Judge,
-    as_is,
-    group_from_json,
-    group_to_json,
-    penalise_truncated,
-)
-from tandem.rollout.measure import Solved
-from tandem.rollout.streams import Stream, Timetable
+from tandem.rollout.cursor import Cursor, Draw, group_from_json, group_to_json
+from tandem.rollout.feed import Feed
+from tandem.rollout.judges import penalise_truncated
+from tandem.rollout.rate import Pace
+from tandem.rollout.streams import Timetable
 from tandem.trainer.state import TrainerState
-from tandem.types import Completion, Finish, Group, Message, PolicyVersion, Rollout, Sampling, Task, Turn
-
-T = TypeVar("T")
-Kind = Callable[[Task], str]
-
-
-def always_good(task: Task) -> str:
-    return "ok"
-
-
-def tasks(count: int) -> list[Task]:
-    return [Task(id=f"t{n}", env="fake", prompt=(Message(role="user", content="?"),), answer="") for n in range(count)]
-
-
-def rollout(task: Task, id: str, reward: float | None, versions: tuple[int, ...], finish: Finish = "stop") -> Rollout:
-    completion = Completion(
-        tokens=(1,) * len(versions), logprobs=(-1.0,) * len(versions), versions=versions, finish=finish
-    )
-    return Rollout(
-        id=id,
-        task=task,
-        turns=(Turn(prompt=(0,), completion=completion, temperature=1.0),),
-        messages=(*task.prompt, Message(role="assistant", content="said")),
-        status="error" if reward is None else "ok",
-        error="" if reward is not None else "it broke",
-        rewards={} if reward is None else {"mark": reward},
-        reward=reward,
-    )
-
-
-REWARDS: dict[str, tuple[float | None, ...]] = {"ok": (0.0, 1.0), "flat": (1.0, 1.0), "failed": (1.0, None)}
-
-
-@dataclass
-class Trainer:
-    """What has been reached, and a worker whose answers take a random while: a ``Worker`` and a version."""
-
-    kind: Kind = always_good
-    seed: int = 0
-    slowest: int = 12
-    step: int = 0
-    behind: int = 0
-    started: list[str] = field(default_factory=list)
-    playing: set[str] = field(default_factory=set)
-    company: list[frozenset[str]] = field(default_factory=list)
-    dropped: list[tuple[str, str]] = field(default_factory=list)
-
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
-        self.started.append(id)
-        self.playing.add(id)
-        first = self.served
-        try:
-            for _ in range(random.Random(f"{self.seed}/{id}/{self.step}").randrange(1, self.slowest)):
-                await asyncio.sleep(0)
-        finally:
-            self.company.append(frozenset(self.playing))
-            self.playing.discard(id)
-        kind = self.kind(task)
-        if kind == "engine":
-            raise EngineError("the engine is gone")
-        made = [rollout(task, f"{id}/{n}", reward, (first, self.served)) for n, reward in enumerate(REWARDS[kind])]
-        return Group(id=id, index=index, env="fake", rollouts=tuple(made))
-
-    @property
-    def served(self) -> int:
-        """The policy step that is sampled from: it is published every ``behind`` + 1 steps."""
-        return self.step - self.step % (self.behind + 1)
-
-    def waves(self) -> dict[str, frozenset[str]]:
-        """Who was played together: whoever ends first in a wave has seen all of it."""
-        return {id: max((c for c in self.company if id in c), key=len) for id in self.started}
-
-    def stream(self, name: str, count: int, **options: Any) -> Stream:
-        return Stream(
-            name=name,
-            label=options.pop("label", ""),
-            seed=options.pop("seed", 7),
-            worker=self,  # type: ignore[arg-type]
-            tasks=tasks(count),
-            solved=Solved(reward="mark", full_marks=1.0),
-            **options,
-        )
-
-    def feed(
-        self,
-        count: int = 1000,
-        *,
-        n: int = 3,
-        max_lag: int = 0,
-        drop_flat: bool = True,
-        patience: int = 50,
-        judge: Judge = as_is,
-        seed: int = 7,
-    ) -> Feed:
-        return Feed(
-            streams=[self.stream("fake", count, seed=seed)],
-            options=FeedOptions(
-                groups_per_step=n,
-                group_size=2,
-                max_lag=max_lag,
-                behind=self.behind,
-                drop_flat=drop_flat,
-                sampling=Sampling(),
-                patience=patience,
-            ),
-            version=lambda: self.step,
-            judge=judge,
-            on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
-        )
-
-    async def train(self, feed: Feed, steps: int, slowest: int = 12) -> list[list[Group]]:
-        """Optimizer steps as the loop takes them; their batches."""
-        delays, batches = random.Random(self.seed), []
-        for _ in range(steps):
-            batch = await feed.take()
-            for _ in range(delays.randrange(slowest)):
-                await asyncio.sleep(0)
-            self.step += 1
-            for _ in range(delays.randrange(slowest)):
-                await asyncio.sleep(0)
-            feed.release(batch)
-            batches.append(batch)
-        return batches
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    async def limited() -> T:
-        return await asyncio.wait_for(coroutine, 20)
-
-    return asyncio.run(limited())
-
-
-def trained(trainer: Trainer, steps: int, cursor: Cursor | None = None, **options: Any) -> list[list[Group]]:
-    """Batches of a fresh feed."""
-
-    async def go() -> list[list[Group]]:
-        async with trainer.feed(**options).open(cursor or Cursor()) as feed:
-            return await trainer.train(feed, steps)
-
-    return run(go())
-
-
-def ids(batches: Sequence[Sequence[Group]]) -> list[str]:
-    return [group.id for batch in batches for group in batch]
-
-
-def mixed(task: Task) -> str:
-    """Three in ten groups cannot be trained on; which is a matter of the task alone."""
-    return {0: "flat", 3: "flat", 5: "failed"}.get(int(task.id[1:]) % 10, "ok")
-
+from tandem.types import Group, PolicyVersion, Task
 
 # Lag
 
@@ -219,6 +63,70 @@ def test_sampling_is_ahead_by_what_an_engine_behind_leaves() -> None:
     for behind, ahead in ((0, 3), (1, 2), (3, 0)):
         options = Trainer(behind=behind).feed(max_lag=3).options
         assert options.ahead == ahead
+
+
+@pytest.mark.parametrize("kind", [always_good, mixed])
+def test_how_far_it_is_ahead_may_change_with_every_step_and_by_parts_of_a_batch(kind: Kind) -> None:
+    plain, worst, most = ids(trained(Trainer(always_good), 12, max_lag=3)), 0, 0
+
+    async def go(trainer: Trainer, choices: random.Random) -> list[list[Group]]:
+        nonlocal worst
+        pace, batches = Pace.fixed(3, 3), []
+        feed = trainer.feed(max_lag=3, pace=pace)
+        async with feed.open(Cursor()):
+            for step in range(12):
+                batches += await trainer.train(feed, 1)
+                worst = max([worst, *(step - group.version_min for group in batches[-1])])
+                pace.ahead = choices.randrange(10)
+        return batches
+
+    for seed in range(8):
+        trainer = Trainer(kind, seed)
+        found = run(go(trainer, random.Random(seed)))
+        assert kind is mixed or ids(found) == plain
+        assert "stale" not in dict(trainer.dropped), "the slots alone must bound it"
+        most = max(most, *map(len, trainer.company))
+    assert (worst, most) == (3, 3 + 9)
+
+
+@pytest.mark.parametrize("ahead", range(8))
+def test_a_part_of_a_batch_ahead_is_played_beside_it_and_no_more(ahead: int) -> None:
+    trainer = Trainer(slowest=100)
+
+    async def go() -> None:
+        feed = trainer.feed(max_lag=3, pace=Pace(groups_per_step=3, ahead=ahead))
+        async with feed.open(Cursor()):
+            assert len(feed._entries) == 3 + ahead
+            batch = await feed.take()
+            if ahead:  # in its place the next batch was begun, as far as that may be
+                assert len(feed._entries) == 3 + ahead
+            feed.release(batch)
+            assert len(feed._entries) == 3 + ahead
+
+    run(go())
+
+
+def test_the_engine_is_idle_from_the_last_answer_to_the_next_task() -> None:
+    now = 0.0
+    pace = Pace(groups_per_step=3, ahead=3, clock=lambda: now)
+
+    async def go() -> None:
+        nonlocal now
+        trainer = Trainer()
+        feed = trainer.feed(max_lag=1, pace=pace)
+        async with feed.open(Cursor()):
+            for step in range(3):
+                with pace.waiting():
+                    batch = await feed.take()
+                while trainer.playing:
+                    now += 1
+                    await asyncio.sleep(0)
+                now += 0.5
+                assert flatten(pace.step(step, {}))["engine/idle_seconds"] == 0.5
+                trainer.step += 1
+                feed.release(batch)
+
+    run(go())
 
 
 def test_with_no_lag_left_tasks_come_in_waves() -> None:
@@ -389,7 +297,7 @@ def group_of(id: str, *, index: int, version: int) -> Group:
 
 def draw_of(feed: Feed, task: str) -> Draw:
     (stream,) = feed.streams
-    found = (number for number in range(len(stream.tasks)) if stream.draw(number)[0].id == task)
+    found = (number for number in range(len(stream.tasks)) if stream.of(Draw(stream.name, number))[0].id == task)
     return Draw(stream.name, next(found))
 
 
@@ -439,30 +347,8 @@ def test_what_is_in_flight_is_cancelled_at_the_end() -> None:
 # Several streams
 
 
-@dataclass
-class Mixture(Trainer):
-    """Two streams of which ``hard`` is mostly flat, in shares of 1 to 2."""
-
-    least: float = 0.0
-
-    def feed(self, count: int = 1000, **options: Any) -> Feed:
-        feed = super().feed(count, **options)
-        easy = self.stream("easy", count, label="easy/", weight=1.0, min_share=self.least)
-        return replace(feed, streams=[easy, self.stream("hard", count, label="hard/", weight=2.0)])
-
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
-        hard = replace(task, id=f"{int(task.id[1:]) % 3}9") if id.startswith("hard/") else replace(task, id="t1")
-        named = replace(hard, id=f"t{hard.id.lstrip('t')}")
-        group = await super().group(named, id=id, index=index, size=size, sampling=sampling)
-        return replace(group, env=id.partition("/")[0])
-
-
 def mostly_flat(task: Task) -> str:
     return "ok" if task.id in ("t1", "t9", "t09") else "flat"
-
-
-def makeup(batches: Sequence[Sequence[Group]]) -> list[dict[str, int]]:
-    return [dict(Counter(group.env for group in batch)) for batch in batches]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
@@ -536,7 +422,7 @@ def test_a_draw_that_is_played_again_takes_a_place_of_its_own_stream() -> None:
     (batch,) = trained(trainer, 1, cursor, n=3)
     assert len(trainer.started) == 3, "nothing is played that has no place"
     assert makeup([batch]) == [{"easy": 1, "hard": 2}]
-    assert [group.id for group in batch if group.env == "easy"] == [easy.draw(3)[1]]
+    assert [group.id for group in batch if group.env == "easy"] == [easy.of(Draw("easy", 3))[1]]
 
 
 # A mixture of which some give nothing to train on
@@ -622,7 +508,7 @@ def test_what_is_being_played_when_it_is_left_out_counts_no_more(max_lag: int) -
 
 def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
     (stream,) = Trainer().feed().streams
-    second, gate = stream.draw(1), asyncio.Event()
+    second, gate = stream.of(Draw("fake", 1)), asyncio.Event()
 
     class Gated(Trainer):
         async def group(self, task: Task, **options: Any) -> Group:
@@ -781,7 +667,7 @@ def test_no_interleaving_loses_or_doubles_a_task(
 
     end = run(go())
     (stream,) = trainer.feed(**story.options).streams
-    order = {Draw("fake", number): stream.draw(number) for number in range(end.drawn.get("fake", 0))}
+    order = {draw: stream.of(draw) for draw in (Draw("fake", n) for n in range(end.drawn.get("fake", 0)))}
     good = Counter(id for task, id in order.values() if mixed(task) == "ok")
     name = {draw: id for draw, (_, id) in order.items()}
     held = Counter(name[draw] for draw in (*end.again, *(draw for draw, _ in end.ready)))

@@ -257,8 +257,8 @@ def test_waits_say_which_reward_of_which_group() -> None:
             return found
 
     found = {wait.reason: wait for wait in asyncio.run(go()) if wait.owner == "grading"}
-    assert set(found) == {"reward f of group t@0", "a group is to be graded"}
+    assert set(found) == {"reward f of group t@0", "a free grading process"}
     assert found["reward f of group t@0"].deadline == pytest.approx(30.0, abs=1.0)
-    assert found["reward f of group t@0"].on.startswith("a grading process (pid ")
-    assert found["a group is to be graded"].on == "a free grading process"
+    assert found["reward f of group t@0"].on.startswith("grading process (pid ")
+    assert found["a free grading process"].on == "grading"
     assert not [wait for wait in waits.current() if wait.owner == "grading"]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.recipe.sources import exactly
+from tandem.rollout.cursor import Draw
 from tandem.rollout.measure import Solved
 from tandem.rollout.streams import Stream, Timetable
 from tandem.types import Task
@@ -111,12 +112,12 @@ def test_the_number_of_a_batch_alone_decides() -> None:
 
 def test_streams_of_one_environment_are_told_apart() -> None:
     one, other = stream("a", label="a/", count=50), stream("b", label="b/", count=50)
-    ours, theirs = ([each.draw(n)[1] for n in range(50)] for each in (one, other))
+    ours, theirs = ([each.of(Draw("", n))[1] for n in range(50)] for each in (one, other))
     assert sorted(ours) == sorted(f"a/t{n}@0" for n in range(50))
     assert [id[2:] for id in ours] != [id[2:] for id in theirs], "each has an order of its own"
-    assert one.draw(60)[1].endswith("@1")
-    assert one.draw(3)[1] == ours[3], "going back to an epoch"
-    assert [stream("a", label="a/", count=50, seed=8).draw(n)[1] for n in range(50)] != ours
+    assert one.of(Draw("", 60))[1].endswith("@1")
+    assert one.of(Draw("", 3))[1] == ours[3], "going back to an epoch"
+    assert [stream("a", label="a/", count=50, seed=8).of(Draw("", n))[1] for n in range(50)] != ours
 
 
 @pytest.mark.parametrize("number", [0.1, 1e-07, 3.0, 0.29])

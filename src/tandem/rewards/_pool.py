@@ -115,7 +115,7 @@ class Pool:
     @contextlib.asynccontextmanager
     async def _borrowed(self) -> AsyncIterator[_Slot]:
         slot = await waits.wait(
-            self._free.get(), owner="grading", reason="a group is to be graded", on="a free grading process"
+            self._free.get(), owner=waits.actor("grading"), reason="a free grading process", on="grading"
         )
         try:
             yield slot

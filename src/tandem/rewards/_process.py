@@ -99,7 +99,9 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):  # it ended in this very moment
                 os.killpg(self._process.pid, signal.SIGKILL)  # its own group: start_new_session made it the leader
         self._stdin.close()
-        await self._process.wait()
+        who = f"grading process (pid {self._process.pid})"
+        async with waits.waiting(waits.actor("grading"), "its end by SIGKILL", on=who):
+            await self._process.wait()
 
     async def close(self) -> None:
         """Let the process end by itself, or else kill it."""
@@ -123,7 +125,7 @@ class Worker:
     async def _within(self, doing: Coroutine[Any, Any, Result], seconds: float, reason: str) -> Result:
         task = asyncio.ensure_future(doing)
         # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
-        with waits.blocking("grading", reason, f"a grading process (pid {self._process.pid})", seconds) as wait:
+        with waits.blocking("grading", reason, f"grading process (pid {self._process.pid})", seconds) as wait:
             try:
                 done, _ = await asyncio.wait({task}, timeout=seconds)
                 if not done:

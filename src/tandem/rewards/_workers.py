@@ -7,7 +7,7 @@ import logging
 import pickle
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +71,9 @@ class Graders:
         alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
         shared = [name for name in specs if name not in alone]
         packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
+        asked = [*([shared] if shared else []), *([name] for name in alone)]
+        pure = {name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.pure}
+        self._pure = [pure.issuperset(names) for names in asked]
         self._pools = [
             Pool(
                 {name: specs[name][0] for name in names},
@@ -80,7 +83,7 @@ class Graders:
                 log=log,
                 counts=self._counts,
             )
-            for names in [*([shared] if shared else []), *([name] for name in alone)]
+            for names in asked
         ]
 
     @property
@@ -118,7 +121,7 @@ class Graders:
 
         A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error. One
         that returns None says nothing of it: the sum is over the others. Without any, the rollout is left out of its
-        group: it has no reward.
+        group: it has no reward. Answers that are the same to the token are scored once, by rewards that are ``pure``.
 
         Raises:
             RewardError: a worker had to be replaced and the new one does not start, or a reward asks for the run to
@@ -130,9 +133,14 @@ class Graders:
         since = time.perf_counter()
         marks = {row: _Marks() for row in rows}
         packed, group = pickle.dumps(tuple(rollouts)), rollouts[0].id.rpartition("/")[0]
-        for outcomes in await _all([pool.judge(packed, rows, group) for pool in self._pools]):
+        alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
+        each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
+        asked = [pool.judge(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
+        for outcomes, of in zip(await _all(asked), each, strict=True):
+            if len(of) < len(rows):
+                self._counts["reused"] += len(rows) - len(of)
             for call, outcome in outcomes.items():
-                self._mark(marks, call, outcome)
+                self._mark(marks, of, call, outcome)
         self._seconds += time.perf_counter() - since
         return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
 
@@ -144,11 +152,13 @@ class Graders:
         self._seconds = 0.0
         return values
 
-    def _mark(self, marks: Mapping[int, _Marks], call: Call, outcome: Outcome) -> None:
+    def _mark(
+        self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: Call, outcome: Outcome
+    ) -> None:
         each = outcome.verdicts
-        for at, (row, verdict) in enumerate(
-            zip(call.rows, [each] * len(call.rows) if isinstance(each, Failure) else each, strict=True)
-        ):
+        said = [each] * len(call.rows) if isinstance(each, Failure) else each
+        rows = [(at, row, verdict) for at, verdict in enumerate(said) for row in alike[call.rows[at]]]
+        for at, row, verdict in rows:
             mark = marks[row]
             mark.metrics |= outcome.metrics[at] if outcome.metrics else {}
             if not isinstance(verdict, Failure):
@@ -180,6 +190,16 @@ class Graders:
             return replace(rollout, status="error", error=error, rewards=given, reward=None, metrics=metrics)
         total = sum(self._weights[name] * value for name, value in given.items()) if given else None
         return replace(rollout, rewards=given, reward=total, metrics=metrics)
+
+
+def _alike(rollouts: Iterable[tuple[int, Rollout]]) -> dict[int, list[int]]:
+    """By the first of those that a pure reward cannot tell apart, the places of all of them, its own included."""
+    places: dict[Hashable, list[int]] = {}
+    for place, rollout in rollouts:
+        turns = tuple((turn.completion.tokens, turn.completion.finish, turn.reply) for turn in rollout.turns)
+        metrics = tuple(sorted(rollout.metrics.items()))
+        places.setdefault((turns, rollout.messages, metrics), []).append(place)
+    return {alike[0]: alike for alike in places.values()}
 
 
 async def _all(doing: Sequence[Awaitable[Result]]) -> list[Result]:

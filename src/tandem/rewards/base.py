@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from tandem.errors import RewardError
 from tandem.types import Rollout
@@ -32,6 +32,10 @@ class Reward(ABC):
     A plain function by import path works too: ``f(rollout)``, or with TRL's signature
     ``f(completions, **columns)``; either may be async.
     """
+
+    pure: ClassVar[bool] = False
+    """Whether the same answer to the same task always earns the same, whoever else is in the group: then it is scored
+    once. Not so for whoever draws by chance, looks at logprobs, or asks somebody who may say otherwise next time."""
 
     @abstractmethod
     def __call__(self, rollout: Rollout) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.rewards._answers import final_message, last_tag
 from tandem.rewards.base import Reward
@@ -12,6 +13,8 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Exact(Reward):
     """1 if the reply is the gold answer, spaces around it aside; else 0."""
+
+    pure: ClassVar[bool] = True
 
     tag: str = ""
     """Compare what stands in the last <tag>...</tag>; empty: the whole reply."""

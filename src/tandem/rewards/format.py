@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards._answers import final_message
@@ -14,6 +15,8 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Format(Reward):
     """1 if the reply has the asked-for shape, else 0. Set pattern or tags."""
+
+    pure: ClassVar[bool] = True
 
     pattern: str = ""
     """Regular expression to be found somewhere in the trimmed reply; (?s) and (?m) work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards._answers import final_message, last_tag
@@ -16,6 +16,8 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class MathVerify(Reward):
     """1 if the reply's final expression (LaTeX, boxed or plain) equals the gold answer; else 0."""
+
+    pure: ClassVar[bool] = True
 
     marker: str = "####"
     """If the reply has this text, only the line after its last one is read; else what is in its last <answer> tag, if

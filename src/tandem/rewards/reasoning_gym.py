@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.errors import RewardError
 from tandem.rewards._answers import final_message, is_number, last_number, last_tag
@@ -17,6 +17,8 @@ from tandem.types import Json, Rollout
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(Reward):
     """1 if the task's own verifier gives the extracted answer full marks; else 0, or its partial credit."""
+
+    pure: ClassVar[bool] = True
 
     extract: Literal["auto", "tag", "last_number", "whole"] = "auto"
     """What of the reply is the answer. auto: the last tag if there is one, else the last number if the gold

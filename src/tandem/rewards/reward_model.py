@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tandem.errors import ConfigError
 from tandem.rewards._classifier import Classifier, loaded
@@ -18,6 +18,8 @@ class RewardModel(GroupReward):
 
     That is the logit as it is: no sigmoid, no normalisation. Every environment that uses one loads it once.
     """
+
+    pure: ClassVar[bool] = True
 
     model: str
     """Hugging Face id or a local folder, with a head for sequence classification."""

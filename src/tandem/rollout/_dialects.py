@@ -52,20 +52,7 @@ class Tandem:
 
     def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
         """As the trainer's own client asks."""
-        asked = wire.Generate(
-            prompt=wire.Ids(prompt_token_ids=list(prompt)),
-            max_tokens=limit,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            stop=list(sampling.stop) or None,
-            include_stop_str_in_output=True,
-            stop_token_ids=list(ends),
-            logprobs=0,
-            detokenize=bool(sampling.stop),
-        )
-        return msgspec.json.encode(asked)
+        return msgspec.json.encode(wire.asked(prompt, sampling, limit=limit, ends=ends))
 
     def completion(self, body: bytes) -> Completion:
         """Token ids, logprobs and the policy step of each token."""
@@ -116,7 +103,9 @@ class OpenAi:
     def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
         """Token ids are asked for in both ways that vLLM's releases know."""
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        asked = {"model": self.model, "prompt": list(prompt), "logprobs": 1, **ids, **_asked(sampling, limit, ends)}
+        # Here what is off is said: where nothing is, vLLM takes what the model's own generation_config.json recommends.
+        asked = {**_OFF, **_asked(sampling, limit, ends)}
+        asked |= {"model": self.model, "prompt": list(prompt), "logprobs": 1, **ids}
         return msgspec.json.encode(asked)
 
     def completion(self, body: bytes) -> Completion:
@@ -134,16 +123,29 @@ class OpenAi:
         return _completion(tokens, logprobs, finish)
 
 
+_OFF: Mapping[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+"""What leaves sampling as it is."""
+
+
 def _asked(sampling: Sampling, limit: int, ends: Sequence[int]) -> Mapping[str, Json]:
     """Sampling under vLLM's names, without what is off."""
+    ends = [*ends, *sampling.stop_token_ids]
     stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
+    given = {name: getattr(sampling, name) for name in _OFF}
+    given["min_tokens"] = min(sampling.min_tokens, limit)
     return {
         "n": 1,
         "max_tokens": limit,
         "temperature": sampling.temperature,
-        **({"top_p": sampling.top_p} if sampling.top_p < 1 else {}),
-        **({"top_k": sampling.top_k} if sampling.top_k else {}),
-        **({"min_p": sampling.min_p} if sampling.min_p else {}),
+        **{name: value for name, value in given.items() if value != _OFF[name]},
         **({"stop_token_ids": list(ends)} if ends else {}),
         **stop,
     }

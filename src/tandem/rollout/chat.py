@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from tandem import waits
 from tandem.engines.base import Engine
 from tandem.errors import EnvError
 from tandem.rollout._tools import Speech, as_template, speech
@@ -82,9 +85,10 @@ class Template:
         plain = [as_template(message) for message in messages]
         options = {**self._options, "tools": list(tools)} if tools else self._options
         try:
-            return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-                plain, tokenize=False, add_generation_prompt=True, **options
-            )
+            with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
+                return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+                    plain, tokenize=False, add_generation_prompt=True, **options
+                )
         except Exception as error:
             roles = ", ".join(m.role for m in messages)
             raise EnvError(f"the chat template refuses messages of roles {roles}: {error}") from error
@@ -92,6 +96,10 @@ class Template:
     def _encode(self, text: str) -> list[int]:
         # The template writes special tokens itself.
         return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+
+answered: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
+"""When each engine last answered any conversation, on the monotonic clock."""
 
 
 class EngineChat:
@@ -160,7 +168,10 @@ class EngineChat:
                 f"{self._engine.context}, so no room is left for an answer; shorten it, or raise context"
             )
         key = _key(self._stream, len(self._turns))
-        completion = await self._engine.generate(self._tokens, self._sampling, key)
+        asked = self._engine.generate(self._tokens, self._sampling, key)
+        completion = await waits.wait(asked, owner=waits.actor("rollouts"), reason="an answer", on="engine")
+        waits.progress()
+        answered[self._engine] = time.monotonic()
         self._turns.append(
             Turn(prompt=tuple(self._tokens), completion=completion, temperature=self._sampling.temperature or 1.0)
         )

@@ -3,7 +3,8 @@
 A task holds a slot from admission until its group was trained or dropped. The slots are the places of the next
 ``max_lag + 1`` batches, and the timetable says which stream each place belongs to. A stream's groups are trained in
 order of admission, so a group is trained at most ``max_lag`` optimizer steps after its oldest token was sampled. A
-group that is dropped leaves its place to the next task of its stream: every batch is mixed as the timetable says.
+group that is dropped leaves its place to the next task of its stream: every batch is mixed as the timetable says. A
+flat group may leave it to one that was trained before (``replay.py``), whose age has a bound of its own.
 
 With ``max_lag`` 0 tasks are admitted in waves: the next one starts when the last has been judged. What is sampled
 together then depends on nothing but the state, which is what makes a resumed run equal the run it continues.
@@ -15,78 +16,27 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
 
 from tandem import waits
-from tandem.metrics import Sum, Value, merge
+from tandem.curricula.base import Curriculum
+from tandem.metrics import Histogram, Sum, Value, merge
+from tandem.recipe.sections import Replay, Reroll
 from tandem.rollout._mixture import Mixture
+from tandem.rollout.cursor import Cursor, Draw
+from tandem.rollout.draws import Draws
+from tandem.rollout.judges import Judge
 from tandem.rollout.measure import measure
+from tandem.rollout.rate import Pace
+from tandem.rollout.replay import Store
 from tandem.rollout.streams import Stream
 from tandem.types import Group, Json, Sampling
 
 log = logging.getLogger(__name__)
 
-Judge = Callable[[Group], Group]
-"""Last word on a group's rewards before it is judged flat (truncation penalties, for instance)."""
-
-
-class Draw(NamedTuple):
-    """A task of a stream, by its place in the stream's shuffled epochs."""
-
-    stream: str
-    """The stream's name."""
-    number: int
-    """Tasks of the stream drawn before it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
-    """Where the feed stands: all of it that a resume needs."""
-
-    taken: int = 0
-    """Batches handed out so far."""
-    drawn: Mapping[str, int] = field(default_factory=dict)
-    """Tasks drawn so far from the shuffled epochs of each stream, by its name."""
-    admitted: int = 0
-    """Groups admitted so far, repeats of stale ones included."""
-    again: tuple[Draw, ...] = ()
-    """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
-    ready: tuple[tuple[Draw, Group], ...] = ()
-    """Groups judged and not yet trained, each with its draw."""
-    resting: Mapping[str, int] = field(default_factory=dict)
-    """Streams that are left out since they gave nothing to train on, each with the batch that tries it again."""
-    batches: tuple[str, ...] = ()
-    """A broker's batches whose groups were trained or dropped, or are in ``ready``, and that it was not told of."""
-
-
-class Supply(Protocol):
-    """Where the training loop's groups come from: played here (``Feed``) or elsewhere (``foreign.BrokerFeed``)."""
-
-    def open(self, cursor: Cursor) -> AbstractAsyncContextManager[Supply]:
-        """Go on where ``cursor`` stands."""
-        ...
-
-    async def take(self) -> list[Group]:
-        """The groups of one optimizer step; they count as trained in every later ``cursor``."""
-        ...
-
-    def release(self, groups: Sequence[Group]) -> None:
-        """The step that took these groups is over."""
-        ...
-
-    def cursor(self) -> Cursor:
-        """Where it stands now."""
-        ...
-
-    async def saved(self, cursor: Cursor) -> None:
-        """A checkpoint that holds ``cursor`` is on disk: what it remembers need not be given again."""
-        ...
-
-    def metrics(self) -> Mapping[str, Value]:
-        """What arrived since the last call."""
-        ...
+Happened = Callable[[str, Mapping[str, Json]], None]
+"""Told by name what happened, and what is known of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +57,16 @@ class FeedOptions:
     """How answers are sampled."""
     patience: int = 50
     """Batches' worth of a stream's groups dropped in a row before it is left out, or given up if no other is left."""
+    steps: int = 0
+    """Of the run."""
+    max_resample_times: int | None = None
+    """Batches' worth of flat groups that are replaced for one batch; then they are kept. None: as many as it takes."""
+    replay: Replay = field(default_factory=Replay)
+    """What may take the place of flat groups."""
+    reroll: Reroll = field(default_factory=Reroll)
+    """When tasks that nobody solved come again."""
+    curriculum: Curriculum | None = None
+    """How often each task is drawn; None: once in every epoch."""
 
     @property
     def ahead(self) -> int:
@@ -139,15 +99,23 @@ class Feed:
     """Adjusts rewards before a group is judged."""
     on_drop: Callable[[str, Group], None]
     """Told of every dropped group and why: flat, stale or failed."""
+    pace: Pace | None = None
+    """How far sampling is ahead of training now; None: always as far as ``options`` allow."""
+    happened: Happened = lambda name, told: None
+    """Told when a group is replayed, a task is drawn again, or a flat group is kept."""
+    _pace: Pace = field(init=False)
     _streams: dict[str, Stream] = field(init=False)
     _mixture: Mixture = field(init=False)
+    _draws: Draws = field(init=False)
+    _store: Store = field(init=False)
     _entries: list[_Entry] = field(default_factory=list)
-    _again: list[Draw] = field(default_factory=list)
-    _drawn: Counter[str] = field(default_factory=Counter)
     _taken: int = 0
     _released: int = 0
     _admitted: int = 0
+    _refilled: int = 0
     _dropped: Counter[str] = field(default_factory=Counter)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _ages: list[float] = field(default_factory=list)
     _trained: Counter[str] = field(default_factory=Counter)
     _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -157,11 +125,19 @@ class Feed:
     def __post_init__(self) -> None:
         self._streams = {stream.name: stream for stream in self.streams}
         self._mixture = Mixture(self.streams, self.options.groups_per_step, self.options.patience)
+        self._pace = self.pace or Pace.fixed(self.options.groups_per_step, self.options.ahead)
+        asked = self.options
+        self._draws = Draws(
+            self.streams, steps=asked.steps, reroll=asked.reroll, curriculum=asked.curriculum, told=self._rerolled
+        )
+        self._store = Store(asked.replay)
 
     @asynccontextmanager
     async def open(self, cursor: Cursor) -> AsyncIterator[Feed]:
         """Start playing where ``cursor`` stands; whatever is in flight at the end is cancelled."""
-        self._drawn, self._admitted, self._again = Counter(cursor.drawn), cursor.admitted, list(cursor.again)
+        self._draws.open(cursor)
+        self._store.fill(cursor.stored)
+        self._admitted, self._refilled = cursor.admitted, cursor.refilled
         self._taken = self._released = cursor.taken
         self._entries = [_Entry(group.index, draw, group, judged=True) for draw, group in cursor.ready]
         self._mixture.resting.update(cursor.resting)
@@ -185,19 +161,18 @@ class Feed:
             self._drop_stale()
             first = self._first()
             if len(first) == self.options.groups_per_step and all(entry.judged for entry in first):
-                for entry in first:
-                    entry.taken = True
-                self._taken += 1
-                self._trained.update(entry.draw.stream for entry in first)
-                return [entry.group for entry in first if entry.group is not None]
+                return self._handed_out(first)
             self._changed.clear()
             pending = sum(entry.group is None for entry in self._entries)
-            async with waits.waiting("trainer", "needs rollouts to train on", on=f"{pending} groups being played"):
+            async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
                 await self._changed.wait()
 
     def release(self, groups: Sequence[Group]) -> None:
         """Free the slots of a batch that was trained, and admit what fits."""
         done = {group.index for group in groups}
+        for entry in self._entries:
+            if entry.index in done:
+                self._over(entry)
         self._entries = [entry for entry in self._entries if entry.index not in done]
         self._released = self._taken
         self._admit()
@@ -205,13 +180,16 @@ class Feed:
     def cursor(self) -> Cursor:
         """Where the feed stands now. Groups being played are noted to be played again."""
         waiting = [entry for entry in self._entries if not entry.taken]
-        return Cursor(
+        drawn = self._draws.cursor()
+        return replace(
+            drawn,
             taken=self._taken,
-            drawn=dict(self._drawn),
             admitted=self._admitted,
-            again=(*(entry.draw for entry in waiting if not entry.judged), *self._again),
+            again=(*(entry.draw for entry in waiting if not entry.judged), *drawn.again),
             ready=tuple((entry.draw, entry.group) for entry in waiting if entry.judged and entry.group is not None),
             resting=dict(self._mixture.resting),
+            stored=self._store.stored,
+            refilled=self._refilled,
         )
 
     async def saved(self, cursor: Cursor) -> None:
@@ -224,7 +202,34 @@ class Feed:
         measured, self._measured = self._measured, []
         drops = {f"groups/dropped_{reason}": Sum(float(counts[reason])) for reason in ("flat", "stale", "failed")}
         taken = {f"env/{name}/trained": Sum(float(trained[name])) for name in self._streams}
-        return merge([*measured, drops, taken])
+        return merge([*measured, drops, taken, self._reused()])
+
+    def _reused(self) -> Mapping[str, Value]:
+        """What took the place of others since the last call, of what the recipe asks for."""
+        counts, self._counts = self._counts, Counter()
+        ages, self._ages = self._ages, []
+        asked = {
+            "replayed": bool(self.options.replay.size),
+            "rerolled": self.options.reroll.start_fraction < 1,
+            "kept_flat": self.options.max_resample_times is not None,
+        }
+        told: dict[str, Value] = {f"groups/{name}": Sum(float(counts[name])) for name, on in asked.items() if on}
+        return {**told, "replay/age": Histogram(tuple(ages))} if ages else told
+
+    def _handed_out(self, batch: Sequence[_Entry]) -> list[Group]:
+        """The groups of a batch that is complete; those with signal may be trained again later."""
+        groups = []
+        for entry in batch:
+            assert entry.group is not None
+            entry.taken = True
+            self._store.add(entry.draw, entry.group)
+            groups.append(entry.group)
+        self._taken += 1
+        self._refilled = 0
+        self._draws.taken(self._taken)
+        self._trained.update(entry.draw.stream for entry in batch)
+        self._ages.extend(float(self.version() - group.version_min) for group in groups if group.replayed)
+        return groups
 
     def _first(self) -> list[_Entry]:
         """What the next batch is made of, as far as it is admitted."""
@@ -240,45 +245,39 @@ class Feed:
         """Give every free slot to a task of its stream."""
         if self._failure is not None or self._wave_is_out():
             return
-        for stream in self._free():
-            entry = _Entry(self._admitted, self._next(stream))
+        for stream, batch in self._free():
+            entry = _Entry(self._admitted, self._draws.next(stream, batch))
             self._admitted += 1
             self._entries.append(entry)
             task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    def _free(self) -> list[str]:
-        """Streams of the free slots, in the order in which they will be trained on."""
+    def _free(self) -> list[tuple[str, int]]:
+        """Stream and batch of each free slot, in the order in which they will be trained on."""
         # Batches that were taken and are being trained hold all the slots that were theirs.
         held = Counter(entry.draw.stream for entry in self._entries if not entry.taken)
         free = []
-        for batch in range(self._taken, self._released + self.options.ahead + 1):
-            for stream in self._mixture.batch(batch):
+        last = self._released + self._pace.lag
+        for batch in range(self._taken, last + 1):
+            # Of the last batch, only as many places as sampling may be ahead.
+            short = self._pace.lag * self.options.groups_per_step - self._pace.ahead if batch == last else 0
+            for stream in self._mixture.batch(batch)[: self.options.groups_per_step - short]:
                 if held[stream]:
                     held[stream] -= 1
                 else:
-                    free.append(stream)
+                    free.append((stream, batch))
         return free
-
-    def _next(self, stream: str) -> Draw:
-        """The next draw of a stream: those to be played again first."""
-        for draw in self._again:
-            if draw.stream == stream:
-                self._again.remove(draw)
-                return draw
-        draw = Draw(stream, self._drawn[stream])
-        self._drawn[stream] += 1
-        return draw
 
     async def _play(self, entry: _Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
         stream, options = self._streams[entry.draw.stream], self.options
-        task, id = stream.draw(entry.draw.number)
+        task, id = stream.of(entry.draw)
         try:
-            group = await stream.worker.group(
-                task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
-            )
+            with self._pace.playing():
+                group = await stream.worker.group(
+                    task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
+                )
             entry.group = self.judge(group)
             self._measured.append(measure([entry.group], stream.solved))
         except asyncio.CancelledError:
@@ -295,69 +294,87 @@ class Feed:
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
-        return self.options.ahead == 0 and any(entry.group is None for entry in self._entries)
+        return self._pace.ahead == 0 and any(entry.group is None for entry in self._entries)
 
     def _judge_all(self) -> None:
-        """Drop the groups that cannot be trained on."""
+        """See which groups can be trained on, and what becomes of the others."""
         for entry in list(self._entries):
             if entry.group is None or entry.judged:
                 continue
+            self._draws.judged(entry.draw, entry.group)
             if len(entry.group.scored) < 2:
                 self._drop("failed", entry, entry.group)
-            elif self.options.drop_flat and entry.group.is_flat:
-                self._drop("flat", entry, entry.group)
-            else:
-                entry.judged = True
-                self._mixture.good(entry.draw.stream)
+            elif not entry.group.is_flat:
+                self._keep(entry)
+            elif not self._replayed(entry, entry.group):
+                self._flat(entry, entry.group)
+
+    def _keep(self, entry: _Entry) -> None:
+        entry.judged = True
+        self._mixture.good(entry.draw.stream)
+
+    def _flat(self, entry: _Entry, group: Group) -> None:
+        """Drop a group without signal, unless enough were replaced for this batch."""
+        most = self.options.max_resample_times
+        if not self.options.drop_flat:
+            self._keep(entry)
+        elif most is None or self._refilled < most * self.options.groups_per_step:
+            self._refilled += 1
+            self._drop("flat", entry, group)
+        else:
+            self._keep(entry)
+            self._counts["kept_flat"] += 1
+            self.happened("flat_group_kept", {"group": group.id, "resampled": self._refilled})
+
+    def _replayed(self, entry: _Entry, group: Group) -> bool:
+        """Whether a group that was trained before could take the place of one without signal."""
+        waiting = {other.group.id for other in self._entries if other.group is not None}
+        # At the latest it is trained when all that sampling may be ahead by is used up.
+        latest = self.version() + self.options.ahead
+        found = self._store.take(entry.draw.stream, step=latest, taken=waiting)
+        if found is None:
+            return False
+        self._dismiss("flat", entry, group)
+        entry.draw, stored = found
+        entry.group, entry.judged = replace(stored, index=entry.index), True
+        self._counts["replayed"] += 1
+        age = self.version() - stored.version_min
+        self.happened("group_replayed", {"group": stored.id, "times": stored.replayed, "age": age, "for": group.id})
+        return True
+
+    def _rerolled(self, id: str) -> None:
+        self._counts["rerolled"] += 1
+        self.happened("group_rerolled", {"group": id})
 
     def _drop_stale(self) -> None:
         """A guard: slots bound the lag of what this feed sampled, but a resumed or foreign group may be older."""
         for entry in list(self._entries):
             if entry.group is None or entry.taken or not entry.judged:
                 continue
-            if self.version() - entry.group.version_min > self.options.max_lag:
-                self._again.append(entry.draw)
+            most = self.options.replay.max_age if entry.group.replayed else self.options.max_lag
+            if self.version() - entry.group.version_min > most:
+                if not entry.group.replayed:
+                    self._draws.repeat(entry.draw)
                 self._drop("stale", entry, entry.group)
         self._admit()
 
     def _drop(self, reason: str, entry: _Entry, group: Group) -> None:
         self._entries.remove(entry)
+        self._dismiss(reason, entry, group)
+
+    def _dismiss(self, reason: str, entry: _Entry, group: Group) -> None:
+        """A group is not trained on, whatever becomes of its place."""
         self._dropped[reason] += 1
         self.on_drop(reason, group)
+        self._over(entry)
         starved = self._mixture.dropped(entry.draw.stream, reason, group, self._taken)
         self._failure = self._failure or starved
+
+    def _over(self, entry: _Entry) -> None:
+        """An entry's group was trained or dropped."""
+        if entry.group is None or not entry.group.replayed:  # of one that is replayed this was so before
+            self._draws.over(entry.draw)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def penalise_truncated(penalty: float) -> Judge:
-    """A judge that subtracts ``penalty`` from the reward of every answer cut by a length limit."""
-
-    def judge(group: Group) -> Group:
-        rollouts = [
-            replace(r, reward=r.reward - penalty) if r.truncated and r.reward is not None else r for r in group.rollouts
-        ]
-        return replace(group, rollouts=tuple(rollouts))
-
-    return judge
-
-
-def as_is(group: Group) -> Group:
-    """A judge that changes nothing."""
-    return group
-
-
-def group_to_json(group: Group) -> Any:
-    """Plain data of a group, for a checkpoint."""
-    import msgspec
-
-    return msgspec.to_builtins(group)
-
-
-def group_from_json(data: Json) -> Group:
-    """Inverse of ``group_to_json``."""
-    import msgspec
-
-    return msgspec.convert(data, Group)

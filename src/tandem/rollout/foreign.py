@@ -26,7 +26,7 @@ from tandem.broker.sequences import sequences
 from tandem.broker.wire import Info, RunParameters
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
-from tandem.rollout.feed import Cursor, Draw
+from tandem.rollout.cursor import Cursor, Draw
 from tandem.rollout.measure import measure
 from tandem.types import Group, Rollout
 
@@ -106,7 +106,7 @@ class BrokerFeed:
     on_drop: Callable[[str, Group], None]
     """Told of every dropped group and why: flat, stale or failed."""
     _ready: list[Group] = field(default_factory=list)
-    _held: list[str] = field(default_factory=list)
+    _held: dict[str, frozenset[str]] = field(default_factory=dict)
     _received: int = 0
     _dropped: Counter[str] = field(default_factory=Counter)
     _failed: Counter[str] = field(default_factory=Counter)
@@ -118,7 +118,7 @@ class BrokerFeed:
     @asynccontextmanager
     async def open(self, cursor: Cursor) -> AsyncIterator[BrokerFeed]:
         """Tell the broker what the checkpoint remembers, and register where ``cursor`` stands."""
-        self._received, self._held = cursor.admitted, list(cursor.batches)
+        self._received, self._held = cursor.admitted, dict.fromkeys(cursor.batches, frozenset())
         self._ready = [group for _, group in cursor.ready]
         async with self.broker:
             # First: registering sends back every batch that is still leased, and these were trained on.
@@ -166,7 +166,7 @@ class BrokerFeed:
                     batch,
                     self.options.lease_seconds,
                 )
-        self._held = [batch for batch in self._held if batch not in cursor.batches]
+        self._held = {batch: names for batch, names in self._held.items() if batch not in cursor.batches}
 
     def metrics(self) -> Mapping[str, Value]:
         """What arrived since the last call, trained or dropped: rewards, lengths, and drops by reason."""
@@ -206,7 +206,7 @@ class BrokerFeed:
     async def _next(self) -> Taken:
         """Poll until there is a batch."""
         options = self.options
-        async with waits.waiting("trainer", "needs groups to train on", on="the broker's environments"):
+        async with waits.waiting("trainer", "needs groups to train on", on="environments of the broker"):
             while True:
                 try:
                     # A broker that knows how old a group is leaves stale ones out itself: its batches are then whole.
@@ -224,14 +224,21 @@ class BrokerFeed:
     def _receive(self, taken: Taken) -> None:
         """Read a batch's groups; what can be trained on waits for its turn."""
         notes, now = Notes(), self.version()
-        versions = taken.versions if len(taken.versions) == len(taken.groups) else [None] * len(taken.groups)
+        unsaid = [None] * len(taken.groups)
+        versions = taken.versions if len(taken.versions) == len(taken.groups) else unsaid
+        names = taken.ids if len(taken.ids) == len(taken.groups) else unsaid
+        here = frozenset().union(*self._held.values())
         arrived: list[Group] = []
-        for scored, version in zip(taken.groups, versions, strict=True):
+        for scored, version, name in zip(taken.groups, versions, names, strict=True):
+            if name in here:  # it was not heard of us for as long as a lease lasts
+                self._say("again", f"group {name} came again while its first lease was held; it is trained once")
+                continue
             index = self._received + len(arrived)
             told = (scored.group_overrides or {}).get("tandem_task")
             group = group_from_wire(
                 scored,
-                id=f"{told or 'group'}@{index}",
+                # The broker's own name for it is the same whenever it comes: also to a run that was killed meanwhile.
+                id=f"{told or 'group'}@{name or index}",
                 index=index,
                 version=now if version is None else version,
                 rules=self.options.rules,
@@ -241,7 +248,7 @@ class BrokerFeed:
         # Only now: a group that ends the run ends it before its batch counts as received.
         self._received += len(arrived)
         if taken.id is not None:
-            self._held.append(taken.id)
+            self._held[taken.id] = frozenset(filter(None, taken.ids))
         self._note(notes, taken.malformed, arrived)
         self._measured.append(measure(arrived, self.solved))
         for group in arrived:

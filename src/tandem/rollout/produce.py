@@ -21,7 +21,7 @@ from typing import Any, Literal
 from tandem.broker import wire
 from tandem.broker.client import EnvClient, Refused, Status
 from tandem.errors import BrokerError, ConfigError, EngineError, TandemError
-from tandem.rollout.feed import Judge
+from tandem.rollout.judges import Judge
 from tandem.rollout.worker import Worker
 from tandem.types import Group, Sampling, Task
 

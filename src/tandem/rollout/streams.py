@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from tandem.recipe.sources import exactly
+from tandem.rollout.cursor import Draw
 from tandem.rollout.measure import Solved
 from tandem.rollout.worker import Worker
 from tandem.types import Task
+
+_EPOCHS = 4
+"""Orders that are remembered: tasks of earlier epochs may come again beside those of this one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,17 +38,30 @@ class Stream:
     """Share of the groups, against the other streams' weights."""
     min_share: float = 0.0
     """Least share of the groups, whatever the weights."""
-    _order: tuple[int, list[int]] = field(default=(-1, []), init=False)
+    _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
 
-    def draw(self, number: int) -> tuple[Task, str]:
-        """The task of a draw and the id of its group: every epoch is one shuffle of all tasks, fixed by the seed."""
-        epoch, place = divmod(number, len(self.tasks))
-        if self._order[0] != epoch:
+    def of(self, draw: Draw) -> tuple[Task, str]:
+        """The task of a draw and the id of its group.
+
+        Every epoch is one shuffle of all tasks, fixed by the seed, and a group's visit is the epoch. What a curriculum
+        chose is visited once in every draw. Tasks that come again have their count behind it.
+        """
+        task = self.tasks[self.place(draw)]
+        visit = draw.number // len(self.tasks) if draw.task is None else draw.number
+        return task, f"{self.label}{task.id}@{visit}{f'.{draw.again}' if draw.again else ''}"
+
+    def place(self, draw: Draw) -> int:
+        """Place of a draw's task among all of them."""
+        if draw.task is not None:
+            return draw.task
+        epoch, place = divmod(draw.number, len(self.tasks))
+        if epoch not in self._orders:
             order = list(range(len(self.tasks)))
             random.Random(f"{self.seed}/{self.label}{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        task = self.tasks[self._order[1][place]]
-        return task, f"{self.label}{task.id}@{epoch}"
+            while len(self._orders) >= _EPOCHS:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[epoch] = order
+        return self._orders[epoch][place]
 
 
 class Timetable:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass
 
+from tandem import waits
 from tandem.engines.base import Engine
 from tandem.envs.base import Environment
-from tandem.errors import EngineError, TandemError
+from tandem.errors import Deadline, EngineError, TandemError
 from tandem.rewards._workers import Graders
-from tandem.rollout.chat import EngineChat, Template
+from tandem.rollout.chat import EngineChat, Template, answered
 from tandem.types import Group, Rollout, Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -41,17 +43,23 @@ class Worker:
             EngineError: the engine failed; that is nobody's rollout's fault.
         """
         played = await asyncio.gather(*(self._play(task, f"{id}/{i}", sampling) for i in range(size)))
-        rollouts = await self.graders.grade(played)
+        grading = self.graders.grade(played)
+        rollouts = await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
         return Group(id=id, index=index, env=self.name, rollouts=tuple(rollouts))
 
     async def _play(self, task: Task, id: str, sampling: Sampling) -> Rollout:
         chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}")
         rollout = Rollout(id=id, task=task, turns=(), messages=task.prompt, status="ok")
+        group, party, begun = id.rpartition("/")[0], f"environment {self.name} ({id})", time.monotonic()
         try:
-            metrics = dict(await self.env.play(task, chat))
+            playing = self.env.play(task, chat)
+            who = f"rollouts group {group}"
+            metrics = dict(await waits.wait(playing, owner=who, reason=f"rollout {id}", on=party))
         except EngineError:
             raise
         except Exception as error:
+            if isinstance(error, Deadline) and error.on != party and not await self._answers(begun):
+                raise  # not this rollout's fault either
             # The boundary of one rollout: whatever the environment did wrong becomes data on it.
             said = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
             log.warning("rollout %s: environment %s failed: %s", id, self.name, said, exc_info=True)
@@ -59,3 +67,7 @@ class Worker:
                 rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {said}"
             )
         return dataclasses.replace(rollout, turns=chat.turns, messages=chat.messages, metrics=metrics)
+
+    async def _answers(self, since: float) -> bool:
+        """Whether the engine is well, and has answered anybody since."""
+        return answered.get(self.engine, 0.0) > since and (await self.engine.health()).ok

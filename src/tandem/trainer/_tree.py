@@ -34,6 +34,9 @@ class Kin:
         # Depths are the same for all of the group: then what two share does not depend on who else is there.
         kept = np.asarray(_kept(alike))
         depths = kept[np.searchsorted(kept, alike, side="right") - 1] if alike else kept[:0]
+        # Sequences that are the same part nowhere: no segment more, however few tokens it saves.
+        same = [self.lengths[a] == self.lengths[b] == n for n, (a, b) in zip(alike, pairwise(self.order), strict=True)]
+        depths = np.where(same, alike, depths)
         # Of neighbours in this order, two that are further apart share the least that any pair in between does.
         self._shared = [np.minimum.accumulate(depths[i:]).tolist() for i in range(len(depths))]
 

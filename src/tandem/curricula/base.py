@@ -1,0 +1,51 @@
+"""What a curriculum is: how often each task is drawn, by what came of it so far."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from tandem.types import Task
+
+RECENT = 4
+"""Plays of a task that are remembered: the policy that older ones tell of is gone."""
+
+
+class Tally(NamedTuple):
+    """One play of a task."""
+
+    solved: int
+    """Right answers."""
+    answers: int
+    """Answers that were scored."""
+
+
+class Seen(NamedTuple):
+    """What came of a task so far."""
+
+    played: int = 0
+    """Groups of it that were judged."""
+    recent: tuple[Tally, ...] = ()
+    """The last ``RECENT`` of them, oldest first."""
+    at: float = 0.0
+    """When it was drawn last, in epochs: a task of weight 1 comes once in each."""
+
+    @property
+    def rate(self) -> float | None:
+        """Share of right answers in recent plays; None before there are any."""
+        answers = sum(play.answers for play in self.recent)
+        return sum(play.solved for play in self.recent) / answers if answers else None
+
+    def after(self, play: Tally) -> Seen:
+        """One more was played."""
+        return self._replace(played=self.played + 1, recent=(*self.recent, play)[-RECENT:])
+
+
+class Curriculum(Protocol):
+    """A frozen dataclass whose fields are its options."""
+
+    def weight(self, task: Task, seen: Seen) -> float:
+        """How often this task comes in an epoch, in the long run: 1 is once, 0 never again; it is finite.
+
+        A function of the two alone: it is asked when something new came of the task, and again when a run is resumed.
+        """
+        ...

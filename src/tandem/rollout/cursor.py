@@ -1,0 +1,127 @@
+"""Where the feed stands: all of it that a resume needs, as plain data too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tandem.curricula.base import Seen, Tally
+from tandem.types import Group, Json
+
+
+class Draw(NamedTuple):
+    """A task of a stream: by its place in the stream's shuffled epochs, or as a curriculum chose it."""
+
+    stream: str
+    """The stream's name."""
+    number: int
+    """Tasks of the stream drawn before it."""
+    again: int = 0
+    """How often it came again since nobody had solved it."""
+    task: int | None = None
+    """The task's place in the stream, where a curriculum chose it."""
+
+
+class Stored(NamedTuple):
+    """A group that was trained and may be trained again."""
+
+    draw: Draw
+    """What it was drawn as."""
+    group: Group
+    """As it was sampled and judged."""
+    times: int
+    """How often it was trained again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Where the feed stands."""
+
+    taken: int = 0
+    """Batches handed out so far."""
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    """Tasks drawn so far of each stream, by its name."""
+    admitted: int = 0
+    """Groups admitted so far, repeats of stale ones included."""
+    again: tuple[Draw, ...] = ()
+    """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
+    ready: tuple[tuple[Draw, Group], ...] = ()
+    """Groups judged and not yet trained, each with its draw."""
+    resting: Mapping[str, int] = field(default_factory=dict)
+    """Streams that are left out since they gave nothing to train on, each with the batch that tries it again."""
+    batches: tuple[str, ...] = ()
+    """A broker's batches whose groups were trained or dropped, or are in ``ready``, and that it was not told of."""
+    stored: tuple[Stored, ...] = ()
+    """Groups that may take the place of flat ones, oldest first."""
+    unsolved: tuple[Draw, ...] = ()
+    """Tasks that nobody solved, as they will be drawn again, in this order."""
+    rerolled: tuple[int, ...] = ()
+    """The batch of each of these that was drawn for a batch which is not complete yet."""
+    refilled: int = 0
+    """Flat groups that were replaced since the last batch was taken."""
+    seen: Mapping[str, Mapping[int, Seen]] = field(default_factory=dict)
+    """What came of each task, by stream and the task's place in it, where a curriculum asks."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Plain data."""
+        return {
+            "taken": self.taken,
+            "drawn": dict(self.drawn),
+            "admitted": self.admitted,
+            "again": [_draw(draw) for draw in self.again],
+            "ready": [[_draw(draw), group_to_json(group)] for draw, group in self.ready],
+            "resting": dict(self.resting),
+            "batches": list(self.batches),
+            "stored": [[_draw(draw), group_to_json(group), times] for draw, group, times in self.stored],
+            "unsolved": [_draw(draw) for draw in self.unsolved],
+            "rerolled": list(self.rerolled),
+            "refilled": self.refilled,
+            "seen": {
+                name: [[place, seen.at, seen.played, *map(list, seen.recent)] for place, seen in tasks.items()]
+                for name, tasks in self.seen.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Cursor:
+        """Inverse of ``to_json``; raises KeyError, TypeError or ValueError where something is missing."""
+        return cls(
+            taken=data["taken"],
+            drawn=data["drawn"],
+            admitted=data["admitted"],
+            again=tuple(Draw(*draw) for draw in data["again"]),
+            ready=tuple((Draw(*draw), group_from_json(group)) for draw, group in data["ready"]),
+            resting=data.get("resting", {}),
+            batches=tuple(data.get("batches", ())),
+            stored=tuple(
+                Stored(Draw(*draw), group_from_json(group), times) for draw, group, times in data.get("stored", ())
+            ),
+            unsolved=tuple(Draw(*draw) for draw in data.get("unsolved", ())),
+            rerolled=tuple(data.get("rerolled", ())),
+            refilled=data.get("refilled", 0),
+            seen={
+                name: {
+                    place: Seen(played, tuple(Tally(*one) for one in recent), at)
+                    for place, at, played, *recent in tasks
+                }
+                for name, tasks in data.get("seen", {}).items()
+            },
+        )
+
+
+def _draw(draw: Draw) -> list[Json]:
+    """What is as usual is left out."""
+    return list(draw if draw.again or draw.task is not None else draw[:2])
+
+
+def group_to_json(group: Group) -> Any:
+    """Plain data of a group, for a checkpoint."""
+    return msgspec.to_builtins(group)
+
+
+def group_from_json(data: Json) -> Group:
+    """Inverse of ``group_to_json``."""
+    return msgspec.convert(data, Group)

@@ -1,0 +1,202 @@
+"""A worker whose answers take a random while, and a trainer that takes batches of what it makes: the feed alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from tandem.errors import EngineError
+from tandem.rollout.cursor import Cursor
+from tandem.rollout.feed import Feed, FeedOptions
+from tandem.rollout.judges import Judge, as_is
+from tandem.rollout.measure import Solved
+from tandem.rollout.rate import Pace
+from tandem.rollout.streams import Stream
+from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+
+T = TypeVar("T")
+Kind = Callable[[Task], str]
+
+
+def always_good(task: Task) -> str:
+    return "ok"
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(id=f"t{n}", env="fake", prompt=(Message(role="user", content="?"),), answer="") for n in range(count)]
+
+
+def rollout(task: Task, id: str, reward: float | None, versions: tuple[int, ...], finish: Finish = "stop") -> Rollout:
+    completion = Completion(
+        tokens=(1,) * len(versions), logprobs=(-1.0,) * len(versions), versions=versions, finish=finish
+    )
+    return Rollout(
+        id=id,
+        task=task,
+        turns=(Turn(prompt=(0,), completion=completion, temperature=1.0),),
+        messages=(*task.prompt, Message(role="assistant", content="said")),
+        status="error" if reward is None else "ok",
+        error="" if reward is not None else "it broke",
+        rewards={} if reward is None else {"mark": reward},
+        reward=reward,
+    )
+
+
+REWARDS: dict[str, tuple[float | None, ...]] = {
+    "ok": (0.0, 1.0),
+    "flat": (1.0, 1.0),
+    "hopeless": (0.0, 0.0),
+    "failed": (1.0, None),
+}
+
+
+@dataclass
+class Trainer:
+    """What has been reached, and a worker whose answers take a random while: a ``Worker`` and a version."""
+
+    kind: Kind = always_good
+    seed: int = 0
+    slowest: int = 12
+    step: int = 0
+    behind: int = 0
+    started: list[str] = field(default_factory=list)
+    when: list[tuple[str, int]] = field(default_factory=list)
+    playing: set[str] = field(default_factory=set)
+    company: list[frozenset[str]] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    happened: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        self.started.append(id)
+        self.when.append((id, self.step))
+        self.playing.add(id)
+        first = self.served
+        try:
+            for _ in range(random.Random(f"{self.seed}/{id}/{self.step}").randrange(1, self.slowest)):
+                await asyncio.sleep(0)
+        finally:
+            self.company.append(frozenset(self.playing))
+            self.playing.discard(id)
+        kind = self.kind(task)
+        if kind == "engine":
+            raise EngineError("the engine is gone")
+        made = [rollout(task, f"{id}/{n}", reward, (first, self.served)) for n, reward in enumerate(REWARDS[kind])]
+        return Group(id=id, index=index, env="fake", rollouts=tuple(made))
+
+    @property
+    def served(self) -> int:
+        """The policy step that is sampled from: it is published every ``behind`` + 1 steps."""
+        return self.step - self.step % (self.behind + 1)
+
+    def waves(self) -> dict[str, frozenset[str]]:
+        """Who was played together: whoever ends first in a wave has seen all of it."""
+        return {id: max((c for c in self.company if id in c), key=len) for id in self.started}
+
+    def stream(self, name: str, count: int, **options: Any) -> Stream:
+        return Stream(
+            name=name,
+            label=options.pop("label", ""),
+            seed=options.pop("seed", 7),
+            worker=self,  # type: ignore[arg-type]
+            tasks=tasks(count),
+            solved=Solved(reward="mark", full_marks=1.0),
+            **options,
+        )
+
+    def feed(
+        self,
+        count: int = 1000,
+        *,
+        n: int = 3,
+        max_lag: int = 0,
+        drop_flat: bool = True,
+        patience: int = 50,
+        judge: Judge = as_is,
+        seed: int = 7,
+        pace: Pace | None = None,
+        **reuse: Any,
+    ) -> Feed:
+        return Feed(
+            streams=[self.stream("fake", count, seed=seed)],
+            options=FeedOptions(
+                groups_per_step=n,
+                group_size=2,
+                max_lag=max_lag,
+                behind=self.behind,
+                drop_flat=drop_flat,
+                sampling=Sampling(),
+                patience=patience,
+                **reuse,
+            ),
+            version=lambda: self.step,
+            judge=judge,
+            on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
+            happened=lambda name, told: self.happened.append((name, dict(told))),
+            pace=pace,
+        )
+
+    async def train(self, feed: Feed, steps: int, slowest: int = 12) -> list[list[Group]]:
+        """Optimizer steps as the loop takes them; their batches."""
+        delays, batches = random.Random(self.seed), []
+        for _ in range(steps):
+            batch = await feed.take()
+            for _ in range(delays.randrange(slowest)):
+                await asyncio.sleep(0)
+            self.step += 1
+            for _ in range(delays.randrange(slowest)):
+                await asyncio.sleep(0)
+            feed.release(batch)
+            batches.append(batch)
+        return batches
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(coroutine, 20)
+
+    return asyncio.run(limited())
+
+
+def trained(trainer: Trainer, steps: int, cursor: Cursor | None = None, /, **options: Any) -> list[list[Group]]:
+    """Batches of a fresh feed."""
+
+    async def go() -> list[list[Group]]:
+        async with trainer.feed(**options).open(cursor or Cursor()) as feed:
+            return await trainer.train(feed, steps)
+
+    return run(go())
+
+
+def ids(batches: Sequence[Sequence[Group]]) -> list[str]:
+    return [group.id for batch in batches for group in batch]
+
+
+def mixed(task: Task) -> str:
+    """Three in ten groups cannot be trained on; which is a matter of the task alone."""
+    return {0: "flat", 3: "flat", 5: "failed"}.get(int(task.id[1:]) % 10, "ok")
+
+
+@dataclass
+class Mixture(Trainer):
+    """Two streams of which ``hard`` is mostly flat, in shares of 1 to 2."""
+
+    least: float = 0.0
+
+    def feed(self, count: int = 1000, **options: Any) -> Feed:
+        feed = super().feed(count, **options)
+        easy = self.stream("easy", count, label="easy/", weight=1.0, min_share=self.least)
+        return replace(feed, streams=[easy, self.stream("hard", count, label="hard/", weight=2.0)])
+
+    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+        hard = replace(task, id=f"{int(task.id[1:]) % 3}9") if id.startswith("hard/") else replace(task, id="t1")
+        named = replace(hard, id=f"t{hard.id.lstrip('t')}")
+        group = await super().group(named, id=id, index=index, size=size, sampling=sampling)
+        return replace(group, env=id.partition("/")[0])
+
+
+def makeup(batches: Sequence[Sequence[Group]]) -> list[dict[str, int]]:
+    return [dict(Counter(group.env for group in batch)) for batch in batches]

@@ -1,0 +1,209 @@
+"""What a step does not compute: samples without an advantage, and the same answer twice."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plays import make_group, make_rollout
+from tiny import live_policy
+from torch import Tensor
+from torch.nn import Parameter
+
+from tandem.advantages.dr_grpo import DrGrpo
+from tandem.config import from_options
+from tandem.losses.base import Loss, MicroBatch
+from tandem.losses.grpo import Grpo
+from tandem.metrics import flatten
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.policy import Policy
+from tandem.recipe.objective import only_by_advantage
+from tandem.resolve import find, names
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.step import Step, StepStats
+from tandem.types import Group, Sampling
+
+
+@dataclass
+class Keep:
+    """A stepper that only adds gradients up, in float64."""
+
+    total: dict[int, Tensor] = field(default_factory=dict)
+
+    def accumulate(self, parameter: Parameter) -> None:
+        assert parameter.grad is not None
+        self.total[id(parameter)] = self.total.get(id(parameter), 0.0) + parameter.grad.double()
+        parameter.grad = None
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        raise AssertionError("nothing is applied here")
+
+    zero_grad = state_dict = load_state_dict = step  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def step(tiny_model: Path) -> Iterator[Step]:
+    with live_policy(tiny_model) as policy:
+        yield Step(
+            policy=policy,
+            objective=Objective(loss=Grpo()),
+            optimizer=AdamW(),
+            stepper=Keep(),
+            sampling=Sampling(),
+            steps=1,
+        )
+
+
+def packed(policy: Policy, groups: Sequence[Group], **options: Any) -> StepBatch:
+    given = {"reduction": "token", "max_tokens": 16, "budget": 10_000, "mask_truncated": False, **options}
+    return Packer(advantage=DrGrpo(), device=policy.device, **given)(groups, version=0)
+
+
+def gradient(step: Step, batch: StepBatch) -> tuple[Tensor, StepStats]:
+    """All of it, in float64."""
+    keep = step.stepper
+    assert isinstance(keep, Keep)
+    keep.total.clear()
+    stats = asyncio.run(step.forward_backward(batch))
+    assert len(keep.total) == len(list(step.policy.model.parameters()))
+    found = [keep.total[id(p)].flatten() for p in step.policy.model.parameters()]
+    return torch.cat(found), stats
+
+
+def group(name: str, *answers: tuple[Sequence[int], float], prompt: int = 24) -> Group:
+    opening = [(7 * i) % 50 for i in range(prompt)]
+    rollouts = [
+        make_rollout(f"{name}@0/{i}", [(opening, said, [-1.0 - 0.3 * i - 0.1 * n for n in range(len(said))])], reward)
+        for i, (said, reward) in enumerate(answers)
+    ]
+    return make_group(f"{name}@0", rollouts)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+LONG, SHORT = [11, 12, 13, 14, 15] * 6, [21, 22, 23]
+
+
+@pytest.mark.parametrize("said", [LONG, SHORT, [4]], ids=["long", "short", "one token"])
+def test_the_same_answer_twice_is_computed_once_and_counts_twice(step: Step, said: list[int]) -> None:
+    """However short: the sum of what each would give by itself, whatever its sampler's logprobs and its reward are."""
+    twice = group("a", (said, 1.0), ([31, 32], 0.0), (said, 1.0), (said, 0.4))
+    once = group("a", (said, 1.0), ([31, 32], 0.0))
+    together = packed(step.policy, [twice])
+    (micro,) = together.micro
+    assert len(micro.tokens_T) == len(packed(step.policy, [once]).micro[0].tokens_T), "nothing more in any layer"
+    assert micro.plan == packed(step.policy, [once]).micro[0].plan, "nor another segment for attention"
+    assert flatten(together.metrics)["samples/duplicate"] == 2
+    apart = packed(step.policy, [twice], budget=1)
+    assert len(apart.micro) == 4
+    whole, stats = gradient(step, together)
+    pieces, other = gradient(step, apart)
+    assert distance(whole, pieces) <= 1e-6
+    assert distance(whole, gradient(step, packed(step.policy, [once]))[0]) > 0.01, "each of them counts"
+    assert stats.logprobs.keys() == other.logprobs.keys()
+    assert stats.logprobs["a@0/0"] == stats.logprobs["a@0/2"] == stats.logprobs["a@0/3"]
+
+
+def test_answers_alike_up_to_their_last_token_are_computed_once_and_are_no_duplicates(step: Step) -> None:
+    batch = packed(step.policy, [group("a", ([1, 2, 3], 1.0), ([1, 2, 4], 0.0))])
+    assert len(batch.micro[0].tokens_T) == 24 + 2
+    assert flatten(batch.metrics)["samples/duplicate"] == 0
+
+
+def test_the_same_answer_to_another_task_is_another() -> None:
+    batch = packed_on_cpu([group("a", (SHORT, 1.0), (LONG, 0.0)), group("b", (SHORT, 1.0), (LONG, 0.0))])
+    assert flatten(batch.metrics)["samples/duplicate"] == 0
+    assert len(batch.micro[0].tokens_T) == 2 * (24 + len(SHORT) + len(LONG) - 2)
+
+
+def packed_on_cpu(groups: Sequence[Group], **options: Any) -> StepBatch:
+    given = {"reduction": "token", "max_tokens": 16, "budget": 10_000, "mask_truncated": False, **options}
+    return Packer(advantage=DrGrpo(), device=torch.device("cpu"), **given)(groups, version=0)
+
+
+GROUPS = (
+    group("mixed", ([1, 2], 1.0), ([3, 4, 5], 0.5), ([6], 0.0), ([7, 8], 0.5)),
+    group("flat", ([1, 2, 3], 1.0), ([4], 1.0)),
+)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_a_sample_without_advantage_is_not_computed_and_all_else_stays(step: Step, reduction: str) -> None:
+    every = packed(step.policy, GROUPS, reduction=reduction)
+    some = packed(step.policy, GROUPS, reduction=reduction, skip_zero=True)
+    assert flatten(some.metrics)["samples/without_advantage"] == 4
+    assert flatten(every.metrics)["samples/without_advantage"] == 0
+    assert sorted(rollout for micro in some.micro for rollout, _ in micro.places) == ["mixed@0/0", "mixed@0/2"]
+    assert flatten(some.metrics)["tokens/computed"] < flatten(every.metrics)["tokens/computed"]
+    assert (some.num_loss_tokens, some.num_samples) == (every.num_loss_tokens, every.num_samples)
+    assert some.advantages == every.advantages
+    found, stats = gradient(step, some)
+    expected, _ = gradient(step, every)
+    assert float(expected.norm()) > 0
+    assert distance(found, expected) <= 1e-6
+    assert stats.logprobs.keys() == {"mixed@0/0", "mixed@0/2"}
+
+
+def test_a_step_without_any_advantage_has_a_gradient_of_zeros(step: Step) -> None:
+    """No gradient at all would leave the optimizer's averages where they are."""
+    batch = packed(step.policy, [GROUPS[1], group("other", (LONG, 0.0), (SHORT, 0.0))], skip_zero=True)
+    assert [micro.places for micro in batch.micro] == [(("flat@0/1", 1),)], "the shortest sample"
+    found, _ = gradient(step, batch)
+    assert bool((found == 0).all())
+
+
+def test_an_advantage_that_the_environment_gave_one_token_is_one(step: Step) -> None:
+    given = replace(GROUPS[1].rollouts[0], advantages=(0.0, 0.0, 0.5))
+    mixed = replace(GROUPS[1], rollouts=(given, GROUPS[1].rollouts[1]))
+    batch = packed(step.policy, [mixed], skip_zero=True)
+    assert [micro.places for micro in batch.micro] == [(("flat@0/0", 3),)]
+
+
+@pytest.mark.parametrize("kind", names("losses"))
+def test_a_loss_that_says_so_has_no_gradient_without_advantage(kind: str) -> None:
+    """Whatever the ratio, and beside a sample that has one."""
+    loss: Loss = find("losses", kind)()
+    assert getattr(loss, "by_advantage", False), "each of the tree's is of this kind"
+    logprobs = torch.linspace(-6.0, -0.1, 12).requires_grad_()
+    micro = MicroBatch(
+        behavior_logprobs_N=torch.linspace(-0.1, -6.0, 12),
+        advantages_N=torch.tensor([0.0] * 6 + [1.0, -1.0] * 3),
+        sample_N=torch.tensor([0] * 4 + [1] * 2 + [2] * 6),
+        num_samples=3,
+    )
+    found = loss(logprobs, micro).loss_N
+    assert bool((found[:6] == 0).all())
+    found.sum().backward()
+    assert logprobs.grad is not None
+    assert bool((logprobs.grad[:6] == 0).all())
+    assert math.isfinite(float(logprobs.grad.sum()))
+
+
+@pytest.mark.parametrize(
+    ("options", "skips"),
+    [
+        ({}, True),
+        ({"loss": "gspo"}, True),
+        ({"reference": {"kind": "start"}}, False),
+        ({"loss": "test_spared_parts:Bonus"}, False),
+    ],
+    ids=["grpo", "gspo", "a penalty", "a loss that does not say so"],
+)
+def test_samples_are_skipped_only_where_nothing_is_added_to_the_loss(
+    options: dict[str, Any], skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_spared_parts.py").write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Bonus:\n    reduction: str = 'token'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"model": "m", "steps": 1, "env": "arithmetic", **options}
+    assert only_by_advantage(from_options(given, (), Path("x")).config) is skips
