@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import sys
@@ -20,6 +21,7 @@ from tandem.errors import ConfigError
 
 SLOTS = (
     "envs",
+    "curricula",
     "rewards",
     "advantages",
     "losses",
@@ -109,11 +111,29 @@ def import_object(path: str) -> Any:
     return thing
 
 
+_PLACES = "modules.json"
+"""In a run's folder: where its recipe's modules were looked for."""
+_searched: dict[str, None] = {}
+"""Folders that this process imports modules from besides the working directory and Python's own, in order."""
+
+
 def search(folder: Path) -> None:
-    """Import modules from this folder too, after all others: nothing in it hides a library."""
-    path = str(folder.resolve())
-    if path not in sys.path:
-        sys.path.append(path)
+    """Import modules from this folder too, after all others: nothing in it hides a library.
+
+    A run's folder stands for those that its recipe's modules were looked for in.
+    """
+    recorded = folder / _PLACES
+    remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
+    for path in (str(folder.resolve()), *remembered):
+        _searched[path] = None
+        if path not in sys.path:
+            sys.path.append(path)
+
+
+def remember(folder: Path) -> None:
+    """Write into a run's folder where modules are looked for, so that it goes on from any working directory."""
+    places = list(dict.fromkeys([os.getcwd(), *_searched]))
+    (folder / _PLACES).write_text(json.dumps(places) + "\n", encoding="utf-8")
 
 
 def _import_failure(path: str, module_name: str, error: Exception) -> str:

@@ -27,28 +27,30 @@ from integration.vllm_runs import (
 )
 
 REWARDS = '''
+import re
 import signal
 import threading
 
 def accuracy_reward(completions, answer, **kwargs):
-    """Uses an alarm, as math_verify does: it works in the main thread alone."""
+    """How near the last number is. Uses an alarm, as math_verify does: it works in the main thread alone."""
     assert threading.current_thread() is threading.main_thread()
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.alarm(60)
-    try:
-        return [float(gold in completion[0]["content"]) for completion, gold in zip(completions, answer)]
-    finally:
-        signal.alarm(0)
+    rewards = []
+    for completion, correct in zip(completions, answer):
+        numbers = re.findall(r"-?\\d+(?:\\.\\d+)?", completion[0]["content"])
+        rewards.append(max(0.0, 1.0 - abs(float(numbers[-1]) - float(correct)) / 9) if numbers else 0.0)
+    signal.alarm(0)
+    return rewards
 
 def format_reward(completions, prompts, kind, **kwargs):
-    """Answers in plain letters; None where the row says that its form does not matter."""
+    """Answers in digits; None where the row says that its form does not matter."""
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
     assert "question" not in kwargs
     found = []
     for completion, one in zip(completions, kind):
         text = completion[0]["content"]
-        plain = sum(c.isascii() and c.isprintable() for c in text)
-        found.append(None if one == "free" else plain / max(1, len(text)))
+        found.append(None if one == "free" else sum(c in "0123456789" for c in text) / max(1, len(text)))
     return found
 
 def prompt_transform(cfg, *args, **kwargs):
@@ -64,59 +66,73 @@ def prompt_transform(cfg, *args, **kwargs):
 '''
 
 
-def project(folder: Path, model: Path, **trl: Any) -> Path:
-    """Write the project; returns its file. It has the shape of Axolotl's quick start."""
+def project(folder: Path, model: Path, port: int = 8000, **trl: Any) -> Path:
+    """Write the project and return its folder: the options of Axolotl's quick start, with a test's model and data."""
     folder.mkdir()
-    (folder / "axolotl_project_rewards.py").write_text(REWARDS)
-    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}", "kind": "strict"} for n in range(24)]
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"question": f"{n % 4}+1? {n}", "answer": f"#### {n % 4 + 1}", "kind": "strict"} for n in range(24)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "config.yaml").write_text(
-        yaml.safe_dump(
+    options = {
+        "base_model": str(model),
+        "rl": "grpo",
+        "chat_template": "tokenizer_default",
+        "vllm": {
+            "host": "0.0.0.0",
+            "port": port,
+            "gpu_memory_utilization": 0.85,
+            "dtype": "auto",
+            "max_model_len": 256,
+        },
+        "adapter": "lora",
+        "lora_r": 16,
+        "lora_alpha": 64,
+        "lora_target_linear": True,
+        "trl": {
+            "use_vllm": True,
+            "use_data_producer": True,
+            "vllm_server_host": "0.0.0.0",
+            "vllm_server_port": port,
+            "vllm_server_timeout": 240,
+            "vllm_lora_sync": True,
+            "num_generations": 16,
+            "max_completion_length": 2,
+            "temperature": 0.9,
+            "reward_funcs": ["rewards.accuracy_reward", "rewards.format_reward"],
+            "reward_weights": [1.0, 0.5],
+            **trl,
+        },
+        "datasets": [
             {
-                "base_model": str(model),
-                "rl": "grpo",
-                "chat_template": "tokenizer_default",
-                "vllm": {"host": "0.0.0.0", "port": trl.get("vllm_server_port", 8000), "max_model_len": 256},
-                "adapter": "lora",
-                "lora_r": 8,
-                "lora_alpha": 16,
-                "lora_dropout": 0.05,
-                "lora_target_linear": True,
-                "trl": {
-                    "num_generations": 4,
-                    "max_completion_length": 12,
-                    "temperature": 0.9,
-                    "reward_funcs": [f"axolotl_project_rewards.{name}_reward" for name in ("accuracy", "format")],
-                    "reward_weights": [1.0, 0.5],
-                    **trl,
-                },
-                "datasets": [{"path": str(folder / "train.jsonl"), "type": "axolotl_project_rewards.prompt_transform"}],
-                "skip_prepare_dataset": True,
-                "val_set_size": 0.0,
-                "sequence_len": 256,
-                "micro_batch_size": 2,
-                "gradient_accumulation_steps": 4,
-                "max_steps": 3,
-                "learning_rate": 1.0e-3,
-                "optimizer": "adamw_torch_fused",
-                "lr_scheduler": "cosine",
-                "warmup_steps": 1,
-                "bf16": DTYPE == "bfloat16",
-                "attn_implementation": "flash_attention_2",
-                "gradient_checkpointing": True,
-                "special_tokens": {"pad_token": "<|endoftext|>"},
-                "output_dir": str(folder / "out"),
-                "logging_steps": 1,
-                "wandb_name": "run",
-            },
-            sort_keys=False,
-        )
-    )
-    return folder / "config.yaml"
+                "path": str(folder / "train.jsonl"),
+                "name": "main",
+                "type": "rewards.prompt_transform",
+                "split": "train",
+            }
+        ],
+        "skip_prepare_dataset": True,
+        "val_set_size": 0.0,
+        "sequence_len": 128,
+        "micro_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 16,
+        "learning_rate": 5.0e-3,
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "warmup_steps": 1,
+        "bf16": DTYPE == "bfloat16",
+        "attn_implementation": "flash_attention_2",
+        "gradient_checkpointing": True,
+        "special_tokens": {"pad_token": "<|endoftext|>"},
+        "output_dir": "./grpo-output",
+        "logging_steps": 1,
+        "wandb_name": "run",
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(options, sort_keys=False))
+    return folder
 
 
 def tandem(folder: Path, *words: str) -> str:
-    """Run a command in a process of its own, in the project's folder; returns what it printed."""
+    """Run a command in a process of its own, in a folder; returns what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "tandem", *words], cwd=folder, capture_output=True, text=True, timeout=240
     )
@@ -125,21 +141,20 @@ def tandem(folder: Path, *words: str) -> str:
 
 
 def test_an_unchanged_project_trains(tiny_model: Path, tmp_path: Path) -> None:
-    """Its rewards are called as Axolotl calls them, they are weighted, and weights move."""
-    project(tmp_path / "project", tiny_model)
-    folder = tmp_path / "project"
-    tandem(folder, "check", "config.yaml")
-    assert "done: " in tandem(folder, "train", "config.yaml", "threads=1")
-    run = folder / "out" / "run"
+    """Its rewards are called as Axolotl calls them, they are weighted, and weights move; it needs no engine apart."""
+    folder = project(tmp_path / "project", tiny_model, use_vllm=False, vllm_lora_sync=False)
+    said = tandem(folder, "train", "config.yaml", "threads=1", "steps=2")
+    assert "done: " in said
+    run = folder / "grpo-output" / "run"
+    assert said.startswith(f"run · {tiny_model.name} · {folder / 'train.jsonl'} · lora")
     steps = metrics(run).values()
-    assert len(steps) == 3
-    assert all(step["reward/axolotl_project_rewards.format_reward"] > 0 for step in steps)
+    assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
-    assert (run / "checkpoints").is_dir()
     recipe = yaml.safe_load((run / "config.yaml").read_text())
     assert recipe["trains"]["kind"] == "lora"
     assert recipe["env"]["cfg"]["trl"]["reward_weights"] == [1.0, 0.5]
-    assert "mean@" in tandem(folder, "eval", str(run), "evaluate.tasks=2", "env.cfg.val_set_size=0.3")
+    # From another folder, where there is no rewards.py.
+    assert "mean@" in tandem(tmp_path, "eval", str(run), "evaluate.tasks=2", "env.cfg.val_set_size=0.3")
 
 
 @contextmanager
@@ -158,19 +173,22 @@ def served(folder: Path) -> Iterator[None]:
 
 @needs_engine
 @pytest.mark.slow
-def test_an_unchanged_project_trains_with_its_server(tmp_path: Path) -> None:
-    """The two commands of Axolotl's quick start: serve the engine, train; adapters are swapped in it at every step."""
+def test_the_quick_start_learns(tmp_path: Path) -> None:
+    """Its two commands: serve the engine, train. Adapters are swapped in at every step, and the rewards rise."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
-    server = {"use_vllm": True, "vllm_server_host": "0.0.0.0", "vllm_server_port": free_port()}
-    more = {"vllm_server_timeout": 240, "vllm_lora_sync": True, "use_data_producer": True, "async_prefetch": True}
-    project(tmp_path / "project", model, **server, **more)
-    folder = tmp_path / "project"
+    folder = project(tmp_path / "project", model, free_port(), async_prefetch=True)
     with served(folder):
         assert "done: " in tandem(folder, "train", "config.yaml", "threads=1")
-    run = folder / "out" / "run"
+    run = folder / "grpo-output" / "run"
     recipe = yaml.safe_load((run / "config.yaml").read_text())
     assert (recipe["sync"]["kind"], recipe["max_lag"], recipe["engine"]["kind"]) == ("hotswap", 1, "vllm")
-    assert all(step["correction/weight"] > 0 and step["grad_norm"] > 0 for step in metrics(run).values())
-    assert sorted(published(run)) == [1, 2, 3]
-    groups_once(run, each=2)
+    steps = list(metrics(run).values())
+    assert len(steps) == 16
+    assert all(step["correction/weight"] > 0 and step["grad_norm"] > 0 for step in steps)
+    # By chance about 0.05 and 0.05; a policy that has found the digits gets some 0.6 and 0.6.
+    for name in ("accuracy_reward", "format_reward"):
+        first, last = (sum(step[f"reward/rewards.{name}"] for step in part) / 3 for part in (steps[:3], steps[-3:]))
+        assert last > first + 0.15, name
+    assert sorted(published(run)) == list(range(1, 17))
+    groups_once(run, each=4)
     same_logprobs(run)

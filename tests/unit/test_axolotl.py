@@ -63,6 +63,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     (tmp_path / "axolotl_rewards.py").write_text(REWARDS)
     lines = [json.dumps({"question": f"{n}?", "answer": str(n)}) for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "few.jsonl").write_text("\n".join(lines[:4]))
 
     def call(changes: dict[str, Any] | None = None, *, serving: bool = False) -> Loaded:
         (tmp_path / "a.yaml").write_text(yaml.safe_dump(laid(changes or {}), sort_keys=False))
@@ -131,6 +132,12 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
         {"chat_template": "{{ messages }}"},
     ),
+    "chat_template_jinja": (
+        {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
+        {"chat_template": "{{ messages }}"},
+    ),
+    "lora_target_linear": (LORA, {"trains/target_modules": "all-linear"}),
+    "datasets": ({"datasets": [{"path": "few.jsonl"}], "max_steps": None}, {"steps": 2}),
     "adapter": (LORA, {"trains": {"kind": "lora", "rank": 8, "alpha": 16, "target_modules": "all-linear"}}),
     "lora_r": ({**LORA, "lora_r": 4}, {"trains/rank": 4}),
     "lora_alpha": ({**LORA, "lora_alpha": 4}, {"trains/alpha": 4}),
@@ -145,14 +152,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence_len": ({"sequence_len": 1024}, {"context": 1024, "micro_batch_tokens": 8192}),
     "micro_batch_size": ({"micro_batch_size": 4}, {"groups_per_step": 1, "micro_batch_tokens": 2048}),
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, {"groups_per_step": 4}),
-    "max_steps": ({"max_steps": 7}, {"steps": 7, "optimizer/warmup_steps": "absent"}),
+    "max_steps": ({"max_steps": 7}, {"steps": 7, "optimizer/warmup_steps": 1}),
     "num_epochs": ({"max_steps": None, "num_epochs": 1.5}, {"steps": 30}),
     "learning_rate": ({"learning_rate": 0.5}, {"optimizer/lr": 0.5}),
     "optimizer": ({"optimizer": "adamw_bnb_8bit"}, {"optimizer/kind": "adamw8bit"}),
     "lr_scheduler": ({"lr_scheduler": "linear"}, {"optimizer/schedule": "linear"}),
     "cosine_min_lr_ratio": ({"cosine_min_lr_ratio": 0.1}, {"optimizer/min_lr_ratio": 0.1}),
     "warmup_steps": ({"warmup_steps": 10}, {"optimizer/warmup_steps": 10}),
-    "warmup_ratio": ({"warmup_ratio": 0.2}, {"optimizer/warmup_steps": 20}),
+    "warmup_ratio": ({"warmup_ratio": 0.201}, {"optimizer/warmup_steps": 21}),
     "weight_decay": ({"weight_decay": 0.1}, {"optimizer/weight_decay": 0.1}),
     "adam_beta1": ({"adam_beta1": 0.8}, {"optimizer/beta1": 0.8}),
     "adam_beta2": ({"adam_beta2": 0.95}, {"optimizer/beta2": 0.95}),
@@ -172,6 +179,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wandb_mode": ({"wandb_project": "p", "wandb_mode": "disabled"}, {"sinks": "absent"}),
     "wandb_name": ({"wandb_name": "n"}, {"name": "n"}),
     "use_wandb": ({"use_wandb": True}, {"sinks": ["console", {"kind": "wandb"}]}),
+    "use_trackio": ({"use_trackio": True}, {"sinks": ["console", {"kind": "trackio"}]}),
+    "trackio_project_name": ({"use_trackio": True, "trackio_project_name": "p"}, {"sinks/1/project": "p"}),
+    "trackio_space_id": ({"use_trackio": True, "trackio_space_id": "o/s"}, {"sinks/1/space": "o/s"}),
     "use_tensorboard": ({"use_tensorboard": True}, {"sinks": ["console", "tensorboard"]}),
     "trl.use_vllm": (
         trl(use_vllm=True),
@@ -180,6 +190,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trl.vllm_mode": (
         trl(**COLOCATE),
         {"engine": {"kind": "vllm", "gpu_memory_utilization": 0.3}, "sync": {"kind": "shared"}},
+    ),
+    "trl.vllm_enable_sleep_mode": (
+        {**trl(**COLOCATE, vllm_enable_sleep_mode=True), "vllm.tensor_parallel_size": 2},
+        {"engine/sleep": 2, "sync": {"kind": "broadcast"}},
     ),
     "trl.vllm_server_host": (trl(**SERVER, vllm_server_host="far"), {"engine/urls": ["http://far:8000"]}),
     "trl.vllm_server_port": (trl(**SERVER, vllm_server_port=7), {"engine/urls": ["http://127.0.0.1:7"]}),
@@ -225,7 +239,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trl.top_p": (trl(top_p=0.9), {"sampling/top_p": 0.9}),
     "trl.top_k": (trl(top_k=5), {"sampling/top_k": 5}),
     "trl.min_p": (trl(min_p=0.1), {"sampling/min_p": 0.1}),
-    "trl.generation_kwargs": (trl(generation_kwargs={"stop": "END"}), {"sampling/stop": ["END"]}),
+    "trl.repetition_penalty": (trl(repetition_penalty=1.1), {"sampling/repetition_penalty": 1.1}),
+    "trl.generation_kwargs": (
+        trl(top_p=0.9, generation_kwargs={"stop": "END", "top_p": 0.8, "presence_penalty": 0.5, "seed": 3}),
+        {"sampling/stop": ["END"], "sampling/top_p": 0.8, "sampling/presence_penalty": 0.5},
+    ),
     "trl.chat_template_kwargs": (
         trl(chat_template_kwargs={"enable_thinking": False}),
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -234,11 +252,27 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         trl(**SERVER, use_data_producer=True, beta=0.1),
         {"corrections": [{"kind": "token", "beyond": "truncate", "high": 3.0}], "reference/ratio_corrected": False},
     ),
-    "trl.async_prefetch": (trl(use_data_producer=True, async_prefetch=True), {"max_lag": 1}),
+    "trl.async_prefetch": (
+        trl(**SERVER, async_prefetch=True),
+        {"max_lag": 1, "corrections": [{"kind": "token", "beyond": "truncate", "high": 3.0}]},
+    ),
     "trl.prefetch_depth": (trl(use_data_producer=True, async_prefetch=True, prefetch_depth=3), {"max_lag": 3}),
     "trl.vllm_sync_interval": (trl(**SERVER, vllm_sync_interval=5), {"sync/every": 5, "max_lag": 4}),
     "trl.vllm_lora_sync": ({**LORA, **trl(**SERVER, vllm_lora_sync=True)}, {"sync": {"kind": "hotswap"}}),
     "trl.skip_zero_advantage_batches": (trl(skip_zero_advantage_batches=False), {"flat_groups": "keep"}),
+    "trl.replay_buffer_size": (
+        trl(**SERVER, replay_buffer_size=64),
+        {"replay": {"size": 64}, "old_logprobs": "recomputed", "corrections": [SEQUENCE]},
+    ),
+    "trl.replay_recompute_logps": (
+        trl(replay_buffer_size=64, replay_recompute_logps=False, epsilon=0.1),
+        {"replay": {"size": 64}, "old_logprobs": "sampled", "loss/clip_low": 0.1, "loss/clip_high": 0.1},
+    ),
+    "trl.reroll_start_fraction": (trl(reroll_start_fraction=0.5), {"reroll": {"start_fraction": 0.5}}),
+    "trl.reroll_max_groups": (
+        trl(reroll_start_fraction=0.5, reroll_max_groups=3),
+        {"reroll": {"start_fraction": 0.5, "max_groups": 3}},
+    ),
     "trl.reward_num_workers": (trl(reward_num_workers=4), {"grading": {"workers": 4}}),
     "trl.vllm_importance_sampling_correction": (
         trl(**SERVER, vllm_importance_sampling_correction=False),
@@ -251,6 +285,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trl.vllm_importance_sampling_cap": (
         trl(**SERVER, vllm_importance_sampling_cap=2.0),
         {"corrections": [{**SEQUENCE, "high": 2.0}]},
+    ),
+    "trl.vllm_importance_sampling_clip_max": (
+        trl(**SERVER, vllm_importance_sampling_clip_max=2.0),
+        {"corrections": [{**SEQUENCE, "high": 2.0}]},
+    ),
+    "trl.vllm_importance_sampling_clip_min": (
+        trl(**SERVER, vllm_importance_sampling_clip_min=0.5),
+        {"corrections": [{**SEQUENCE, "low": 0.5}]},
     ),
     "trl.importance_sampling_level": (trl(importance_sampling_level="sequence"), {"loss/kind": "gspo"}),
     "trl.off_policy_mask_threshold": (
@@ -284,7 +326,13 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """By option: a file that sets it, and what of the recipe is then otherwise."""
 
 
-BEFORE = {"wandb_mode": {"wandb_project": "p"}, "trl.vllm_importance_sampling_correction": trl(**SERVER)}
+BEFORE = {
+    "wandb_mode": {"wandb_project": "p"},
+    "trl.vllm_importance_sampling_correction": trl(**SERVER),
+    "chat_template_jinja": {"chat_template": "jinja", "chat_template_jinja": "other"},
+    "lora_target_linear": {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj"]},
+    "datasets": {"max_steps": None},
+}
 """Files without the option, where the least file would do as the option says."""
 
 
@@ -297,23 +345,55 @@ def test_it_changes_the_recipe(option: str, read: Read) -> None:
     assert {path: at(before, path) for path in expected} != expected
 
 
-ELSEWHERE = {
-    "rl": "test_another_method_is_refused",
-    "chat_template_jinja": "with chat_template",
-    "lora_target_linear": "with adapter",
-    "datasets": "test_axolotl_data",
-    "tokenizer_config": "REFUSED",
-    "special_tokens": "test_special_tokens",
-    "trl": "its options",
-    "vllm": "its options",
-    "trl.vllm_dtype": "REFUSED",
-    "vllm.dtype": "REFUSED",
-    "vllm.host": "test_the_server",
-    "vllm.port": "test_the_server",
-    "vllm.tensor_parallel_size": "test_the_server",
-    "vllm.data_parallel_size": "test_the_server",
-    **{f"datasets.{name}": "test_axolotl_data" for name in DATASET},
+SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "vllm.host": ("10.0.0.1", {"engine/host": "10.0.0.1"}),
+    "vllm.port": (8123, {"engine/port": 8123}),
+    "vllm.tensor_parallel_size": (2, {"engine/tensor_parallel_size": 2}),
+    "vllm.data_parallel_size": (2, {"engine/replicas": 2}),
+    "vllm.gpu_memory_utilization": (0.5, {"engine/gpu_memory_utilization": 0.5}),
+    "vllm.enforce_eager": (True, {"engine/enforce_eager": True}),
+    "vllm.enable_prefix_caching": (False, {"engine/enable_prefix_caching": False}),
+    "vllm.max_model_len": (99, {"context": 99}),
 }
+"""By option of the server: a value, and what of the recipe of ``tandem serve engine`` is then otherwise."""
+
+
+@pytest.mark.parametrize("option", SERVED)
+def test_it_changes_the_server(option: str, read: Read) -> None:
+    value, expected = SERVED[option]
+    before, after = (read({**trl(**SERVER), **more}, serving=True).options for more in ({}, {option: value}))
+    assert {path: at(after, path) for path in expected} == expected
+    assert {path: at(before, path) for path in expected} != expected
+
+
+MUST = {
+    "rl": "dpo",
+    "tokenizer_config": "other",
+    "special_tokens": {"eos_token": "<none>"},
+    "trl.vllm_dtype": "float16",
+    "vllm.dtype": "float16",
+    "datasets": [{"path": "rows.jsonl", "ds_type": "csv"}],
+}
+"""By option that becomes nothing, since one value alone is possible: another."""
+
+
+@pytest.mark.parametrize("option", MUST)
+def test_another_value_is_refused_where_it_was_written(option: str, read: Read) -> None:
+    with pytest.raises(TandemError) as refused:
+        read({option: MUST[option], **({"max_steps": None} if option == "datasets" else {})})
+    assert "a.yaml" in str(refused.value)
+    assert line_of(option) in str(refused.value) or option == "datasets"
+
+
+def test_what_is_replayed_is_weighed_one_way_or_the_other(read: Read) -> None:
+    alone = read(trl(replay_buffer_size=8))
+    assert {path: at(alone.options, path) for path in ("old_logprobs", "corrections")} == {
+        "old_logprobs": "sampled", "corrections": "absent"
+    }  # fmt: skip
+    assert "ratios are to the sampler's logprobs: replayed answers are of an older policy" in " ".join(alone.notes)
+    told = " ".join(read(trl(replay_recompute_logps=False, reroll_max_groups=2)).notes)
+    assert "trl.replay_recompute_logps: changes nothing: nothing is replayed" in told
+    assert "trl.reroll_max_groups: changes nothing: reroll_start_fraction is 1" in told
 
 
 def every() -> list[tuple[str, Any]]:
@@ -321,7 +401,34 @@ def every() -> list[tuple[str, Any]]:
 
 
 def test_every_option_that_becomes_something_is_tried() -> None:
-    assert {path for path, option in every() if option.becomes} - set(CHANGES) - set(ELSEWHERE) == set()
+    tried = {*CHANGES, *SERVED, "trl", "vllm"}  # groups are what is in them; of an entry see test_axolotl_data
+    untried = {path for path, option in every() if option.becomes} - tried - {f"datasets.{name}" for name in DATASET}
+    assert untried - set(MUST) == set()
+    assert {path for path in untried if not dict(every())[path].becomes.startswith("nothing")} == set()
+
+
+def test_every_option_of_axolotls_own_schema_is_known() -> None:
+    """Names as Axolotl 0.21 declares them."""
+    assert set(SCHEMA["trl"].split()) <= set(TRL)
+    assert set(SCHEMA["vllm"].split()) <= set(VLLM)
+
+
+SCHEMA = {
+    "trl": """beta max_completion_length use_vllm vllm_mode vllm_server_host vllm_server_port vllm_server_timeout
+        vllm_guided_decoding_regex reward_funcs reward_weights generation_batch_size num_generations log_completions
+        num_completions_to_print importance_sampling_level sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+        scale_rewards temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
+        num_iterations epsilon epsilon_high use_liger_loss loss_type mask_truncated_completions vllm_enable_sleep_mode
+        rollout_func multi_objective_aggregation entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta
+        entropy_coef_min entropy_coef_max use_data_producer async_prefetch prefetch_depth vllm_sync_interval
+        streaming_partial_batch streaming_min_groups vllm_importance_sampling_correction vllm_importance_sampling_mode
+        vllm_importance_sampling_cap vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max
+        off_policy_mask_threshold use_bias_correction_kl log_multimodal reward_num_workers replay_buffer_size
+        replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches vllm_lora_sync""",
+    "vllm": """device tensor_parallel_size data_parallel_size gpu_memory_utilization dtype max_model_len
+        enable_prefix_caching host port enable_reasoning reasoning_parser enforce_eager serve_module
+        worker_extension_cls""",
+}
 
 
 @pytest.mark.parametrize("path", [p for p, o in every() if o.refused and not p.startswith("datasets.")])
@@ -372,7 +479,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights": (trl(reward_weights=[1.0, 2.0]), "1 reward_funcs need 1 weights, and there are 2"),
     "no rewards": (trl(reward_funcs=[]), "trl.reward_funcs: name at least one function"),
     "a reward twice": (trl(reward_funcs=["a.b", "a.b"]), "a.b is given twice"),
-    "generation_kwargs": (trl(generation_kwargs={"bad_words": ["x"]}), "trl.generation_kwargs: bad_words is not"),
+    "generation_kwargs": (
+        trl(generation_kwargs={"bad_words": ["x"]}),
+        "trl.generation_kwargs: bad_words: it changes probabilities by what the trainer does not see",
+    ),
+    "unknown generation_kwargs": (
+        trl(generation_kwargs={"topp": 1}),
+        "trl.generation_kwargs: topp is no field of vLLM's SamplingParams; did you mean 'top_p'?",
+    ),
+    "generation_kwargs out of range": (trl(generation_kwargs={"top_p": 3}), "sampling.top_p must be above 0"),
     "scale_rewards": (trl(scale_rewards="some"), "expected true, false, group, batch or none"),
     "aggregation": (trl(multi_objective_aggregation="sum"), "expected sum_then_normalize or"),
     "loss_type": (trl(loss_type="cispo"), "trl.loss_type: expected one of grpo, bnpo, dapo, dr_grpo"),
@@ -380,7 +495,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mode": (trl(**SERVER, vllm_importance_sampling_mode="word_mask"), "expected token_truncate, token_mask"),
     "a moving reference of no weight": (trl(sync_ref_model=True), "it needs a penalty: set trl.beta above 0"),
     "a reference that never moves": (trl(beta=0.1, sync_ref_model=True, ref_model_sync_steps=100), "reference.every"),
-    "async": (trl(async_prefetch=True), "it needs use_data_producer: true"),
+    "no depth": (trl(async_prefetch=True, prefetch_depth=0), "trl.prefetch_depth: it must be at least 1"),
+    "two bounds": (
+        trl(**SERVER, vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=2.0),
+        "trl.vllm_importance_sampling_cap: vllm_importance_sampling_clip_max is its newer name",
+    ),
+    "two warm-ups": ({"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_ratio: Axolotl takes it or warmup_steps"),
+    "ratios twice": (
+        trl(**SERVER, replay_buffer_size=8, replay_recompute_logps=False),
+        "trl.replay_recompute_logps: its ratios and vllm_importance_sampling_correction would weigh the same twice",
+    ),
+    "groups of one": (trl(num_generations=1), "trl.num_generations: it must be at least 2"),
+    "adapters without a server": (
+        {**LORA, **trl(**COLOCATE, vllm_lora_sync=True)},
+        "trl.vllm_lora_sync: it needs vllm_mode: server",
+    ),
     "lora sync": (trl(**SERVER, vllm_lora_sync=True), "it needs adapter: lora"),
     "vllm_mode": (trl(**SERVER, vllm_mode="both"), "expected server or colocate, got both"),
     "iterations": (trl(num_iterations=0), "trl.num_iterations: it must be at least 1"),
@@ -423,13 +552,41 @@ def test_mistakes_name_their_lines(read: Read) -> None:
 
 def test_leftovers_are_told(read: Read) -> None:
     told = "\n".join(read({"lora_r": 8, "vllm.port": 1, **trl(epsilon=0.3, prefetch_depth=2)}).notes)
+    told += "\n".join(read(trl(**COLOCATE, vllm_enable_sleep_mode=True)).notes)
+    told += "\n".join(read(trl(**SERVER, vllm_enable_sleep_mode=True)).notes)
     for start in (
+        "trl.vllm_enable_sleep_mode: changes nothing: shared weights are one copy",
+        "trl.vllm_enable_sleep_mode: changes nothing with vllm_mode: server",
         "lora_r: changes nothing without adapter: lora",
         "vllm.port: changes nothing: trl.use_vllm is false",
         "trl.epsilon: changes nothing: with num_iterations 1",
         "trl.prefetch_depth: changes nothing without async_prefetch",
     ):
         assert start in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "warmup"),
+    [
+        ({}, 3),
+        ({"max_steps": 4000}, 120),
+        ({"warmup_steps": 1}, 2),
+        ({"warmup_steps": 0}, "absent"),
+        ({"warmup_ratio": 0.0}, "absent"),
+        ({"lr_scheduler": "constant"}, "absent"),
+        ({"lr_scheduler": "constant", "warmup_steps": 10}, "absent"),
+        ({"lr_scheduler": "constant_with_warmup"}, 3),
+    ],
+)
+def test_the_warm_up_is_axolotls(changes: dict[str, Any], warmup: Any, read: Read) -> None:
+    """With ``rl: grpo`` it does not know how many steps there are, so the share is rounded up, and has no bound."""
+    assert at(read(changes).options, "optimizer/warmup_steps") == warmup
+
+
+def test_the_least_rate_is_of_a_cosine_alone(read: Read) -> None:
+    loaded = read({"lr_scheduler": "linear", "cosine_min_lr_ratio": 0.1})
+    assert at(loaded.options, "optimizer/min_lr_ratio") == "absent"
+    assert "cosine_min_lr_ratio: changes nothing without lr_scheduler: cosine" in loaded.notes
 
 
 @pytest.mark.parametrize(

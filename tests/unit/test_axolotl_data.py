@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from tandem.compat._axolotl_env import Options, Rows
+from tandem.compat._axolotl_options import DATASET
+from tandem.envs import _rows
 from tandem.errors import ConfigError, EnvError
 
 Write = Callable[[str], str]
@@ -78,6 +80,14 @@ def test_what_is_returned_lies_over_the_row(write: Write) -> None:
     assert "question" not in task.meta
 
 
+def test_every_column_may_be_removed(write: Write) -> None:
+    name = write(
+        "def ask(cfg):\n    return lambda row: {'prompt': row['question'], 'kept': 1}, {'remove_columns': '__all__'}\n"
+    )
+    task = env({"path": rows("r.jsonl", 1), "type": f"{name}.ask"}).tasks("train")[0]
+    assert {key for key in task.meta if key != "prompt"} == {"kept"}
+
+
 def test_a_transform_may_ask_for_the_tokenizer_and_its_number(write: Write, tiny_model: Path) -> None:
     name = write(
         "def ask(cfg, dataset_idx=None):\n    def change(row, tokenizer):\n"
@@ -99,6 +109,49 @@ def test_sets_follow_each_other_without_a_transform(write: Write) -> None:
         ("train/3", "b"),
     ]
     assert made.count("train") == 3
+
+
+HUB = {"path": "owner/rows"}
+LOCAL = {"path": "r.jsonl", "type": "own.ask"}
+ENTRIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "path": (HUB, {"path": "owner/others"}),
+    "name": (HUB, {**HUB, "name": "main"}),
+    "split": (HUB, {**HUB, "split": "train[:9]"}),
+    "type": (LOCAL, {**LOCAL, "type": "own.shout"}),
+    "data_files": (
+        {"path": "json", "data_files": ["r.jsonl"], "type": "own.ask"},
+        {"path": "json", "data_files": ["s.jsonl"], "type": "own.ask"},
+    ),
+}
+"""By option of an entry: two entries that differ in it."""
+
+
+@pytest.mark.parametrize("option", ENTRIES)
+def test_what_is_read_differs(option: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write(ASK + "\ndef shout(cfg):\n    return lambda row: {'prompt': row['question'] + '!'}\n")
+    rows("r.jsonl", 2), rows("s.jsonl", 2, 7)
+
+    def read(*words: Any) -> Any:
+        return iter([_rows.Row(where="hub", number=1, columns={"prompt": f"{words}"})])
+
+    monkeypatch.setattr(_rows, "_read_hub", read)
+    before, after = (
+        [
+            task.prompt[0].content
+            for task in env({k: v.replace("own", name) if k == "type" else v for k, v in entry.items()}).tasks("train")
+        ]
+        for entry in ENTRIES[option]
+    )
+    assert before != after
+
+
+def test_every_option_of_an_entry_is_tried() -> None:
+    assert {name for name, option in DATASET.items() if option.becomes} - set(ENTRIES) == {"ds_type"}
+
+
+def test_the_kind_that_a_files_name_says_is_taken(write: Write) -> None:
+    write("")
+    assert env({"path": rows("k.jsonl", 1), "ds_type": "json", "name": "main"}).count("train") == 1
 
 
 def test_held_out_rows(write: Write) -> None:
@@ -147,6 +200,8 @@ def test_what_is_no_data_set_is_refused(write: Write) -> None:
         ({}, "each entry needs a path"),
         ({"path": "json"}, "path json needs data_files"),
         ({"path": "r.jsonl", "split": "train[:9]"}, r"is a local file and has no split train\[:9\]"),
+        ({"path": "r.jsonl", "ds_type": "csv"}, r"r\.jsonl is not read as ds_type csv"),
+        ({"path": "r.jsonl", "ds_type": "text"}, r"r\.jsonl is not read as ds_type text"),
         ({"path": "r.jsonl", "type": "chatml"}, "type must be a transform's import path"),
         ({"path": "r.jsonl", "type": {"field": 1}}, "type must be a transform's import path"),
     ):

@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def words(line: str) -> dict[str, list[str]]:
     """A command line as the verb hands it on; a word for each argument's older name is its newer one."""
-    names = {name: argument.name for argument in (*RLHF, *DEPLOY) for name in (argument.name, *argument.also)}
+    names = {name: argument.name for argument in (*DEPLOY, *RLHF) for name in (argument.name, *argument.also)}
     given: dict[str, list[str]] = {}
     parts = swift.repeated(line.split())
     for flag, value in zip(parts[::2], parts[1::2], strict=True):
@@ -76,7 +76,7 @@ def test_the_defaults_of_ms_swift() -> None:
         "rewards": {"accuracy": {"kind": "math_verify", "weight": 1.0}},
         "groups_per_step": 1,
         "group_size": 8,
-        "sampling": {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "max_tokens": 512},
+        "sampling": {"temperature": 0.9, "max_tokens": 512},
         "flat_groups": "keep",
         "advantage": {"kind": "grpo", "eps": 1e-4},
         "loss": {"kind": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "reduction": "sequence"},
@@ -142,7 +142,12 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
      {"loss.kind": "sapo", "loss.temperature_positive": 2.0, "loss.temperature_negative": 3.0}),
     ("--importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4",
      {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence"}}),
-    ("--advantage_estimator rloo", {"advantage": {"kind": "rloo"}}),
+    ("--advantage_estimator rloo --kl_in_reward false", {"advantage": {"kind": "rloo"}}),
+    ("--advantage_estimator rloo --beta 0", {"advantage": {"kind": "rloo"}, "reference": None}),
+    ("--off_policy_sequence_mask_delta 0.3", {"corrections": [{"kind": "opsm", "threshold": 0.3}]}),
+    ("--rollout_importance_sampling_mode sequence_mask --off_policy_sequence_mask_delta 0.3", {"corrections": [
+        {"kind": "sequence", "beyond": "mask", "high": 2.0}, {"kind": "opsm", "threshold": 0.3}],
+        "old_logprobs": "recomputed", "loss": {"kind": "grpo", "reduction": "sequence"}}),
     ("--scale_rewards none", {"advantage": {"kind": "dr_grpo"}}),
     ("--scale_rewards batch", {"advantage": {"kind": "batch_std", "eps": 1e-4}}),
     ("--scale_rewards gdpo", {"advantage": {"kind": "gdpo", "eps": 1e-4}}),
@@ -172,14 +177,23 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--reward_model rm --reward_model_plugin default --reward_weights 1 3",
      {"rewards.reward_model": {"kind": "reward_model", "model": "rm", "weight": 3.0}}),
     ("--max_completion_length 64", {"sampling.max_tokens": 64}),
-    ("--temperature 1 --top_p 1 --top_k -1 --min_p 0.1",
-     {"sampling": {"temperature": 1.0, "min_p": 0.1, "max_tokens": 512}}),
+    ("--repetition_penalty 1.1", {"sampling.repetition_penalty": 1.1}),
+    ("--max_new_tokens 64", {"sampling.max_tokens": 64}),
+    ("--enable_thinking false", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("--split_dataset_ratio 0.2 --num_generations_eval 3", {"env.test_share": 0.2, "evaluate.samples": 3}),
+    ("--temperature 1 --top_p 0.9 --top_k 50 --min_p 0.1",
+     {"sampling": {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "max_tokens": 512}}),
     ("--stop_words </answer> END", {"sampling.stop": ["</answer>", "END"]}),
-    ("--dynamic_sample true --max_resample_times 3", {"flat_groups": "drop"}),
+    ("--dynamic_sample true", {"flat_groups": "drop", "max_resample_times": 3}),
+    ("--dynamic_sample true --max_resample_times 5", {"flat_groups": "drop", "max_resample_times": 5}),
     ("--overlong_filter true", {"truncated": "mask"}),
     ("--truncation_strategy delete", {}),
     (f"{FULL} --use_vllm true", {"engine": {"kind": "vllm"}, "sync": {"kind": "shared"}}),
     (f"{FULL} {COLOCATE} --sleep_level 1", {"engine": {"kind": "vllm"}, "sync": {"kind": "shared"}}),
+    (f"{FULL} {COLOCATE} --vllm_tensor_parallel_size 2 --sleep_level 2",
+     {"engine": {"kind": "vllm", "tensor_parallel_size": 2, "sleep": 2}, "sync": {"kind": "broadcast"}}),
+    (f"{FULL} {COLOCATE} --vllm_tensor_parallel_size 2 --sleep_level 1 --async_generate true",
+     {"engine": {"kind": "vllm", "tensor_parallel_size": 2}, "sync": {"kind": "broadcast"}, "max_lag": 1}),
     (COLOCATE, {"trains.merged": True, "sync": {"kind": "shared"}}),
     (f"{COLOCATE} --vllm_enable_lora true", {"trains.merged": None}),
     (f"{COLOCATE} --vllm_gpu_memory_utilization 0.3", {"engine.gpu_memory_utilization": 0.3}),
@@ -229,7 +243,9 @@ def test_every_argument_changes_the_recipe(line: str, changes: dict[str, Any]) -
         assert {name: recipe[name] for name in rest if name in recipe} == {n: v for n, v in rest.items() if n in recipe}
 
 
-@pytest.mark.parametrize("line", ["", *(line for line, _ in CHANGES if "adafactor" not in line)])
+@pytest.mark.parametrize(
+    "line", ["", *(line for line, _ in CHANGES if "adafactor" not in line and "sleep_level 2" not in line)]
+)
 def test_the_recipe_loads_and_its_parts_go_together(line: str) -> None:
     Path("a.py").touch()
     check_pairs(from_options(options(line), ("checkpoint.keep=1",), Path("x")).config)
@@ -258,7 +274,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--sleep_level 1", "--sleep_level: it changes nothing without --use_vllm true"),
     *((f"{SERVER} --{name} {value}", f"--{name}: it changes nothing with --vllm_mode server") for name, value in {
         "vllm_gpu_memory_utilization": "0.5", "vllm_max_model_len": "9", "vllm_max_num_seqs": "9",
-        "vllm_enforce_eager": "true", "vllm_limit_mm_per_prompt": "{}", "vllm_enable_prefix_caching": "true",
+        "vllm_enforce_eager": "true", "vllm_limit_mm_per_prompt": "{}", "vllm_enable_prefix_caching": "false",
         "vllm_tensor_parallel_size": "2", "sleep_level": "1", "vllm_device": "cuda:1", "offload_model": "true",
         "move_model_batches": "2"}.items()),
     *((f"{COLOCATE} --{name} {value}", f"--{name}: it changes nothing with --vllm_mode colocate") for name, value in {
@@ -267,11 +283,12 @@ REFUSED: list[tuple[str, str]] = [
     ("--use_vllm true --vllm_mode server", "--vllm_server_host: --vllm_mode server needs it"),
     ("--use_vllm true --vllm_mode both", "there is no 'both'; choose from colocate, server"),
     (f"{COLOCATE} --sleep_level 3", "--sleep_level: it is 0, 1 or 2"),
+    (f"{COLOCATE} --vllm_device cuda:2 --sleep_level 1", "--sleep_level: the engine is on other GPUs"),
     (f"{COLOCATE} --num_infer_workers 2", "--num_infer_workers: it changes nothing without --vllm_device"),
     (f"{COLOCATE} --vllm_device auto", "--vllm_device: write GPUs such as cuda:1"),
-    ("--max_resample_times 3", "--max_resample_times: it changes nothing without --dynamic_sample true"),
+    ("--max_resample_times 5", "--max_resample_times: it changes nothing without --dynamic_sample true"),
     ("--cosine_max_len 3", "--cosine_max_len: it changes nothing without cosine among --reward_funcs"),
-    ("--repetition_n_grams 3", "--repetition_n_grams: it changes nothing without repetition"),
+    ("--repetition_n_grams 4", "--repetition_n_grams: it changes nothing without repetition"),
     ("--soft_max_length 3", "--soft_max_length: it changes nothing without soft_overlong"),
     ("--reward_funcs soft_overlong", "--soft_cache_length: soft_overlong needs it"),
     ("--ref_model_sync_steps 3", "--ref_model_sync_steps: it changes nothing without --sync_ref_model true"),
@@ -290,7 +307,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--rollout_importance_sampling_threshold 3", "without --rollout_importance_sampling_mode"),
     ("--rollout_importance_sampling_mode token_mask --epsilon 0.1", "--epsilon: it changes nothing where"),
     ("--advantage_estimator reinforce_plus_plus", "--advantage_estimator: there is no 'reinforce_plus_plus'"),
-    ("--advantage_estimator rloo --scale_rewards group", "--scale_rewards: rloo scales nothing"),
+    ("--advantage_estimator rloo --beta 0 --scale_rewards group", "--scale_rewards: rloo scales nothing"),
     ("--gradient_accumulation_steps 6", "--num_generations: per_device_train_batch_size x"),
     ("--num_generations 1", "--num_generations: it must be at least 2"),
     ("--generation_batch_size 32", "--generation_batch_size: the engine shares the trainer's weights"),
@@ -300,9 +317,9 @@ REFUSED: list[tuple[str, str]] = [
     ("--reward_weights 1 2", "--reward_weights: there are 2 for 1 rewards"),
     ("--reward_model rm --reward_model_plugin genrm", "--reward_model_plugin: the reward is the model's own output"),
     ("--truncation_strategy left", "--truncation_strategy: a prompt is never cut"),
-    ("--repetition_penalty 1.1", "--repetition_penalty: refused: it changes probabilities"),
     ("--multi_turn_scheduler s", "--multi_turn_scheduler: refused: several turns"),
-    ("--kl_in_reward true", "--kl_in_reward: refused"),
+    ("--kl_in_reward true", "--kl_in_reward: the penalty is a term of the loss, not of the reward"),
+    ("--advantage_estimator rloo", "--kl_in_reward: the penalty is a term of the loss, where rloo puts it unless"),
     ("--resume_from_checkpoint c", "tandem train RUN"),
     ("--report_to swanlab", "--report_to: there is no 'swanlab' here"),
     ("--optim lion", "--optim: there is no 'lion' here"),
@@ -329,6 +346,53 @@ def test_what_changes_nothing_is_told(argument: Any) -> None:
     found = translated(f"--{argument.name} {value}")
     assert found.options == options()
     assert f"--{argument.name}: changes nothing: {argument.idle}" in found.notes
+
+
+PLACES = {"lora": "", "reward model": "--reward_model rm", "server": SERVER, "vllm": COLOCATE, "colocate": COLOCATE}
+"""By what an argument belongs to: a command line where it counts."""
+ELSEWHERE = {"lora": FULL, "reward model": "", "server": COLOCATE, "vllm": "", "colocate": SERVER}
+"""The same where it does not."""
+
+
+@pytest.mark.parametrize("argument", [a for a in RLHF if a.idle and a.where], ids=lambda a: a.name)
+def test_what_changes_nothing_is_told_where_it_belongs_and_refused_elsewhere(argument: Any) -> None:
+    said = f"--{argument.name} {({'whole': '3', 'number': '3', 'truth': 'true'}).get(argument.takes, 'x')}"
+    found = translated(f"{PLACES[argument.where]} {said}")
+    assert found.options == options(PLACES[argument.where])
+    assert f"--{argument.name}: changes nothing: {argument.idle}" in found.notes
+    assert f"--{argument.name}: it changes nothing" in refusal(f"{ELSEWHERE[argument.where]} {said}")
+
+
+def test_a_default_in_the_wrong_place_is_told() -> None:
+    """As command lines of the other mode often say it."""
+    found = translated(f"{SERVER} --sleep_level 0 --vllm_tensor_parallel_size 1")
+    assert found.options == options(SERVER)
+    for name in ("sleep_level", "vllm_tensor_parallel_size"):
+        assert any(note.startswith(f"--{name}: changes nothing with --vllm_mode server") for note in found.notes)
+
+
+def test_what_would_differ_is_told() -> None:
+    assert (
+        "--truncation_strategy: a prompt without room is an error here, not left out"
+        in translated("--truncation_strategy delete").notes
+    )
+    told = translated("--beta 0 --kl_in_reward true").notes
+    assert "--kl_in_reward: changes nothing with --beta 0, which has no penalty" in told
+
+
+def test_a_documented_command_line_comes_to_a_run() -> None:
+    """Every argument of ms-swift's own example of an external engine, on one GPU."""
+    line = (
+        f"{SERVER} --vllm_server_port 8000 {FULL} --torch_dtype bfloat16 --dataset d.jsonl#10 --num_train_epochs 3 "
+        "--max_completion_length 2048 --per_device_train_batch_size 2 --per_device_eval_batch_size 4 "
+        "--learning_rate 1e-6 --gradient_accumulation_steps 12 --save_total_limit 2 --logging_steps 1 "
+        "--warmup_ratio 0.05 --dataloader_num_workers 4 --dataset_num_proc 4 --num_generations 8 --temperature 1.0 "
+        "--top_p 0.9 --top_k 50 --deepspeed zero2 --log_completions true --num_iterations 1 --beta 0.04 "
+        "--report_to tensorboard wandb --max_steps -1"
+    )
+    recipe = options(line)
+    assert (recipe["steps"], recipe["groups_per_step"], recipe["optimizer"]["warmup_steps"]) == (10, 3, 1)
+    check_pairs(from_options(recipe, ("sinks=[]",), Path("x")).config)
 
 
 def test_mistakes_are_told_together_and_ranks_are_one() -> None:
@@ -365,6 +429,52 @@ def test_what_an_engine_is_deployed_with() -> None:
     for line, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             swift.deploy(words(f"--model m {line}"))
+
+
+DEPLOYED: list[tuple[str, dict[str, Any]]] = [
+    ("--torch_dtype float32", {"dtype": "float32"}),
+    ("--seed 7", {"seed": 7}),
+    ("--max_length 99", {"context": 99}),
+    ("--host 0.0.0.0 --port 9", {"engine.host": "0.0.0.0", "engine.port": 9}),
+    ("--vllm_gpu_memory_utilization 0.5", {"engine.gpu_memory_utilization": 0.5}),
+    ("--vllm_tensor_parallel_size 2", {"engine.tensor_parallel_size": 2}),
+    ("--vllm_data_parallel_size 2", {"engine.replicas": 2}),
+    ("--vllm_max_model_len 9", {"engine.max_model_len": 9}),
+    ("--vllm_max_num_seqs 9", {"engine.max_num_seqs": 9}),
+    ("--vllm_enforce_eager true", {"engine.enforce_eager": True}),
+    ('--vllm_limit_mm_per_prompt {"image":0}', {"engine.limit_mm_per_prompt": {"image": 0}}),
+    ("--vllm_enable_prefix_caching false", {"engine.enable_prefix_caching": False}),
+    ("--vllm_enable_lora true --vllm_max_lora_rank 4 --target_modules q_proj",
+     {"trains": {"kind": "lora", "rank": 4, "target_modules": ["q_proj"]}}),
+    ('--vllm_engine_kwargs {"block_size":16}', {"engine.args": {"block_size": 16}}),
+    ("--vllm_disable_custom_all_reduce true", {"engine.args": {"disable_custom_all_reduce": True}}),
+    ("--vllm_disable_cascade_attn true", {"engine.args": {"disable_cascade_attn": True}}),
+    ("--vllm_enable_expert_parallel true", {"engine.args": {"enable_expert_parallel": True}}),
+    ("--api_key k", {"engine.api_key_variable": "TANDEM_SWIFT_API_KEY"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "changes"), DEPLOYED)
+def test_every_argument_of_deploy_changes_the_engine(line: str, changes: dict[str, Any]) -> None:
+    before, after = (swift.deploy(words(f"--model m {more}")).options for more in ("", line))
+    assert {path: at(after, path) for path in changes} == changes
+    assert {path: at(before, path) for path in changes} != changes
+
+
+def test_every_argument_of_deploy_is_tried() -> None:
+    tried = {name for line, _ in DEPLOYED for name in words(line)} | {"model", "infer_backend"}
+    assert {a.name for a in DEPLOY if a.becomes} - tried == set()
+
+
+@pytest.mark.parametrize("argument", [a for a in DEPLOY if not a.becomes], ids=lambda a: a.name)
+def test_the_others_of_deploy_are_refused_or_told(argument: Any) -> None:
+    value = {"whole": "3", "number": "0.3", "truth": "true", "mapping": '{"a":1}'}.get(argument.takes, "x")
+    given = {"model": ["m"], argument.name: [value]}
+    if argument.refused:
+        with pytest.raises(ConfigError, match=f"--{argument.name}: refused: "):
+            swift.deploy(given)
+    else:
+        assert f"--{argument.name}: changes nothing: {argument.idle}" in swift.deploy(given).notes
 
 
 # Data and plug-ins

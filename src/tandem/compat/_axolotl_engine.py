@@ -60,8 +60,8 @@ def _served(recipe: Recipe) -> None:
         recipe.put("engine.urls", [url], "trl.vllm_server_port", "trl.vllm_server_host")
         recipe.copy("trl.vllm_server_timeout", "engine.start_seconds")
         file.note("vllm", f"the engine is expected at {url}; it is started by: tandem serve engine FILE")
-    for option in ("vllm_gpu_memory_utilization", "vllm_enable_prefix_caching"):
-        if f"trl.{option}" in file:
+    for option in ("vllm_gpu_memory_utilization", "vllm_enable_prefix_caching", "vllm_enable_sleep_mode"):
+        if f"trl.{option}" in file and file.get(f"trl.{option}") is not False:
             file.note(f"trl.{option}", "changes nothing with vllm_mode: server; the server is the group vllm's")
     lora = file.get("adapter") == "lora"
     swaps = file.get("trl.vllm_lora_sync", False)
@@ -79,8 +79,15 @@ def _colocated(recipe: Recipe) -> None:
     _started(recipe, 0.3)
     recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
     recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
-    recipe.put("sync.kind", "shared", "trl.vllm_mode")
-    for option in ("vllm_server_host", "vllm_server_port", "vllm_lora_sync", "vllm_sync_interval"):
+    several = any(file.get(f"vllm.{option}", 1) > 1 for option in ("tensor_parallel_size", "data_parallel_size"))
+    recipe.put("sync.kind", "broadcast" if several else "shared", "trl.vllm_mode")
+    if file.get("trl.vllm_enable_sleep_mode") and several:
+        recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")
+    elif file.get("trl.vllm_enable_sleep_mode"):
+        file.note("trl.vllm_enable_sleep_mode", "changes nothing: shared weights are one copy, so none is put to sleep")
+    if file.get("trl.vllm_lora_sync"):
+        file.wrong("trl.vllm_lora_sync", "it needs vllm_mode: server, in Axolotl too; leave it out")
+    for option in ("vllm_server_host", "vllm_server_port", "vllm_sync_interval"):
         if file.get(f"trl.{option}"):
             file.note(f"trl.{option}", "changes nothing with vllm_mode: colocate; weights are shared after every step")
     recipe.copy("trl.vllm_server_timeout", "engine.start_seconds")
@@ -123,14 +130,10 @@ def _ahead(recipe: Recipe, completions: int) -> int:
     """Steps by which generation is ahead of training."""
     file = recipe.file
     depth = file.get("trl.prefetch_depth", 1) if file.get("trl.async_prefetch") else 0
-    if depth < 0:
-        file.wrong("trl.prefetch_depth", "it must be at least 0")
+    if depth < 1 and file.get("trl.async_prefetch"):
+        file.wrong("trl.prefetch_depth", "it must be at least 1")
     if "trl.prefetch_depth" in file and not file.get("trl.async_prefetch"):
         file.note("trl.prefetch_depth", "changes nothing without async_prefetch")
-    if depth and not file.get("trl.use_data_producer"):
-        file.wrong(
-            "trl.async_prefetch", "it needs use_data_producer: true, in Axolotl too; write that, or leave this out"
-        )
     batch, micro = file.get("trl.generation_batch_size", completions), file.get("micro_batch_size", 1)
     size = file.get("trl.num_generations", 8)
     if batch < 1 or batch % size or batch % micro:

@@ -20,8 +20,14 @@ from tandem.types import Json, Task
 _HARMLESS = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "cache_file_name", "writer_batch_size"}
 """Options of a data set's map that change no row."""
 
+_EVERY = "__all__"
+"""What a transform's remove_columns says for every column of the row."""
+
 _BUILDERS = ("json", "csv", "parquet")
 """Names that stand for files rather than for a data set of the hub."""
+
+_SUFFIXES = {"json": (".json", ".jsonl"), "csv": (".csv",), "parquet": (".parquet",)}
+"""Names that files end in, by what Axolotl calls their kind."""
 
 Change = Callable[[dict[str, Json]], dict[str, Json]]
 """A row's columns, changed."""
@@ -147,6 +153,11 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     found = named or [path]
     if entry.get("split") not in (None, "train") and any(Source(path=one).is_local for one in found):
         raise ConfigError(f"datasets: {found[0]} is a local file and has no split {entry['split']}; leave split out")
+    suffixes = _SUFFIXES.get(said) if (said := entry.get("ds_type")) is not None else None
+    if said is not None and any(
+        Source(path=one).is_local and Path(one).suffix not in (suffixes or ()) for one in found
+    ):
+        raise ConfigError(f"datasets: {found[0]} is not read as ds_type {said}; its name must end accordingly")
     kind = entry.get("type")
     if kind is not None and not (isinstance(kind, str) and "." in kind):
         raise ConfigError(
@@ -185,9 +196,10 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
             f"datasets: {path} asks for {', '.join(sorted(odd))}, and only remove_columns is understood here"
         )
     removed = options.get("remove_columns") or ()
+    removed = {removed} if isinstance(removed, str) else set(removed)
     if "tokenizer" in inspect.signature(change).parameters:
         change = partial(change, tokenizer=_tokenizer(str(cfg["base_model"])))
-    return partial(_merge, change, {removed} if isinstance(removed, str) else set(removed), path)
+    return partial(_merge, change, removed, path)
 
 
 def _merge(
@@ -197,7 +209,8 @@ def _merge(
     returned = change(dict(row))
     if not isinstance(returned, Mapping):
         raise TypeError(f"{path} made a {type(returned).__name__} of it, expected a mapping with prompt")
-    return {**{key: value for key, value in row.items() if key not in removed}, **returned}
+    kept = {} if _EVERY in removed else {key: value for key, value in row.items() if key not in removed}
+    return {**kept, **returned}
 
 
 def _changed(row: Row, change: Change | None, entry: Mapping[str, Any]) -> Row:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.compat._generation import translated
 from tandem.types import Json
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def put(recipe: Recipe) -> None:
     file = recipe.file
     if file.get("trl.mask_truncated_completions"):
         recipe.put("truncated", "mask", "trl.mask_truncated_completions")
+    _again(recipe)
     dropped = file.get("trl.skip_zero_advantage_batches", True)
     recipe.put("flat_groups", "drop" if dropped else "keep", "trl.skip_zero_advantage_batches")
     if dropped:
@@ -68,19 +70,18 @@ def _sampling(recipe: Recipe) -> None:
     if "trl.max_completion_length" not in file:
         file.note("trl.max_completion_length", f"{LENGTH}, TRL's default")
     recipe.put("sampling.max_tokens", file.get("trl.max_completion_length", LENGTH), "trl.max_completion_length")
-    for option in ("temperature", "top_p", "min_p"):
+    for option in ("temperature", "top_p", "min_p", "repetition_penalty"):
         recipe.copy(f"trl.{option}", f"sampling.{option}")
     if "trl.top_k" in file:
         recipe.put("sampling.top_k", max(0, file.get("trl.top_k")), "trl.top_k")
-    for name, value in file.get("trl.generation_kwargs", {}).items():
-        if name == "stop":
-            recipe.put("sampling.stop", [value] if isinstance(value, str) else value, "trl.generation_kwargs")
-        else:
-            file.wrong(
-                "trl.generation_kwargs",
-                f"{name} is not in Tandem yet: what changes the sampled distribution must be in the logprobs; only "
-                "stop can be given here",
-            )
+    # As in TRL, these come before the options that have names of their own.
+    found = translated(file.get("trl.generation_kwargs", {}))
+    for option, value in found.sampling.items():
+        recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
+    for why in found.notes:
+        file.note("trl.generation_kwargs", why)
+    for why in found.wrong:
+        file.wrong("trl.generation_kwargs", why)
 
 
 def _advantage(recipe: Recipe) -> None:
@@ -115,8 +116,10 @@ def _loss(recipe: Recipe) -> None:
         file.note("trl.loss_type", "dapo, TRL's default")
     low = file.get("trl.epsilon", 0.2)
     high = file.get("trl.epsilon_high", low)
+    sampled = _against_the_sampler(recipe)
     if recipe.updates > 1:
         recipe.put("updates", recipe.updates, "trl.num_iterations")
+    if recipe.updates > 1 or sampled:
         recipe.put("loss.clip_low", low, "trl.epsilon")
         recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
         if level == "token":
@@ -127,8 +130,50 @@ def _loss(recipe: Recipe) -> None:
                 file.note(option, "changes nothing: with num_iterations 1 every ratio to the step's own policy is 1")
         if file.get("trl.num_iterations", 1) < 1:
             file.wrong("trl.num_iterations", "it must be at least 1")
-    recipe.put("old_logprobs", "recomputed", "trl.vllm_importance_sampling_correction")
+    recipe.put(
+        "old_logprobs",
+        "sampled" if sampled else "recomputed",
+        "trl.replay_buffer_size" if sampled else "trl.vllm_importance_sampling_correction",
+    )
     _corrections(recipe)
+
+
+def _weighed(recipe: Recipe) -> bool:
+    """Whether corrections weigh how far the sampler was from the policy."""
+    return bool(recipe.file.get("trl.use_vllm") and recipe.file.get("trl.vllm_importance_sampling_correction", True))
+
+
+def _against_the_sampler(recipe: Recipe) -> bool:
+    """Whether ratios are to the logprobs that were sampled with, since only they tell how old a replayed answer is."""
+    file, recompute = recipe.file, "trl.replay_recompute_logps"
+    if not file.get("trl.replay_buffer_size", 0):
+        if not file.get(recompute, True):
+            file.note(recompute, "changes nothing: nothing is replayed")
+        return False
+    if not _weighed(recipe):
+        if file.get(recompute, True):
+            why = "replayed answers are of an older policy, and no correction weighs that"
+            file.note(recompute, f"ratios are to the sampler's logprobs: {why}")
+        return True
+    if not file.get(recompute, True):
+        file.wrong(
+            recompute, "its ratios and vllm_importance_sampling_correction would weigh the same twice; leave it out"
+        )
+    return False
+
+
+def _again(recipe: Recipe) -> None:
+    """Groups that are trained again, and tasks that come again."""
+    file, size = recipe.file, recipe.file.get("trl.replay_buffer_size", 0)
+    if size:
+        recipe.put("replay.size", size, "trl.replay_buffer_size")
+        file.note("trl.replay_buffer_size", "groups are replayed for replay.max_age (8) steps at most")
+    start, most = "trl.reroll_start_fraction", "trl.reroll_max_groups"
+    if file.get(start, 1) != 1:
+        recipe.copy(start, "reroll.start_fraction")
+        recipe.copy(most, "reroll.max_groups")
+    elif most in file:
+        file.note(most, "changes nothing: reroll_start_fraction is 1, so no task comes again")
 
 
 def _corrections(recipe: Recipe) -> None:
@@ -137,30 +182,46 @@ def _corrections(recipe: Recipe) -> None:
     correction, mode = "trl.vllm_importance_sampling_correction", "trl.vllm_importance_sampling_mode"
     corrections: list[Json] = []
     if file.get("trl.use_vllm", False) and file.get(correction, True):
-        default = "token_truncate" if file.get("trl.use_data_producer") else "sequence_mask"
+        asynchronous = _asynchronous(recipe)
+        default = "token_truncate" if asynchronous else "sequence_mask"
         over, _, beyond = file.get(mode, default).partition("_")
         if over not in ("token", "sequence") or beyond not in ("truncate", "mask"):
             file.wrong(mode, "expected token_truncate, token_mask, sequence_truncate or sequence_mask")
             return
-        cap = file.get("trl.vllm_importance_sampling_cap", 3.0)
-        corrections.append({"kind": over, "beyond": beyond, "high": cap})
+        low, high = _bounds(recipe)
+        corrections.append({"kind": over, "beyond": beyond, **({} if low is None else {"low": low}), "high": high})
         if mode not in file:
-            file.note(
-                mode, f"{default} with cap {cap:g}, its default{' with use_data_producer' * (beyond == 'truncate')}"
-            )
+            file.note(mode, f"{default} with cap {high:g}, its default{' of the asynchronous trainer' * asynchronous}")
     else:
         why = (
             f"{correction} is false"
             if file.get("trl.use_vllm")
             else "the policy itself samples (trl.use_vllm is false)"
         )
-        for option in (correction, mode, "trl.vllm_importance_sampling_cap"):
+        for option in (correction, mode, *_BOUNDS):
             if file.get(option):
                 file.note(option, f"changes nothing: {why}")
     if "trl.off_policy_mask_threshold" in file:
         corrections.append({"kind": "opsm", "threshold": file.get("trl.off_policy_mask_threshold")})
     if corrections:
         recipe.put("corrections", corrections, mode, correction, "trl.off_policy_mask_threshold")
+
+
+_BOUNDS = tuple(f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
+"""What bounds the weights, from above by an older and a newer name, and from below."""
+
+
+def _bounds(recipe: Recipe) -> tuple[float | None, float]:
+    """Least and greatest weight."""
+    file, (cap, most, least) = recipe.file, _BOUNDS
+    if cap in file and most in file:
+        file.wrong(cap, "vllm_importance_sampling_clip_max is its newer name; leave one of them out")
+    return file.get(least), file.get(most, file.get(cap, 3.0))
+
+
+def _asynchronous(recipe: Recipe) -> bool:
+    """True if Axolotl would train with its asynchronous trainer, which has defaults of its own."""
+    return bool(recipe.file.get("trl.use_data_producer") or recipe.file.get("trl.async_prefetch"))
 
 
 def _reference(recipe: Recipe) -> None:
@@ -174,7 +235,7 @@ def _reference(recipe: Recipe) -> None:
     every = recipe.per_step(file.get("trl.ref_model_sync_steps", 64))
     recipe.put("reference.kind", "average" if moves else "start", "trl.sync_ref_model", "trl.beta")
     recipe.put("reference.beta", beta, "trl.beta")
-    corrected = file.get("trl.use_bias_correction_kl", not file.get("trl.use_data_producer", False))
+    corrected = file.get("trl.use_bias_correction_kl", not _asynchronous(recipe))
     recipe.put("reference.ratio_corrected", corrected, "trl.use_bias_correction_kl")
     if moves:
         recipe.put("reference.mixup", file.get("trl.ref_model_mixup_alpha", 0.9), "trl.ref_model_mixup_alpha")

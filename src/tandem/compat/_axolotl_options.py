@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.compat._generation import GRAMMAR
+
 Takes = Literal["number", "whole", "truth", "text", "list", "mapping", "anything"]
 
 
@@ -48,6 +50,9 @@ _QUANTISED = (
 _LORA = "PEFT's plain LoRA is what engines serve"
 _SOON = "Tandem does not have it yet"
 _SCOPE = "Tandem does not have SCOPE-RL"
+_ENTROPY = "no loss here has a term of the entropy"
+_ADAPTS = "it is read where use_adaptive_entropy is true"
+_SERVER = "tandem serve engine is the server"
 _TRUSTED = "Tandem runs no code from model repositories"
 _LOADED = "what base_model is, its config.json says"
 
@@ -80,6 +85,10 @@ TOP: Mapping[str, Option] = {
     "dataset_prepared_path": _idle(_ROWS, False),
     "dataset_processes": _idle(_ROWS),
     "dataset_num_proc": _idle(_ROWS),
+    "dataloader_num_workers": _idle(_ROWS),
+    "dataloader_pin_memory": _idle(_ROWS),
+    "dataloader_prefetch_factor": _idle(_ROWS),
+    "remove_unused_columns": _no("rewards get every column by name", False),
     "shuffle_merged_datasets": _no("tasks are always shuffled, anew in every epoch", True),
     "sequence_len": _is(
         "context, where it leaves room for a prompt; with micro_batch_size micro_batch_tokens", "whole"
@@ -129,9 +138,12 @@ TOP: Mapping[str, Option] = {
     "save_steps": _is("checkpoint.every, divided by num_iterations", "number"),
     "save_total_limit": _is("checkpoint.keep", "whole"),
     "save_strategy": _idle("checkpoints are written every save_steps and at the end", "steps"),
+    "saves_per_epoch": _no("write save_steps"),
     "save_safetensors": _no("checkpoints are safetensors", True),
     "save_only_model": _no("a checkpoint is what a run is resumed from", False),
     "eval_steps": _is("evaluate.every, divided by num_iterations", "number"),
+    "evals_per_epoch": _no("write eval_steps", 0),
+    "eval_batch_size": _idle("evaluation asks the engine as training does"),
     "eval_strategy": _idle("held-out rows are looked at every eval_steps, before and after", "steps"),
     "seed": _is("seed", "whole"),
     "wandb_project": _is("the wandb sink", "text"),
@@ -142,6 +154,9 @@ TOP: Mapping[str, Option] = {
     "wandb_log_model": _no("checkpoints stay in the run's folder", "", "false", False),
     "use_wandb": _is("the wandb sink", "truth"),
     "use_tensorboard": _is("the tensorboard sink", "truth"),
+    "use_trackio": _is("the trackio sink", "truth"),
+    "trackio_project_name": _is("the trackio sink's project", "text"),
+    "trackio_space_id": _is("the trackio sink's space", "text"),
     "use_mlflow": _no("sinks are console, wandb, tensorboard and trackio", False),
     "use_comet": _no("sinks are console, wandb, tensorboard and trackio", False),
     "hub_model_id": _no("Tandem uploads nothing; tandem export writes the model's folder", ""),
@@ -198,16 +213,16 @@ TRL: Mapping[str, Option] = {
     "top_p": _is("sampling.top_p", "number"),
     "top_k": _is("sampling.top_k; -1 is 0", "whole"),
     "min_p": _is("sampling.min_p", "number"),
-    "repetition_penalty": _no(f"what it does to the sampled distribution must be in the logprobs, and {_SOON}", 1),
-    "generation_kwargs": _is("sampling: stop alone", "mapping"),
-    "chat_template_kwargs": _is("chat_template_kwargs", "mapping"),
-    "vllm_guided_decoding_regex": _no(
-        f"what it does to the sampled distribution must be in the logprobs, and {_SOON}", ""
+    "repetition_penalty": _is("sampling.repetition_penalty", "number"),
+    "generation_kwargs": _is(
+        "sampling, before the options above; what the trainer cannot account for is refused", "mapping"
     ),
+    "chat_template_kwargs": _is("chat_template_kwargs", "mapping"),
+    "vllm_guided_decoding_regex": _no(GRAMMAR, ""),
     "use_data_producer": _is(
         "the defaults of importance sampling are then those of Axolotl's asynchronous trainer", "truth"
     ),
-    "async_prefetch": _is("max_lag", "truth"),
+    "async_prefetch": _is("max_lag; the defaults are then those of use_data_producer", "truth"),
     "prefetch_depth": _is("max_lag, with async_prefetch", "whole"),
     "vllm_sync_interval": _is("sync.every and max_lag, with vllm_mode: server", "whole"),
     "vllm_lora_sync": _is("sync: hotswap, else broadcast, with vllm_mode: server", "truth"),
@@ -215,26 +230,35 @@ TRL: Mapping[str, Option] = {
     "streaming_min_groups": _idle("groups are always scored one by one, as they finish", 1),
     "skip_zero_advantage_batches": _is("flat_groups: drop (others are sampled in their place), else keep", "truth"),
     "reward_num_workers": _is("grading.workers", "whole"),
-    "vllm_enable_sleep_mode": _idle("shared weights are one copy, so nothing is put to sleep", False),
+    "vllm_enable_sleep_mode": _is("engine.sleep, with vllm_mode: colocate and an engine of several GPUs", "truth"),
     "vllm_importance_sampling_correction": _is("corrections", "truth"),
     "vllm_importance_sampling_mode": _is("corrections: token or sequence, beyond: truncate or mask", "text"),
     "vllm_importance_sampling_cap": _is("corrections: high", "number"),
+    "vllm_importance_sampling_clip_max": _is("corrections: high", "number"),
+    "vllm_importance_sampling_clip_min": _is("corrections: low", "number"),
     "importance_sampling_level": _is("loss: gspo for sequence", "text"),
     "off_policy_mask_threshold": _is("corrections: opsm with this threshold", "number"),
     "use_bias_correction_kl": _is("reference.ratio_corrected", "truth"),
-    "replay_buffer_size": _no(_SOON, 0),
-    "replay_recompute_logps": _no("replayed groups would train on stale logprobs", True),
-    "reroll_start_fraction": _no(_SOON, 1),
-    "reroll_max_groups": _idle("it is read where reroll_start_fraction is below 1", 1),
+    "replay_buffer_size": _is("replay.size", "whole"),
+    "replay_recompute_logps": _is("old_logprobs: sampled for false, where something is replayed", "truth"),
+    "reroll_start_fraction": _is("reroll.start_fraction", "number"),
+    "reroll_max_groups": _is("reroll.max_groups, where reroll_start_fraction is below 1", "whole"),
     "scope_rl": _no(_SCOPE, False),
     "scope_target_entropy": _idle(_SCOPE),
     "scope_alpha": _idle(_SCOPE),
     "scope_positive_threshold": _idle(_SCOPE),
+    "entropy_coef": _no(_ENTROPY, 0),
+    "use_adaptive_entropy": _no(_ENTROPY, False),
+    "entropy_target": _idle(_ADAPTS),
+    "entropy_coef_delta": _idle(_ADAPTS),
+    "entropy_coef_min": _idle(_ADAPTS),
+    "entropy_coef_max": _idle(_ADAPTS),
     "sync_ref_model": _is("reference: average instead of start", "truth"),
     "ref_model_mixup_alpha": _is("reference.mixup", "number"),
     "ref_model_sync_steps": _is("reference.every, divided by num_iterations", "whole"),
     "log_completions": _idle("every rollout is in the run's folder, and tandem show prints some", False),
     "num_completions_to_print": _idle("every rollout is in the run's folder, and tandem show prints some"),
+    "log_multimodal": _idle("there are no images", True, False),
     "use_liger_loss": _idle("logits are always computed chunk by chunk, which is what saves the memory", False),
 }
 """Options of the group ``trl``."""
@@ -251,16 +275,18 @@ VLLM: Mapping[str, Option] = {
     "enforce_eager": _is("engine.enforce_eager", "truth"),
     "enable_reasoning": _no("answers are token ids; rewards look at the whole text", False),
     "reasoning_parser": _no("answers are token ids; rewards look at the whole text", ""),
-    "serve_module": _no("tandem serve engine is the server"),
+    "serve_module": _no(_SERVER),
+    "worker_extension_cls": _no(_SERVER),
+    "device": _no("CUDA_VISIBLE_DEVICES says which GPUs the server has", "auto", "cuda"),
 }
 """Options of the group ``vllm``."""
 
 DATASET: Mapping[str, Option] = {
     "path": _is("a local file, or a name on the hub", "text"),
-    "name": _is("the hub's configuration", "text"),
+    "name": _is("the hub's configuration; of a local file nothing", "text"),
     "split": _is("the hub's split; default train", "text"),
     "type": _is("the transform's import path", "text"),
-    "ds_type": _is("the kind of data_files, or of a local file", "text"),
+    "ds_type": _is("nothing: it must be what the file's name says, json, csv or parquet", "text"),
     "data_files": _is("local files, read one after the other", "anything"),
     "revision": _no("Tandem reads a data set's newest revision"),
     "trust_remote_code": _no(_TRUSTED, False),

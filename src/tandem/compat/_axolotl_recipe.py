@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from tandem.compat import _axolotl_engine as engine
 from tandem.compat import _axolotl_objective as objective
@@ -201,7 +202,9 @@ def _batch(recipe: Recipe) -> tuple[int, int]:
             file.wrong(path, "it must be at least 1")
             return 1, 1
     groups, rest = divmod(micro * accumulated, size)
-    if rest or not groups:
+    if size < 2:
+        file.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
+    elif rest or not groups:
         file.wrong(
             "trl.num_generations",
             f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated} = {micro * accumulated} "
@@ -254,9 +257,14 @@ def _optimizer(recipe: Recipe, steps: int) -> None:
     if scheduler not in SCHEDULES:
         file.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
     recipe.put("optimizer.schedule", SCHEDULES.get(scheduler, "cosine"), "lr_scheduler")
-    recipe.copy("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
-    if scheduler == "constant" and (file.get("warmup_steps") or file.get("warmup_ratio")):
-        file.note("lr_scheduler", "constant has no warm-up in Axolotl, whatever warmup_steps says; so here")
+    if scheduler == "cosine":
+        recipe.copy("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
+    elif "cosine_min_lr_ratio" in file:
+        file.note("cosine_min_lr_ratio", "changes nothing without lr_scheduler: cosine")
+    if scheduler == "constant":
+        for option in ("warmup_steps", "warmup_ratio"):
+            if file.get(option):
+                file.note(option, "changes nothing with lr_scheduler: constant, which has no warm-up in Axolotl, too")
     elif warmup := _warmup(recipe, steps):
         recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
     for option, path in {
@@ -270,15 +278,17 @@ def _optimizer(recipe: Recipe, steps: int) -> None:
 
 
 def _warmup(recipe: Recipe, steps: int) -> int:
-    """Steps of warm-up; by default Axolotl's, three in a hundred and 100 at most."""
+    """Steps of warm-up; by default Axolotl's with rl: grpo, three in a hundred."""
     file = recipe.file
+    if file.get("warmup_steps") and file.get("warmup_ratio"):
+        file.wrong("warmup_ratio", "Axolotl takes it or warmup_steps, not both; leave one of them out")
     if "warmup_steps" in file:
-        return recipe.per_step(file.get("warmup_steps"))
-    if "warmup_ratio" in file:
-        return int(file.get("warmup_ratio") * steps)
-    if (default := min(int(0.03 * steps), 100)) and file.get("lr_scheduler") != "constant":
-        file.note("warmup_steps", f"{default}, Axolotl's default: three steps in a hundred")
-    return default
+        asked = file.get("warmup_steps")
+        return recipe.per_step(2 if asked == 1 else asked)  # Axolotl, whose first rate is 0, makes one step two
+    warmup: int = math.ceil(file.get("warmup_ratio", 0.03) * steps)
+    if "warmup_ratio" not in file:
+        file.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
+    return warmup
 
 
 def _run(recipe: Recipe) -> None:
@@ -288,6 +298,9 @@ def _run(recipe: Recipe) -> None:
         file.problems.add(file.tree.where, "missing 'datasets': a list of mappings with path and type")
     recipe.put("env.kind", ENV, "datasets")
     recipe.put("env.cfg", recipe.plain, "datasets")
+    for entry in [*file.get("datasets", []), *file.get("test_datasets", [])]:
+        if isinstance(entry, dict) and entry.get("name") and Path(str(entry.get("path"))).exists():
+            file.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")
     if not (file.get("val_set_size") or file.get("test_datasets")):
         recipe.put("evaluate.tasks", 0, "val_set_size")
     elif file.get("eval_steps"):
@@ -305,5 +318,11 @@ def _run(recipe: Recipe) -> None:
         sinks.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
     if file.get("use_tensorboard"):
         sinks.append("tensorboard")
+    if file.get("use_trackio"):
+        named = {"project": file.get("trackio_project_name"), "space": file.get("trackio_space_id")}
+        sinks.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
+    for option in ("trackio_project_name", "trackio_space_id"):
+        if option in file and not file.get("use_trackio"):
+            file.note(option, "changes nothing without use_trackio: true")
     if len(sinks) > 1:
-        recipe.put("sinks", sinks, "wandb_project", "use_wandb", "use_tensorboard")
+        recipe.put("sinks", sinks, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")

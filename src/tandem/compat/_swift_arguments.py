@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.compat._generation import GRAMMAR
 from tandem.types import Json
 
 Takes = Literal["text", "whole", "number", "truth", "texts", "numbers", "mapping"]
@@ -155,7 +156,13 @@ _LEARNING: tuple[Argument, ...] = (
     _is("lora_dropout", "number", "nothing: it must be 0, since the policy that is scored must be the one that sampled",
         where="lora"),
     _is("target_modules", "texts", "trains.target_modules", ["all-linear"], where="lora"),
-    _no("kl_in_reward", "truth", "the penalty is a term of the loss; take false, or beta 0", False),
+    _is("kl_in_reward", "truth", "nothing: it must be false, also with rloo, whose default is true: the penalty is a "
+        "term of the loss"),
+    _is("off_policy_sequence_mask_delta", "number", "corrections: opsm with this threshold"),
+    _no("sequence_parallel_size", "whole", _ONE, 1),
+    _no("ref_adapters", "texts", "merge the adapter first and name the folder as model"),
+    _no("tuner_backend", "text", _LORA, "peft"),
+    _no("loss_scale", "text", "every sampled token counts as one", "last_round"),
     _no("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
     _no("use_dora", "truth", _LORA, False),
     _no("use_rslora", "truth", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_rank)", False),
@@ -175,6 +182,7 @@ _LEARNING: tuple[Argument, ...] = (
     _idle("fsdp", "text", _ONE),
     _idle("ddp_find_unused_parameters", "truth", _ONE),
     _idle("ds3_gather_for_generation", "truth", _ONE),
+    _idle("ddp_backend", "text", _ONE),
     _idle("ddp_timeout", "whole", "every wait has a deadline of its own"),
     _idle("gradient_checkpointing_kwargs", "mapping", "checkpointing is Tandem's own"),
     _idle("padding_free", "truth", _OWN),
@@ -184,6 +192,7 @@ _LEARNING: tuple[Argument, ...] = (
     _idle("bf16", "truth", "torch_dtype says so"),
     _no("fp16", "truth", _QUANTISED, False),
     _idle("log_entropy", "truth", "entropy is always among the metrics"),
+    _idle("log_rollout_offpolicy_metrics", "truth", "they are always among the metrics"),
 )  # fmt: skip
 
 _DATA: tuple[Argument, ...] = (
@@ -192,6 +201,7 @@ _DATA: tuple[Argument, ...] = (
     _is("split_dataset_ratio", "number", "env.test_share", 0.0),
     _is("system", "text", "env.system: a text or a file of it"),
     _is("eval_steps", "whole", "evaluate.every", where="evaluation"),
+    _is("num_generations_eval", "whole", "evaluate.samples; default: num_generations", where="evaluation"),
     _is("reward_funcs", "texts", "rewards: accuracy, format, cosine, repetition, soft_overlong, or of external_plugins",
         []),
     _is("reward_weights", "numbers", "rewards.*.weight; reward models come last"),
@@ -209,7 +219,10 @@ _DATA: tuple[Argument, ...] = (
         where="soft_overlong"),
     _is("soft_cache_length", "whole", "rewards.soft_overlong.cache", where="soft_overlong"),
     _is("truncation_strategy", "text", "nothing: it must be delete or raise; a prompt without room is an error",
-        "delete"),
+        "raise"),
+    _idle("reward_model_type", "texts", _READ, where="reward model"),
+    _no("reward_model_revision", "texts", "download that revision and name its folder as reward_model"),
+    _no("reward_adapters", "texts", "merge the adapter first and name the folder as reward_model"),
     _no("dataset_shuffle", "truth", "tasks are always drawn in a shuffled order", True),
     _no("streaming", "truth", _ROWS, False),
     _no("columns", "mapping", "name columns messages, query and solution in the data"),
@@ -225,15 +238,16 @@ _DATA: tuple[Argument, ...] = (
 )  # fmt: skip
 
 _SAMPLING: tuple[Argument, ...] = (
-    _is("max_completion_length", "whole", "sampling.max_tokens", 512),
+    _is("max_completion_length", "whole", "sampling.max_tokens", 512, "max_new_tokens", "response_length"),
+    _is("enable_thinking", "truth", "chat_template_kwargs.enable_thinking"),
     _is("temperature", "number", "sampling.temperature", 0.9),
-    _is("top_p", "number", "sampling.top_p", 0.9),
-    _is("top_k", "whole", "sampling.top_k", 50),
+    _is("top_p", "number", "sampling.top_p", 1.0),
+    _is("top_k", "whole", "sampling.top_k", -1),
     _is("min_p", "number", "sampling.min_p", 0.0),
+    _is("repetition_penalty", "number", "sampling.repetition_penalty", 1.0),
     _is("stop_words", "texts", "sampling.stop", []),
     _is("dynamic_sample", "truth", "flat_groups: drop", False),
-    _idle("max_resample_times", "whole", "groups are drawn until a step has as many with signal as it needs",
-          where="dynamic_sample"),
+    _is("max_resample_times", "whole", "max_resample_times", 3, where="dynamic_sample"),
     _is("overlong_filter", "truth", "truncated: mask", False),
     _is("use_vllm", "truth", "engine: vllm; else embedded", False),
     _is("vllm_mode", "text", "colocate: an engine started here; server: one that runs already", where="vllm"),
@@ -245,12 +259,16 @@ _SAMPLING: tuple[Argument, ...] = (
     _is("async_generate", "truth", "max_lag: 1 more", False, where="vllm"),
     _is("vllm_device", "texts", "engine.devices, such as cuda:1", where="colocate"),
     _is("num_infer_workers", "whole", "nothing: as many as vllm_device has", where="vllm_device"),
-    _is("sleep_level", "whole", "nothing: " + _GONE + "; keys and values stay within gpu_memory_utilization", 0,
+    _is("sleep_level", "whole", "engine.sleep, where vllm_tensor_parallel_size is above 1; else " + _GONE, 0,
         where="colocate"),
+    _idle("vllm_server_group_port", "texts", "the engine says at which port weights reach it", where="server"),
+    _idle("enable_flattened_weight_sync", "truth", "weights always travel in large pieces", where="vllm"),
+    _idle("vllm_max_lora_rank", "whole", "the engine is told the adapter's own rank", where="colocate"),
+    _idle("vllm_mm_processor_cache_gb", "number", "there are no images", where="colocate"),
     _idle("move_model_batches", "whole", _GONE, where="colocate"),
     _idle("offload_model", "truth", _GONE, where="colocate"),
     _idle("gc_collect_after_offload", "truth", _GONE, where="colocate"),
-    _no("repetition_penalty", "number", "it changes probabilities by what was said, unseen by the loss", 1.0),
+    _no("structured_outputs_regex", "text", GRAMMAR),
     _no("multi_turn_scheduler", "text", _TURNS),
     _no("multi_turn_func", "text", _TURNS),
     _no("max_turns", "whole", _TURNS),
@@ -268,6 +286,7 @@ _RUN: tuple[Argument, ...] = (
     _is("log_completions", "truth", "sinks: completions.jsonl in the run's folder", True),
     _is("report_to", "texts", "sinks: tensorboard, wandb or trackio", []),
     _is("run_name", "text", "name"),
+    _idle("wandb_log_unique_prompts", "truth", "every rollout is in the run's folder"),
     _no("resume_from_checkpoint", "text", _RESUME),
     _no("push_to_hub", "truth", "tandem export makes a folder to upload", False),
     _no("swanlab_project", "text", _SWANLAB),

@@ -78,7 +78,10 @@ class Given:
         for name, value in self._values.items():
             argument = self._table[name]
             if argument.where and (why := places[argument.where]):
-                self.wrong(name, f"it changes nothing {why}; leave it out")
+                if value == argument.default and not argument.refused:
+                    self.note(name, f"changes nothing {why}")
+                else:
+                    self.wrong(name, f"it changes nothing {why}; leave it out")
             elif argument.refused and value != argument.default:
                 self.wrong(name, f"refused: {argument.refused}")
             elif argument.idle and value != argument.default:

@@ -153,15 +153,29 @@ def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int) -> 
         found |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
     if given["num_infer_workers"] not in (None, len(devices)):
         given.wrong("num_infer_workers", f"vllm_device has {len(devices)}; leave it out")
-    if given["sleep_level"] not in (0, 1, 2):
-        given.wrong("sleep_level", "it is 0, 1 or 2")
-    elif given["sleep_level"]:
-        given.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
-                                  "and values stay within gpu_memory_utilization")  # fmt: skip
     if "vllm_gpu_memory_utilization" not in given and not devices:
         given.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
     shared = size == 1 and not devices
+    if level := _sleep(given, devices, shared=shared):
+        found["sleep"] = level
     return {"engine": found, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
+
+
+def _sleep(given: Given, devices: list[str], *, shared: bool) -> int:
+    """How deep an engine beside the trainer sleeps while a step is trained; 0 where it must not, or need not."""
+    level = int(given["sleep_level"])
+    if level not in (0, 1, 2):
+        given.wrong("sleep_level", "it is 0, 1 or 2")
+    elif level and shared:
+        given.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
+                                  "and values stay within gpu_memory_utilization")  # fmt: skip
+    elif level and given["async_generate"]:
+        given.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
+    elif level and devices and "0" not in devices:
+        given.wrong("sleep_level", "the engine is on other GPUs than the trainer; leave it out")
+    else:
+        return level
+    return 0
 
 
 def started(given: Given) -> dict[str, Json]:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from tandem.compat._swift_given import Given
 from tandem.compat._swift_parts import datasets, engine, rewards
+from tandem.compat._swift_running import (
+    OPTIMIZERS,
+    SCHEDULES,
+    checkpoint,
+    evaluated,
+    folder,
+    optimizer,
+    per_step,
+    sinks,
+    trained,
+)
 from tandem.types import Json
 
-COMPLETIONS = "tandem.compat.swift:Completions"
-"""The sink that writes completions.jsonl."""
-
 _REDUCTIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
-_OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit", "adafactor": "adafactor",
-}  # fmt: skip
-_SCHEDULES = {
-    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
-    "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
-}  # fmt: skip
 _CORRECTIONS = {
     None: None,
     "token_truncate": ("token", "truncate"),
@@ -58,7 +57,7 @@ class Reading:
         self._check()
         if given.problems:
             return {}, notes
-        data = datasets(given)
+        data, thinks = datasets(given), given["enable_thinking"]
         options: dict[str, Json] = {
             "model": given["model"],
             "steps": self._steps(data),
@@ -68,8 +67,10 @@ class Reading:
             "group_size": given["num_generations"],
             **({"max_lag": lag} if (lag := self._rounds - 1 + bool(given["async_generate"])) else {}),
             "sampling": self._sampling(),
+            **({} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}),
             **({"truncated": "mask"} if given["overlong_filter"] else {}),
             "flat_groups": "drop" if given["dynamic_sample"] else "keep",
+            **({"max_resample_times": given["max_resample_times"]} if given["dynamic_sample"] else {}),
             "advantage": self._advantage(),
             "loss": self._loss(),
             **self._correction(),
@@ -83,21 +84,21 @@ class Reading:
     def _running(self, steps: int) -> dict[str, Json]:
         """How those steps are computed, saved and shown."""
         given = self.given
-        trains = self._trains()
+        trains = trained(given, self.mode)
         context = given["max_length"] and given["max_length"] + given["max_completion_length"]
         batch = given["per_device_train_batch_size"]
         return {
-            "optimizer": self._optimizer(steps),
+            "optimizer": optimizer(given, steps),
             "trains": trains,
             **engine(given, self.mode, trains, self._rounds),
             "dtype": given["torch_dtype"],
             **({"context": context, "micro_batch_tokens": batch * context} if context else {}),
             **({"checkpointing": "full"} if given["gradient_checkpointing"] else {}),
             "seed": given["seed"],
-            "evaluate": self._evaluate(),
-            "checkpoint": self._checkpoint(steps),
-            "sinks": self._sinks(),
-            **self._folder(),
+            "evaluate": evaluated(given),
+            "checkpoint": checkpoint(given, steps),
+            "sinks": sinks(given),
+            **folder(given),
         }
 
     @cached_property
@@ -191,6 +192,8 @@ class Reading:
         given.only("importance_sampling_level", {"token": 1, "sequence": 1, "sequence_token": 1})
         if given["truncation_strategy"] not in ("delete", "raise"):
             given.wrong("truncation_strategy", "a prompt is never cut, for its answer would be to another question")
+        elif given["truncation_strategy"] == "delete":
+            given.note("truncation_strategy", "a prompt without room is an error here, not left out")
         if self._lora and given["lora_dropout"]:
             why = "it must be 0: the policy that is scored must be the policy that sampled"
             given.wrong("lora_dropout", f"Tandem has no dropout; {why}")
@@ -198,6 +201,12 @@ class Reading:
             given.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
         if "ref_model" in given and given["ref_model"] != given["model"]:
             given.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
+        in_reward, rloo = given["kl_in_reward"], given["advantage_estimator"] == "rloo"
+        if "kl_in_reward" in given and not given["beta"]:
+            given.note("kl_in_reward", "changes nothing with --beta 0, which has no penalty")
+        elif given["beta"] and (in_reward or (rloo and in_reward is None)):
+            why = "where rloo puts it unless this is false" if in_reward is None else "not of the reward"
+            given.wrong("kl_in_reward", f"the penalty is a term of the loss, {why}; write false, or --beta 0")
         if given["reward_model_plugin"] not in (None, ["default"]):
             given.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
         if "max_resample_times" in given and given["dynamic_sample"] and given["max_resample_times"] < 1:
@@ -243,7 +252,7 @@ class Reading:
         """Steps of the run; each is as many optimizer updates as num_iterations."""
         given = self.given
         if given["max_steps"] > 0:
-            return self._every(given["max_steps"])
+            return per_step(given, given["max_steps"])
         from tandem.compat._swift_data import Rows
 
         sources = [data["env"]] if "env" in data else [source["env"] for source in data["envs"].values()]
@@ -258,6 +267,8 @@ class Reading:
         found |= {"top_p": given["top_p"]} if given["top_p"] != 1 else {}
         found |= {"top_k": given["top_k"]} if given["top_k"] > 0 else {}
         found |= {"min_p": given["min_p"]} if given["min_p"] else {}
+        penalty = given["repetition_penalty"]
+        found |= {"repetition_penalty": penalty} if penalty != 1 else {}
         found |= {"max_tokens": given["max_completion_length"]}
         return found | ({"stop": given["stop_words"]} if given["stop_words"] else {})
 
@@ -292,12 +303,19 @@ class Reading:
         return {"kind": "grpo" if token else "gspo", **({} if self._at_ratio_one else clips), "reduction": reduction}
 
     def _correction(self) -> dict[str, Json]:
-        found = _CORRECTIONS[self.given["rollout_importance_sampling_mode"]]
-        if found is None:
-            return {}
-        kind, beyond = found
-        bound = self.given["rollout_importance_sampling_threshold"]
-        return {"old_logprobs": "recomputed", "corrections": [{"kind": kind, "beyond": beyond, "high": bound}]}
+        given = self.given
+        found, delta = _CORRECTIONS[given["rollout_importance_sampling_mode"]], given["off_policy_sequence_mask_delta"]
+        corrections: list[Json] = []
+        if found is not None:
+            kind, beyond = found
+            bound = given["rollout_importance_sampling_threshold"]
+            corrections.append({"kind": kind, "beyond": beyond, "high": bound})
+        if delta is not None:
+            corrections.append({"kind": "opsm", "threshold": delta})
+        return {
+            **({"old_logprobs": "recomputed"} if found is not None else {}),
+            **({"corrections": corrections} if corrections else {}),
+        }
 
     def _reference(self) -> dict[str, Json]:
         given = self.given
@@ -309,87 +327,11 @@ class Reading:
         moving = {"mixup": given["ref_model_mixup_alpha"], "every": given["ref_model_sync_steps"]}
         return {"reference": {"kind": "average", **own, **moving}}
 
-    def _optimizer(self, steps: int) -> Json:
-        given = self.given
-        kind = _OPTIMIZERS[given["optim"]]
-        if given["offload_optimizer"]:
-            if kind != "adamw":
-                given.wrong("offload_optimizer", f"it is of adamw, not of {given['optim']}")
-            kind = "adamw_cpu"
-        rate = given["learning_rate"] if given["learning_rate"] is not None else 1e-4 if self._lora else 1e-5
-        schedule = _SCHEDULES[given["lr_scheduler_type"]]
-        warmup = math.ceil(given["warmup_steps"] / given["num_iterations"]) or math.ceil(given["warmup_ratio"] * steps)
-        adam = {"beta1": given["adam_beta1"], "beta2": given["adam_beta2"], "eps": given["adam_epsilon"]}
-        found: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
-        found |= {"warmup_steps": warmup} if warmup else {}
-        for name, value in (given["lr_scheduler_kwargs"] or {}).items():
-            if name not in ("min_lr", "min_lr_rate") or schedule == "constant":
-                given.wrong("lr_scheduler_kwargs", f"{name} is unknown to {given['lr_scheduler_type']}")
-            found["min_lr_ratio"] = value / rate if name == "min_lr" else value
-        found |= {"max_grad_norm": given["max_grad_norm"], "weight_decay": given["weight_decay"]}
-        if kind == "adafactor":
-            for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-                if name in given:
-                    given.wrong(name, "it changes nothing with --optim adafactor; leave it out")
-            return found
-        return found | adam
-
-    def _trains(self) -> Json:
-        given = self.given
-        if not self._lora:
-            return {"kind": "full"}
-        modules = given["target_modules"]
-        merged = self.mode != "none" and not given["vllm_enable_lora"]
-        return {
-            "kind": "lora",
-            "rank": given["lora_rank"],
-            "alpha": given["lora_alpha"],
-            "target_modules": "all-linear" if modules == ["all-linear"] else modules,
-            **({"merged": True} if merged else {}),
-        }
-
-    def _evaluate(self) -> Json:
-        given = self.given
-        if not given["split_dataset_ratio"] and not given["val_dataset"]:
-            return {"tasks": 0}
-        every = given["eval_steps"] or self._every(given["save_steps"])
-        greedy = {"temperature": given["temperature"], "top_p": given["top_p"]}
-        return {"every": every, "samples": given["num_generations"], **greedy, "before": False}
-
-    def _every(self, updates: float) -> int:
-        """Steps that are so many optimizer updates."""
-        return max(1, math.ceil(updates / int(self.given["num_iterations"])))
-
-    def _checkpoint(self, steps: int) -> Json:
-        given, saves = self.given, self.given["save_steps"]
-        if given.only("save_strategy", {"steps": "steps", "no": "no"}) == "no":
-            return {"every": steps, "keep": 1}
-        every = min(steps, max(1, round(saves * steps)) if saves < 1 else self._every(saves))
-        return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
-
-    def _sinks(self) -> list[Json]:
-        given = self.given
-        boards = [name for name in given["report_to"] if name != "none"]
-        for name in boards:
-            if name not in ("tensorboard", "wandb", "trackio"):
-                given.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
-        return ["console", *boards, *([{"kind": COMPLETIONS}] if given["log_completions"] else [])]
-
-    def _folder(self) -> dict[str, Json]:
-        """Where the run's folder is."""
-        given = self.given
-        path = Path(given["output_dir"] or Path("output") / Path(given["model"]).name)
-        if given["add_version"]:
-            return {"runs": str(path), **({"name": given["run_name"]} if given["run_name"] else {})}
-        if given["run_name"]:
-            given.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
-        return {"runs": str(path.parent), "name": path.name}
-
 
 _CHOICES: dict[str, Mapping[Any, Any]] = {
     "train_type": {"lora": "lora", "full": "full"},
     "torch_dtype": {"bfloat16": "bfloat16", "float32": "float32"},
-    "optim": _OPTIMIZERS,
-    "lr_scheduler_type": _SCHEDULES,
+    "optim": OPTIMIZERS,
+    "lr_scheduler_type": SCHEDULES,
     "rollout_importance_sampling_mode": _CORRECTIONS,
 }

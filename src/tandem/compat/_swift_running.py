@@ -1,0 +1,107 @@
+"""How ms-swift's steps are run: what is trained by which optimizer, and what is saved, evaluated and shown."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from tandem.compat._swift_given import Given
+from tandem.types import Json
+
+COMPLETIONS = "tandem.compat.swift:Completions"
+"""The sink that writes completions.jsonl."""
+
+OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit", "adafactor": "adafactor",
+}  # fmt: skip
+"""By ms-swift's names."""
+SCHEDULES = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
+    "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
+}  # fmt: skip
+"""By ms-swift's names."""
+
+
+def per_step(given: Given, updates: float) -> int:
+    """Steps that are so many optimizer updates."""
+    return max(1, math.ceil(updates / int(given["num_iterations"])))
+
+
+def optimizer(given: Given, steps: int) -> Json:
+    """``optimizer`` of a run of so many steps."""
+    kind = OPTIMIZERS[given["optim"]]
+    if given["offload_optimizer"]:
+        if kind != "adamw":
+            given.wrong("offload_optimizer", f"it is of adamw, not of {given['optim']}")
+        kind = "adamw_cpu"
+    usual = 1e-4 if given["train_type"] == "lora" else 1e-5
+    rate = given["learning_rate"] if given["learning_rate"] is not None else usual
+    schedule = SCHEDULES[given["lr_scheduler_type"]]
+    warmup = math.ceil(given["warmup_steps"] / given["num_iterations"]) or math.ceil(given["warmup_ratio"] * steps)
+    adam = {"beta1": given["adam_beta1"], "beta2": given["adam_beta2"], "eps": given["adam_epsilon"]}
+    found: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
+    found |= {"warmup_steps": warmup} if warmup else {}
+    for name, value in (given["lr_scheduler_kwargs"] or {}).items():
+        if name not in ("min_lr", "min_lr_rate") or schedule == "constant":
+            given.wrong("lr_scheduler_kwargs", f"{name} is unknown to {given['lr_scheduler_type']}")
+        found["min_lr_ratio"] = value / rate if name == "min_lr" else value
+    found |= {"max_grad_norm": given["max_grad_norm"], "weight_decay": given["weight_decay"]}
+    if kind == "adafactor":
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            if name in given:
+                given.wrong(name, "it changes nothing with --optim adafactor; leave it out")
+        return found
+    return found | adam
+
+
+def trained(given: Given, mode: str) -> dict[str, Json]:
+    """``trains``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
+    if given["train_type"] != "lora":
+        return {"kind": "full"}
+    modules = given["target_modules"]
+    return {
+        "kind": "lora",
+        "rank": given["lora_rank"],
+        "alpha": given["lora_alpha"],
+        "target_modules": "all-linear" if modules == ["all-linear"] else modules,
+        **({"merged": True} if mode != "none" and not given["vllm_enable_lora"] else {}),
+    }
+
+
+def evaluated(given: Given) -> Json:
+    """``evaluate``: nothing without held-out rows."""
+    if not given["split_dataset_ratio"] and not given["val_dataset"]:
+        return {"tasks": 0}
+    every = given["eval_steps"] or per_step(given, given["save_steps"])
+    samples = given["num_generations_eval"] or given["num_generations"]
+    greedy = {"temperature": given["temperature"], "top_p": given["top_p"]}
+    return {"every": every, "samples": samples, **greedy, "before": False}
+
+
+def checkpoint(given: Given, steps: int) -> Json:
+    """``checkpoint`` of a run of so many steps."""
+    saves = given["save_steps"]
+    if given.only("save_strategy", {"steps": "steps", "no": "no"}) == "no":
+        return {"every": steps, "keep": 1}
+    every = min(steps, max(1, round(saves * steps)) if saves < 1 else per_step(given, saves))
+    return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
+
+
+def sinks(given: Given) -> list[Json]:
+    """``sinks``: the terminal, boards, and completions.jsonl."""
+    boards = [name for name in given["report_to"] if name != "none"]
+    for name in boards:
+        if name not in ("tensorboard", "wandb", "trackio"):
+            given.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
+    return ["console", *boards, *([{"kind": COMPLETIONS}] if given["log_completions"] else [])]
+
+
+def folder(given: Given) -> dict[str, Json]:
+    """Where the run's folder is."""
+    path = Path(given["output_dir"] or Path("output") / Path(given["model"]).name)
+    if given["add_version"]:
+        return {"runs": str(path), **({"name": given["run_name"]} if given["run_name"] else {})}
+    if given["run_name"]:
+        given.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
+    return {"runs": str(path.parent), "name": path.name}
