@@ -67,6 +67,7 @@ class FakeClient:
     def __init__(self, *, adapters: bool = False, counts: bool = False):
         self.weights = 0
         self.paused = False
+        self.asleep: list[int | None] = []
         self.dead = False
         self.requests: list[Request] = []
         self.seen: list[Request] = []
@@ -78,7 +79,9 @@ class FakeClient:
         if counts:  # as vLLM does, for whoever wants an answer whole
             self.output_processor = SimpleNamespace(request_states={})
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="tiny", max_model_len=LIMIT, logprobs_mode="processed_logprobs"),
+            model_config=SimpleNamespace(
+                model="tiny", max_model_len=LIMIT, logprobs_mode="processed_logprobs", enable_sleep_mode=True
+            ),
             lora_config=object() if adapters else None,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             cache_config=SimpleNamespace(block_size=1),
@@ -170,6 +173,14 @@ class FakeClient:
 
     async def resume_generation(self) -> None:
         self.paused = False
+
+    async def sleep(self, level: int) -> None:
+        assert self.paused
+        self.asleep.append(level)
+
+    async def wake_up(self) -> None:
+        self.asleep.append(None)
+        self.paused = False  # as releases do whose scheduler goes on once all memory is there
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> Any:
         self.calls.append((method, args))

@@ -350,6 +350,121 @@ def test_weights_are_written_while_paused_alone() -> None:
     run(body)
 
 
+# Sleep
+
+
+def test_an_engine_sleeps_while_paused_alone_and_wakes_up_paused() -> None:
+    async def body(c: Client) -> None:
+        found = await c.post("/bridge/sleep", {"level": 1})
+        assert (found.status, "pause first" in found.detail) == (409, True)
+        await c.post("/bridge/pause", {"finish": True})
+        for _ in range(2):
+            assert (await c.post("/bridge/sleep", {"level": 1})).json == {"level": 1}
+        assert c.vllm.asleep == [1]
+        for _ in range(2):
+            assert (await c.post("/bridge/wake")).json == {"level": 0}
+        assert c.vllm.asleep == [1, None]
+        assert c.vllm.paused, "it goes on when its trainer says so"
+        assert (await c.get("/bridge/info")).json["state"] == "paused"
+        assert (await c.post("/bridge/resume")).status == 200  # its weights are those it had
+
+    run(body)
+
+
+def test_what_is_in_flight_keeps_an_engine_awake() -> None:
+    async def body(c: Client) -> None:
+        asked = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 3}))
+        await c.vllm.step()
+        await c.begin("/bridge/pause")
+        found = await c.begin("/bridge/sleep", {"level": 2})
+        assert (found.status, "1 requests are in flight" in found.detail) == (409, True)
+        assert c.vllm.asleep == []
+        await c.begin("/bridge/resume")
+        await c.vllm.step(3)
+        assert (await asked).status == 200
+
+    run(body)
+
+
+def test_weights_that_a_deep_sleep_discarded_are_not_served_before_they_are_stamped() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        await c.post("/bridge/sleep", {"level": 2})
+        await c.post("/bridge/wake")
+        found = await c.post("/bridge/resume")
+        assert (found.status, "stamp them first" in found.detail) == (409, True)
+        await c.post("/bridge/stamp", {"step": 4, "digest": "d"})
+        assert (await c.post("/bridge/resume")).json["step"] == 4
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/bridge/resume", None),
+        ("/bridge/checksums", {"travels": "weights"}),
+        ("/bridge/probe", {"tokens": [1, 2]}),
+        ("/bridge/lend", {"folder": "/x"}),
+        ("/bridge/lend_slot", {"config": {}, "tensors": [], "folder": "/dev/shm"}),
+        ("/bridge/adapt", {"key": "abc"}),
+        ("/lora/load", {"adapter_name": "a", "adapter_path": "/x"}),
+        ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
+    ],
+)
+def test_nothing_reads_or_writes_memory_that_was_released(path: str, asked: Any) -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        await c.post("/bridge/sleep", {"level": 1})
+        before = list(c.vllm.calls)
+        found = await c.begin(path, asked)
+        assert (found.status, "wake it first" in found.detail) == (409, True)
+        assert c.vllm.calls == before
+        assert c.vllm.paused
+
+    run(body)
+
+
+def test_new_requests_wait_for_an_engine_that_sleeps() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        await c.post("/bridge/sleep", {"level": 1})
+        asked = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
+        await c.vllm.step(5)
+        assert not asked.done()
+        assert not c.vllm.seen
+        await c.begin("/bridge/wake")
+        await c.vllm.step(5)
+        assert not c.vllm.seen
+        await c.begin("/bridge/resume")
+        await c.vllm.step(5)
+        assert (await asked).status == 200
+
+    run(body)
+
+
+def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause", {"seconds": 0.02})
+        await c.post("/bridge/sleep", {"level": 1})
+        assert c.front._lease is None
+        await c.post("/bridge/wake", {"seconds": 500})
+        assert c.front._lease is not None
+        c.front._end_lease()
+
+    run(body)
+
+
+def test_a_server_without_sleep_mode_says_so() -> None:
+    async def body(c: Client) -> None:
+        c.vllm.vllm_config.model_config.enable_sleep_mode = False
+        await c.post("/bridge/pause")
+        found = await c.post("/bridge/sleep", {"level": 1})
+        assert (found.status, "--enable-sleep-mode" in found.detail) == (409, True)
+
+    run(body)
+
+
 # vLLM's own routes
 
 

@@ -17,6 +17,10 @@ from tandem.errors import EngineError, StaleWeights
 
 T = TypeVar("T")
 
+AGAIN = 2
+"""How often a call is repeated whose connection broke: the network's fault, unless nobody listens there any more."""
+ONCE = ("/nccl/", "/lora/")
+"""How routes begin whose calls do something else the second time."""
 GONE_SECONDS = 10.0
 """An engine that nobody can connect to for this long has gone."""
 
@@ -49,6 +53,7 @@ class Server:
         self._control = control_seconds
         self._request = request_seconds
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     @property
     def name(self) -> str:
@@ -65,6 +70,7 @@ class Server:
 
     async def close(self) -> None:
         """Close connections; requests in flight fail."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -105,25 +111,35 @@ class Server:
 
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
         data = None if body is None else msgspec.json.encode(body)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        async with waits.waiting("trainer", f"{method} {path}", on=self.name, deadline=seconds):
-            try:
-                async with self.opened().request(method, self.url + path, data=data, timeout=timeout) as response:
-                    found = await response.read()
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                said = str(error) or type(error).__name__
-                raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
-        if response.status in (401, 403):
+        async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
+            status, found = await self._answer(method, path, data)
+        if status in (401, 403):
             variable = "engine.api_key_variable names the environment variable that holds it"
-            raise Denied(f"{self.name} answers {path} with {response.status}: {_detail(found)}; {variable}")
-        if response.status >= 400:
+            raise Denied(f"{self.name} answers {path} with {status}: {_detail(found)}; {variable}")
+        if status >= 400:
             said = f"{_detail(found)}{self._last_words()}"
             error_kind = Fallen if b'"EngineDeadError"' in found else EngineError  # the title of the problem
-            raise error_kind(f"{self.name} answers {path} with {response.status}: {said}")
+            raise error_kind(f"{self.name} answers {path} with {status}: {said}")
         try:
             return msgspec.json.decode(found, type=kind)
         except msgspec.DecodeError as error:  # a logprob that is no number, for one
             raise EngineError(f"{self.name} answers {path} with something else than was asked for: {error}") from error
+
+    async def _answer(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        """Status and body; asked again where a connection breaks and another can be had."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        tries = 0
+        while True:
+            try:
+                async with self.opened().request(method, self.url + path, data=data, timeout=timeout) as response:
+                    return response.status, await response.read()
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                broke = not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
+                if broke and tries < AGAIN and not path.startswith(ONCE) and not self._closed:
+                    tries += 1
+                    continue
+                said = str(error) or type(error).__name__
+                raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
 
     def _last_words(self) -> str:
         """The end of its log, if it is our child and dead."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem import waits
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_client import Replaced, Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
@@ -69,6 +70,7 @@ class Vllm(Engine):
         """Start or find the servers."""
         await self.fleet.start()
         if self.fleet.adopted:
+            await self.wake()  # its trainer may have died while it slept
             await self._take_over()
         self._context = self.fleet.least = min(self._context, self.fleet.context)
 
@@ -83,7 +85,8 @@ class Vllm(Engine):
         return self.fleet.epoch
 
     def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:
-        self._republish = self.fleet.republish = republish
+        self._republish = republish
+        self.fleet.watch(republish)
 
     async def close(self) -> None:
         self._slot = None
@@ -118,23 +121,11 @@ class Vllm(Engine):
                 f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
                 "shorten the prompt or raise context"
             )
-        asked = wire.Generate(
-            prompt=wire.Ids(prompt_token_ids=list(prompt)),
-            max_tokens=min(sampling.max_tokens, room),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            stop=list(sampling.stop) or None,
-            include_stop_str_in_output=True,
-            stop_token_ids=self._ends,
-            seed=key % 2**63 if self._seeded else None,
-            logprobs=0,
-            detokenize=bool(sampling.stop),
-        )
+        asked = wire.asked(prompt, sampling, limit=room, ends=self._ends, seed=key % 2**63 if self._seeded else None)
         tries = 0
         while True:
-            await self.fleet.ready.wait()
+            async with waits.waiting(waits.actor("rollouts"), "an engine with weights", on="trainer"):
+                await self.fleet.ready.wait()
             if self.fleet.failure is not None:
                 raise self.fleet.failure
             epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
@@ -245,6 +236,17 @@ class Vllm(Engine):
                 )
         self.fleet.ready.set()
         return max(float(answer["seconds"]) for answer in answers)
+
+    @property
+    def sleeps(self) -> int:
+        return self.fleet.sleeps
+
+    async def sleep(self) -> None:
+        await self.fleet.all("/bridge/sleep", wire.Sleep(level=1 if self.sleeps == 1 else 2))
+
+    async def wake(self) -> None:
+        if self.sleeps:
+            await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._patience))
 
     async def stop(self, reason: str) -> None:
         await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))

@@ -16,6 +16,7 @@ from tandem import waits
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_client import Denied, Server, Unreachable
 from tandem.engines._vllm_process import EngineProcess, EngineRecord
+from tandem.engines._vllm_vigil import watch
 from tandem.engines.base import Needs
 from tandem.errors import EngineError
 from tandem.weights import sharing
@@ -58,6 +59,8 @@ class Fleet:
         self.ready = asyncio.Event()
         """Clear while a server was started and nothing was published to it yet."""
         self.ready.set()
+        self.sleeps: int = options.sleep
+        """How deep they sleep while a step is trained."""
         self.least = 0
         """Tokens that a server must take to join later."""
         self.republish: Callable[[], Awaitable[None]] | None = None
@@ -68,6 +71,7 @@ class Fleet:
         self._back: list[Server] = []
         self._said: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._launch = launch
         self._options = options
         self._needs = needs
@@ -89,7 +93,8 @@ class Fleet:
     async def _arrival(self, server: Server) -> Server:
         """Greet a server that somebody else runs, or is about to: who is started first does not matter."""
         deadline, told = time.monotonic() + self._options.start_seconds, False
-        async with waits.waiting("trainer", "an engine to answer", on=server.name):
+        patience = self._options.start_seconds + 10  # beyond the deadline below, which says more
+        async with waits.waiting(waits.actor("trainer"), "an engine to answer", on=server.name, deadline=patience):
             while True:
                 try:
                     await self._greet(server)
@@ -131,22 +136,46 @@ class Fleet:
         return True
 
     async def _spawn(self, index: int) -> None:
+        """Start a server, again if somebody kills it meanwhile: what it ends of by itself would be the same again."""
+        while True:
+            try:
+                return await self._start(index)
+            except EngineError as error:
+                process = self.servers[index].process
+                if process is None or not process.killed or self._restarts >= self._options.restarts:
+                    raise
+                self._restarts += 1
+                log.warning("%s; starting it again", str(error).splitlines()[0])
+
+    async def _start(self, index: int) -> None:
         launch, server = self._launch, self.servers[index]
         assert launch is not None
         sharing.remove_orphans()  # what an engine that was killed had lent lies in memory until somebody removes it
         process = server.process = EngineProcess.start(
-            launch.command(self.model, urlsplit(server.url).port or 0),
+            launch.command(self._loadable(), urlsplit(server.url).port or 0),
             launch.environment(index, server.key),
             launch.log / f"engine-{index}.log",
         )
         self._note(launch, index)  # at once: a trainer that dies during the start must leave a trace
         try:
-            await process.wait_healthy(server.url, self._options.start_seconds)
+            seconds = self._options.start_seconds
+            # It has a deadline of its own, and says more when that has passed.
+            async with waits.waiting(waits.actor("trainer"), "its start", on=server.name, deadline=seconds + 10):
+                await process.wait_healthy(server.url, seconds)
             self._note(launch, index)
             await self._greet(server)
         except BaseException:
             await process.stop()
             raise
+
+    def _loadable(self) -> str:
+        """What the next start loads: the checkpoint that a run went on from, until that is pruned, and then the model.
+
+        Which of them does not matter, since the weights of now are published to it.
+        """
+        given = self._needs.weights
+        pruned = given is not None and self.model == str(given) and not given.exists()
+        return self._needs.model if pruned else self.model
 
     def _note(self, launch: Launch, index: int) -> None:
         server = self.servers[index]
@@ -270,6 +299,11 @@ class Fleet:
                 task.cancel()
             await asyncio.gather(*arriving, return_exceptions=True)
 
+    def watch(self, republish: Callable[[], Awaitable[None]]) -> None:
+        """Bring the weights back to servers that lose them; ``republish`` is the field's."""
+        self.republish = republish
+        self._watching = asyncio.create_task(watch(self, republish), name="engines that are there")
+
     async def _look(self) -> None:
         """Look for servers of others that are away, and have those published to that answer again."""
         try:
@@ -300,9 +334,10 @@ class Fleet:
         """End our servers and let go of the others."""
         self._closed = True
         self.ready.set()
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        for task in (self._looking, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         for server in self._away:
             await server.close()
         for index, server in enumerate(self.servers):

@@ -96,6 +96,15 @@ class Frontend:
             await self._halt()
             self._paused_at = self._paused_at or time.monotonic()
 
+    async def still(self) -> None:
+        """Have a scheduler that something else may have set going stand still again; the state is as it was."""
+        async with self._control:
+            await self._halt()
+
+    def rest(self) -> None:
+        """Who paused it may take as long as it likes to come back: it sleeps."""
+        self._end_lease()
+
     async def _halt(self) -> None:
         """Have the scheduler stand still, and every token that it sampled be filed."""
         core = getattr(self.client, "engine_core", None)

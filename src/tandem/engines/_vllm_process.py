@@ -116,6 +116,7 @@ class EngineProcess:
         self._child = child
         self._known = {me}
         self._stopped = False
+        self._killed = False
 
     @classmethod
     def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path, grace: float = 15.0) -> EngineProcess:
@@ -214,6 +215,7 @@ class EngineProcess:
         """
         if self._stopped:
             return
+        self._killed = self._child is not None and (self._exit() or 0) < 0
         started = self._family()  # now: who loses its parent later can no longer be found by it
         try:
             if self.alive():
@@ -231,9 +233,14 @@ class EngineProcess:
                 "ps before another engine is started"
             )
         if self._child is not None:
-            self._child.wait()
+            self._child.wait(_KILLED_SECONDS)
         remove_orphans()  # vLLM kills its workers as it ends, so what they lent on a host still has its name
         self._stopped = True
+
+    @property
+    def killed(self) -> bool:
+        """True if somebody's signal ended it before it was told to end."""
+        return self._killed
 
     def exit_reason(self) -> str:
         """How the process ended, as a predicate: ``ended with exit code 1``."""

@@ -30,6 +30,7 @@ from tandem.engines._vllm_asgi import (
 )
 from tandem.engines._vllm_frontend import Frontend, Stopped
 from tandem.engines._vllm_receiver import Receiver
+from tandem.engines._vllm_sleep import Sleeper
 from tandem.engines._vllm_watch import Watch
 from tandem.engines._vllm_wire import Refused, parsed
 
@@ -45,6 +46,19 @@ SALTED = frozenset(
     }
 )
 """Stock routes that sample."""
+AWAKE = frozenset(
+    {
+        "/bridge/resume",
+        "/bridge/lend",
+        "/bridge/lend_slot",
+        "/bridge/adapt",
+        "/bridge/checksums",
+        "/bridge/probe",
+        "/lora/load",
+        "/nccl/receive",
+    }
+)
+"""Routes of ours that read or write memory which an engine that sleeps does not have."""
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
 """Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
 
@@ -104,6 +118,8 @@ class Routes:
             allow = ", ".join(methods)
             raise Refused(405, f"{path} answers {allow}, not {method}", [(b"allow", allow.encode())])
         body = await read(receive)
+        if live.sleeper.level and path in AWAKE:
+            raise Refused(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
         if path in SAMPLE:
             return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
         return await handler(body)
@@ -162,6 +178,7 @@ class _Live:
         self.frontend = Frontend(client)
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
+        self.sleeper = Sleeper(self.frontend)
         self.handlers: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self.health},
             "/generate": {"POST": self.generate},
@@ -175,6 +192,8 @@ class _Live:
             "/bridge/probe": {"POST": self.probe},
             "/bridge/stamp": {"POST": self.stamp},
             "/bridge/stop": {"POST": self.stop},
+            "/bridge/sleep": {"POST": self.sleeper.sleep},
+            "/bridge/wake": {"POST": self.sleeper.wake},
             "/bridge/lend_slot": {"POST": self.lend_slot},
             "/bridge/adapt": {"POST": self.adapt},
             "/bridge/adopt": {"POST": self.adopt},

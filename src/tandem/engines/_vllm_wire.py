@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from tandem.types import Sampling
+
 T = TypeVar("T")
 
 
@@ -86,6 +88,33 @@ class Generate(Body):
         return {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature, **given}
 
 
+def asked(
+    prompt: Sequence[int], sampling: Sampling, *, limit: int, ends: Sequence[int], seed: int | None = None
+) -> Generate:
+    """A request for one completion of at most ``limit`` tokens, with the logprob of each token.
+
+    ``ends`` are the model's own end tokens.
+    """
+    return Generate(
+        prompt=Ids(prompt_token_ids=list(prompt)),
+        max_tokens=min(sampling.max_tokens, limit),
+        min_tokens=min(sampling.min_tokens, limit),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=seed,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=[*ends, *sampling.stop_token_ids],
+        include_stop_str_in_output=True,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+    )
+
+
 class Generated(msgspec.Struct, kw_only=True):
     """Answer of /generate. One entry per completion."""
 
@@ -112,6 +141,20 @@ class Pause(Body):
     """Let requests in flight end first."""
     seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     """How long it may last, proof included: an engine that nobody resumes by then is stopped instead of hanging."""
+
+
+class Sleep(Body):
+    """POST /bridge/sleep."""
+
+    level: Literal[1, 2]
+    """1 keeps the weights in the host's memory; 2 keeps nothing, so they must be published again."""
+
+
+class Wake(Body):
+    """POST /bridge/wake."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    """How long the pause that goes on may last, as that of /bridge/pause."""
 
 
 class Lend(Body):

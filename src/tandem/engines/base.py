@@ -114,6 +114,21 @@ class Engine(ABC):
         return False
 
     @property
+    def sleeps(self) -> int:
+        """How deep it sleeps while a step is trained: 0 never, 1 with its weights kept, 2 with nothing kept."""
+        return 0
+
+    async def sleep(self) -> None:
+        """Give the accelerator's memory back, while paused and with nothing in flight."""
+        raise NotImplementedError("an engine whose ``sleeps`` is above 0 has this")
+
+    async def wake(self) -> None:  # noqa: B027 - most never sleep
+        """Have the memory again and stay paused; does nothing to one that is awake.
+
+        After a sleep of 2 the weights are garbage until they are published, and not served before that is proven.
+        """
+
+    @property
     def epoch(self) -> int:
         """Counts starts: whatever was lent, loaded or connected belongs to one of them."""
         return 0

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from tandem.engines import _vllm_process as processes
 from tandem.engines._processes import identity
@@ -76,6 +76,9 @@ class Vllm(EngineSpec):
     """Most images, videos and so on of one prompt, by kind."""
     args: dict[str, Any] = field(default_factory=dict)
     """Other options of vLLM's server by name, such as {attention_backend: FLASH_ATTN}; true gives a bare flag."""
+    sleep: Literal[0, 1, 2] = 0
+    """Release the accelerator's memory while a step is trained: 1 keeps the weights in the host's memory, 2 keeps
+    nothing, so that every publish brings them all. For a started engine on the trainer's own accelerator."""
     seeded: bool = False
     """Give every answer a random stream of its own, so that it can be sampled again; it costs speed on a GPU."""
     api_key_variable: str = ""
@@ -121,6 +124,8 @@ class Vllm(EngineSpec):
     def refuses(self, port: type) -> str:
         """Why engines of these options cannot be used in some way; empty if they can."""
         engines = len(self.urls) or self.replicas
+        if self.sleep and (reason := self._cannot_sleep(port)):
+            return reason
         if port is CanLend and self.tensor_parallel_size > 1:
             return (
                 f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
@@ -130,6 +135,21 @@ class Vllm(EngineSpec):
             return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
         if port is CanRelaunch and self.urls:
             return "engines at urls were not started here, so they are not ours to end; use hotswap or broadcast"
+        return ""
+
+    def _cannot_sleep(self, port: type) -> str:
+        """Why ``sleep`` would gain nothing, or cannot be."""
+        if port is not CanReceive:
+            ways: Mapping[Any, str] = {
+                CanLend: "with one copy of the weights there is none to release, and memory that is lent must stay",
+                CanSwap: "requests never wait for this way of syncing, and an engine that sleeps makes them",
+                CanRelaunch: "this way of syncing ends the engine itself",
+            }
+            return f"engine.sleep: {self.sleep} goes with sync: broadcast alone; {ways[port]}"
+        if self.devices and not any(_first_device() in each.split(",") for each in self.devices):
+            return f"engine.sleep: {self.sleep} releases nothing that the trainer could use: devices are others"
+        if not _has_cuda():
+            return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
         return ""
 
     @asynccontextmanager
@@ -239,6 +259,8 @@ class Vllm(EngineSpec):
             cache = cache or CPU_CACHE_GB
         if cache:
             given["kv-cache-memory-bytes"] = int(cache * 1e9)
+        if self.sleep:
+            given["enable-sleep-mode"] = True
         if self.limit_mm_per_prompt:
             given["limit-mm-per-prompt"] = self.limit_mm_per_prompt
         if needs.travels == "adapter":
@@ -288,6 +310,11 @@ def _me() -> str:
     return "" if me is None else f"{me.pid}:{me.started}"
 
 
+def _first_device() -> str:
+    """The trainer's accelerator, as CUDA_VISIBLE_DEVICES names it."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
+
+
 def _has_cuda() -> bool:
     import torch
 
@@ -307,7 +334,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 _STARTING = (
     "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
-    "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args",
+    "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
     "restarts", "linger_seconds",
 )  # fmt: skip
 _OURS = frozenset((
@@ -316,4 +343,5 @@ _OURS = frozenset((
     "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
     "--lora-target-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count",
     "--data-parallel-size", "--pipeline-parallel-size",
+    "--enable-sleep-mode",
 ))  # fmt: skip

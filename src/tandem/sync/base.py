@@ -7,17 +7,21 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
+
+from tandem import waits
 from tandem.engines.base import Adapter, Engine, EngineSpec
 from tandem.errors import EngineError, StaleWeights, TornWeights, UnsupportedPair
-from tandem.metrics import Max, Sum, Value
 from tandem.policy.policy import Policy
 from tandem.sync._proof import PROBE, Checksums, compare_frozen, differing, mistaken_for, probe_gap
+from tandem.sync._published import Handoff as Handoff
+from tandem.sync._published import Published as Published
 from tandem.sync._trained import Trained
 from tandem.types import PolicyVersion
 from tandem.weights.checksums import digest
@@ -28,24 +32,6 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often one publish is tried where an engine dies under it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """What one publish did."""
-
-    version: PolicyVersion
-    """What the policy is now, and what the engine serves if it was published."""
-    moved: bool = True
-    """False if this step was not published: the engine goes on with an older one."""
-    seconds: float = 0.0
-    """From pause to resume, without the optimizer's own time."""
-    bytes: int = 0
-    """Bytes that were copied; 0 where nothing was."""
-    paused: float = 0.0
-    """Seconds the engine sampled nothing."""
-    probe_gap: float | None = None
-    """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not proven."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,24 +134,6 @@ class WeightSync(ABC):
 
 
 @dataclass(slots=True, kw_only=True)
-class Handoff:
-    """What ``commit`` hands to the block that runs the optimizer."""
-
-    published: Published | None = None
-    """Set when the block is left and the publish succeeded."""
-
-    def metrics(self) -> Mapping[str, Value]:
-        """Numbers of this publish."""
-        if self.published is None or not self.published.moved:
-            return {}
-        p = self.published
-        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
-        if p.probe_gap is not None:
-            out["probe_gap"] = Max(p.probe_gap)
-        return out
-
-
-@dataclass(slots=True, kw_only=True)
 class Link:
     """A live way between one policy and one engine."""
 
@@ -207,6 +175,7 @@ class Link:
         await self._insist(lambda: self._bind(fresh=fresh), "the engine is bound again")
 
     async def _bind(self, *, fresh: bool) -> None:
+        self._check_sleep()
         self.fresh = fresh
         await self.sync.bind(self)
         self._bound = self.engine.epoch
@@ -254,6 +223,32 @@ class Link:
                 self._current = PolicyVersion(step=step, digest=found)
                 handoff.published = Published(version=self._current, moved=False)
 
+    async def rest(self) -> None:
+        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
+        if self.engine.sleeps:
+            async with self._lock:
+                await self._insist(self._rest, "the engine is put to sleep again")
+
+    async def _rest(self) -> None:
+        await self.engine.pause(finish=True)
+        await self.engine.sleep()
+
+    async def _wake(self) -> None:
+        """For a publish, in the memory that the training pass has left."""
+        if self.engine.sleeps:
+            await self.policy.compute(torch.cuda.empty_cache)
+            await self.engine.wake()
+
+    def _check_sleep(self) -> None:
+        """See that every weight which a deep sleep discards is brought back by each publish."""
+        if self.engine.sleeps > 1:
+            names = self.trains.base_names(self.policy.model)
+            if kept := sorted(names.keys() - dict(self.trained.source).keys()):
+                raise UnsupportedPair(
+                    f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
+                    f"brings them back, first {kept[0]!r}; use engine.sleep: 1"
+                )
+
     async def publish(self, version: PolicyVersion) -> Published:
         """Move, prove, stamp and resume. A version without a digest gets that of the bytes.
 
@@ -265,7 +260,7 @@ class Link:
 
     async def _revived(self) -> None:
         """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
-        async with self._lock:
+        async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
             if self._current is not None and self._served != self.engine.epoch:
                 await self._persist(self._current)
@@ -274,10 +269,11 @@ class Link:
         self, version: PolicyVersion, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
         """Publish, and begin again where an engine died under it."""
-        return await self._insist(
-            lambda: self._publish(version, paused_at=paused_at, optimizer=optimizer),
-            f"version {version.step} is published again",
-        )
+        async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
+            return await self._insist(
+                lambda: self._publish(version, paused_at=paused_at, optimizer=optimizer),
+                f"version {version.step} is published again",
+            )
 
     async def _insist(self, work: Callable[[], Awaitable[T]], again: str) -> T:
         """Do something with the engine, anew where it died under it and was started again."""
@@ -298,7 +294,8 @@ class Link:
     async def _stand_still(self) -> None:
         epoch = self.engine.epoch
         try:
-            await self.engine.pause(finish=self.sync.finishes)
+            async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
+                await self.engine.pause(finish=self.sync.finishes)
         except EngineError:
             if not await self._recovered(epoch):
                 raise
@@ -313,11 +310,13 @@ class Link:
         elif self._bound != self.engine.epoch:
             await self._bind(fresh=False)
         try:
+            await self._wake()
             await self.policy.compute(self.trains.fold, self.policy.model)
             copied = await self.sync.move(self, version)
             mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))
             prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
+            prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
             found = await self._prove(version, mine) if prove else None
             await self.engine.stamp(version)
         except BaseException as error:

@@ -139,7 +139,8 @@ class Broadcast(Periodic):
         """Leave the group."""
         member, link.member = link.member, None
         if member is not None:
-            await _on_daemon(member.close)
+            leaving = _on_daemon(member.close)
+            await waits.wait(leaving, owner="trainer", reason="to leave it", on="process group", deadline=60)
 
 
 def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:

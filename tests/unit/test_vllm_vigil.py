@@ -1,0 +1,195 @@
+"""Engines that die while nobody here asks them anything, while they start, or whose connections break."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tandem.engines import _vllm_vigil as vigil
+from tandem.engines._vllm_client import AGAIN, Server, Unreachable
+from tandem.engines._vllm_fleet import Fleet, Launch
+from tandem.engines._vllm_process import free_port
+from tandem.engines.base import Needs
+from tandem.engines.vllm import Vllm
+from tandem.errors import EngineError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vigil, "SECONDS", 0.01)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+class Answering:
+    """An engine's HTTP, as far as it is asked here."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.engine = "first"
+        self.cuts = 0
+        self.asked: list[str] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        if self.cuts:
+            self.cuts -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"engine": self.engine})
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Server]:
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        server = Server(f"http://127.0.0.1:{self.port}", "", control_seconds=5.0, request_seconds=5.0)
+        server.boot = self.engine
+        try:
+            yield server
+        finally:
+            await server.close()
+            await runner.cleanup()
+
+
+def fleet(server: Server, *, launch: Launch | None = None, needs: Needs | None = None, restarts: int = 3) -> Fleet:
+    needs = needs or Needs(model="m", dtype="float32")
+    return Fleet([server], launch=launch, options=Vllm(restarts=restarts, start_seconds=20.0), needs=needs)
+
+
+def test_weights_are_brought_to_an_engine_that_came_back_though_nobody_asks_it_for_anything() -> None:
+    async def go() -> None:
+        engine, published = Answering(), asyncio.Event()
+
+        async def republish() -> None:
+            one.servers[0].boot = engine.engine
+            published.set()
+
+        async with engine.up() as server:
+            one = fleet(server)
+            one.watch(republish)
+            while len(engine.asked) < 5:
+                await asyncio.sleep(0)
+            assert not published.is_set(), "it is who it was"
+            engine.engine = "second"
+            await published.wait()
+            await one.close()
+            assert one.failure is None
+
+    run(go())
+
+
+def test_an_engine_that_is_away_is_left_alone_until_it_answers() -> None:
+    async def go() -> None:
+        engine = Answering()
+        server = Server(f"http://127.0.0.1:{engine.port}", "", control_seconds=5.0, request_seconds=5.0)
+        server.boot = "first"
+        one, published = fleet(server), asyncio.Event()
+
+        async def republish() -> None:
+            published.set()
+
+        one.watch(republish)
+        await asyncio.sleep(0.1)
+        assert not published.is_set()
+        engine.engine = "second"
+        async with engine.up():
+            await published.wait()
+        await one.close()
+
+    run(go())
+
+
+def test_one_that_cannot_be_brought_back_is_told_to_whoever_samples() -> None:
+    async def go() -> None:
+        engine = Answering()
+
+        async def republish() -> None:
+            raise EngineError("three restarts were enough")
+
+        async with engine.up() as server:
+            one = fleet(server)
+            one.ready.set()
+            one.watch(republish)
+            engine.engine = "second"
+            while one.failure is None:
+                await asyncio.sleep(0.01)
+            assert "three restarts" in str(one.failure)
+            await one.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize("path", ["/bridge/probe", "/generate", "/health"])
+def test_a_connection_that_breaks_is_made_again(path: str) -> None:
+    async def go() -> None:
+        engine = Answering()
+        async with engine.up() as server:
+            engine.cuts = AGAIN
+            assert await server.post(path) == {"engine": "first"}
+            engine.cuts = AGAIN + 1
+            with pytest.raises(Unreachable):
+                await server.post(path)
+
+    run(go())
+
+
+@pytest.mark.parametrize("path", ["/nccl/receive", "/lora/load"])
+def test_what_does_something_else_the_second_time_is_not_said_twice(path: str) -> None:
+    async def go() -> None:
+        engine = Answering()
+        async with engine.up() as server:
+            engine.cuts = 1
+            with pytest.raises(Unreachable):
+                await server.post(path)
+            assert engine.asked == [path]
+
+    run(go())
+
+
+STARTED = "import os, sys; open(sys.argv[1], 'a').write('x'); os.kill(os.getpid(), 9)"
+FAILING = "import sys; open(sys.argv[1], 'a').write('x'); sys.exit(3)"
+
+
+@pytest.mark.parametrize(("program", "starts"), [(STARTED, 3), (FAILING, 1)])
+def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path, program: str, starts: int) -> None:
+    async def go() -> None:
+        marks = tmp_path / "starts"
+        launch = Launch(
+            command=lambda model, port: [sys.executable, "-c", program, str(marks)],
+            environment=lambda index, key: {},
+            trainer="",
+            log=tmp_path,
+            records=None,
+        )
+        server = Server(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
+        one = fleet(server, launch=launch, restarts=2)
+        with pytest.raises(EngineError, match="before it was healthy"):
+            await one.start()
+        assert len(marks.read_text()) == starts
+        await one.close()
+
+    run(go())
+
+
+def test_a_checkpoint_that_was_pruned_since_is_not_what_an_engine_starts_on(tmp_path: Path) -> None:
+    weights = tmp_path / "model"
+    weights.mkdir()
+    server = Server("http://127.0.0.1:1", "", control_seconds=5.0, request_seconds=5.0)
+    one = fleet(server, needs=Needs(model="m", dtype="float32", weights=weights))
+    assert one._loadable() == str(weights)
+    weights.rmdir()
+    assert one._loadable() == "m"
+    one.model = str(tmp_path / "another")  # named by whoever relaunched it
+    assert one._loadable() == one.model
