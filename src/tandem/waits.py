@@ -1,7 +1,11 @@
 """Who waits for whom, and since when. Every wait across processes or threads is registered here.
 
 Past its deadline a wait raises and names who was waited for, so that nothing hangs in silence; one that lasts
-is told to listeners while it is still going on. Standard library only: any module may import this one.
+is told to listeners while it is still going on. A wait without a deadline of its own has the run's patience
+(``telemetry/watchdog.py``). Standard library only: any module may import this one.
+
+Names chain: a wait that begins within another one explains it, and so does one whose ``owner`` is, or is of the kind,
+that another waits ``on``. ``actor`` is for code that waits for the sake of whoever called it.
 """
 
 from __future__ import annotations
@@ -10,10 +14,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from tandem.errors import Deadline
 
@@ -27,8 +32,40 @@ LONG = 10.0
 State = Literal["waiting", "done", "failed", "deadline"]
 """waiting: it lasts and goes on; done: it was answered; failed: it ended by an error; deadline: nobody came in time."""
 
+_last = 0
+_lock = threading.Lock()
+_telling = threading.local()
+_within: ContextVar[Wait | None] = ContextVar("within", default=None)
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+
+class Link(Protocol):
+    """As much of a wait as a chain needs."""
+
+    @property
+    def number(self) -> int:
+        """Its name in this process."""
+
+    @property
+    def within(self) -> int | None:
+        """Number of the wait that it began in, if any."""
+
+    @property
+    def owner(self) -> str:
+        """Who waits."""
+
+    @property
+    def on(self) -> str:
+        """Who has to deliver."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+
+
+L = TypeVar("L", bound=Link)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
     """One registered wait."""
 
@@ -37,16 +74,33 @@ class Wait:
     reason: str
     """What for: the next batch, a healthy engine."""
     on: str
-    """Who has to deliver it: rollout workers, engine (pid 4711)."""
+    """Who has to deliver it: rollouts, engine http://127.0.0.1:8000 (pid 4711)."""
     deadline: float | None = None
-    """Seconds it may last; None is for ever."""
+    """Seconds it may last without progress; None is for as long as the run has patience."""
     since: float = field(default_factory=time.monotonic)
     """When it began, on the monotonic clock."""
+    moved: float = field(default_factory=time.monotonic)
+    """When it last came nearer to its end."""
+    number: int = 0
+    """Its name in this process, given when it is registered; later ones have higher numbers."""
+    outer: Wait | None = None
+    """The wait that it began in."""
+    task: asyncio.Task[Any] | None = None
+    """Whose it is; None in a thread."""
+    give_up: Callable[[], None] | None = None
+    """Ends it as late, from any thread; None where nothing can, as in a thread."""
+    story: str = ""
+    """Who waited for whom when it was late."""
 
     @property
     def seconds(self) -> float:
         """How long it has lasted."""
         return time.monotonic() - self.since
+
+    @property
+    def within(self) -> int | None:
+        """Number of the wait that it began in."""
+        return None if self.outer is None else self.outer.number
 
     @overload
     def left(self) -> float | None: ...
@@ -66,7 +120,7 @@ class Wait:
         _tell_if_long(self)
         if self.deadline is None:
             return at_most
-        left = self.deadline - self.seconds
+        left = self.deadline - (time.monotonic() - self.moved)
         if left <= 0:
             raise self.late()
         return left if at_most is None else min(left, at_most)
@@ -75,16 +129,22 @@ class Wait:
         """The error of a passed deadline."""
         with _lock:
             _late.add(self)
-        return Deadline(
-            f"{self.owner} waited {self.seconds:.1f} s for {self.on} ({self.reason}), but the deadline is "
-            f"{self.deadline:g} s; look at what {self.on} did last in the run's logs folder and events.jsonl"
-        )
+        return Deadline(self.told(), on=self.on)
+
+    def told(self) -> str:
+        """One sentence on who waited for whom."""
+        if not self.story:
+            limit = "" if self.deadline is None else f", but the deadline is {self.deadline:g} s"
+            waited = time.monotonic() - self.moved
+            self.story = f"{self.owner} waited {waited:.1f} s for {self.on} ({self.reason}){limit}"
+            if len(links := parties(self)) > 2:
+                self.story += f"; who waits for whom: {' <- '.join(links)}"
+        return self.story
 
 
 Listener = Callable[[Wait, State], None]
 
-_lock = threading.Lock()
-_open: set[Wait] = set()
+_open: dict[Wait, None] = {}
 _told: set[Wait] = set()
 _late: set[Wait] = set()
 _listeners: list[Listener] = []
@@ -93,7 +153,65 @@ _listeners: list[Listener] = []
 def current() -> list[Wait]:
     """Waits going on now in this process, longest first."""
     with _lock:
-        return sorted(_open, key=lambda wait: wait.since)
+        return list(_open)
+
+
+def begun() -> int:
+    """Waits that were ever registered in this process."""
+    return _last
+
+
+def actor(otherwise: str) -> str:
+    """Who acts here: whom the wait that this runs in is for, or ``otherwise`` outside of all."""
+    wait = _within.get()
+    return otherwise if wait is None or wait not in _open else wait.on
+
+
+def progress() -> None:
+    """Something came of the waits that this runs in: their deadlines begin anew."""
+    wait, now = _within.get(), time.monotonic()
+    while wait is not None:
+        wait.moved = now
+        wait = wait.outer
+
+
+def chain(wait: L, every: Sequence[L]) -> list[L]:
+    """From a wait along who waits for whom to the last: nobody whom that one is for waits himself, or it is a circle.
+
+    Args:
+        wait: the first.
+        every: all there are, longest first; among several that explain one the longest is taken.
+    """
+    found = [wait]
+    while True:
+        last = found[-1]
+        inner = [one for one in every if one.within == last.number and one not in found]
+        named = inner or [one for one in every if one not in found and is_part(last.on, one.owner)]
+        if not named:
+            return found
+        found.append(named[0])
+
+
+def is_part(party: str, owner: str) -> bool:
+    """Whether a party of a wait (``rollouts``) is one that waits itself, or its kind (``rollouts group 12``)."""
+    return owner == party or owner.startswith(f"{party} ")
+
+
+def parties(wait: Wait) -> list[str]:
+    """Everybody from who waits for nobody's sake, by way of this wait, to who waits for nobody."""
+    every, before = current(), [wait]
+    while True:
+        first = before[0]
+        outer = first.outer if first.outer in _open else None
+        if outer is None:
+            outer = next((one for one in every if one not in before and is_part(one.on, first.owner)), None)
+        if outer is None or outer in before:
+            break
+        before.insert(0, outer)
+    links = [before[0].owner]
+    for one in [*before, *chain(wait, every)[1:]]:
+        links += [name for name in (one.owner, one.on) if name != links[-1]]
+    return links
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -121,23 +239,41 @@ async def waiting(owner: str, reason: str, on: str, deadline: float | None = Non
         owner: who waits.
         reason: what for.
         on: who has to deliver it.
-        deadline: seconds after which the block is cancelled; None is for ever.
+        deadline: seconds without progress after which the block is cancelled; None: the run's patience.
 
     Raises:
         Deadline: the block did not end in time.
     """
-    with _registered(Wait(owner=owner, reason=reason, on=on, deadline=deadline)) as wait:
-        alarm = asyncio.get_running_loop().call_later(LONG, _tell_if_long, wait)
-        limit = asyncio.timeout(deadline)
+    loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+    alarms: list[asyncio.TimerHandle] = []
+    one = Wait(owner=owner, reason=reason, on=on, deadline=deadline, task=asyncio.current_task())
+
+    def ring() -> None:
+        """Give it up if it has made no progress since."""
+        left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
+        if one not in _open:
+            return
+        if left > 0:
+            alarms.append(loop.call_later(left, ring))
+            return
+        one.told()  # while those that it depends on are there
+        limit.reschedule(loop.time())
+
+    one.give_up = lambda: _soon(loop, ring)
+    with _registered(one):
+        alarms.append(loop.call_later(LONG, _tell_if_long, one))
         try:
             async with limit:
-                yield wait
+                if deadline is not None:
+                    alarms.append(loop.call_later(max(0.0, deadline), ring))
+                yield one
         except TimeoutError as error:
             if limit.expired():  # any other timeout is the block's own
-                raise wait.late() from error
+                raise one.late() from error
             raise
         finally:
-            alarm.cancel()
+            for alarm in alarms:
+                alarm.cancel()
 
 
 async def wait(awaitable: Awaitable[T], *, owner: str, reason: str, on: str, deadline: float | None = None) -> T:
@@ -160,14 +296,32 @@ def blocking(owner: str, reason: str, on: str, deadline: float | None = None) ->
             while not healthy():
                 time.sleep(wait.left(at_most=0.1))     # raises Deadline once it is late
     """
-    with _registered(Wait(owner=owner, reason=reason, on=on, deadline=deadline)) as wait:
+    with _registered(Wait(owner=owner, reason=reason, on=on, deadline=deadline, task=_task())) as wait:
         yield wait
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return None
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)
 
 
 @contextmanager
 def _registered(wait: Wait) -> Iterator[Wait]:
+    global _last
+    outer = _within.get()
+    wait.outer = outer if outer in _open else None
+    token = _within.set(wait)
     with _lock:
-        _open.add(wait)
+        _last += 1
+        wait.number = _last
+        _open[wait] = None
     failed = True
     try:
         yield wait
@@ -177,8 +331,13 @@ def _registered(wait: Wait) -> Iterator[Wait]:
             # a late wait inside this one fails it, but is not its own lateness
             state: State = "done" if not failed else "deadline" if wait in _late else "failed"
             worth_telling = wait in _told or state == "deadline" or wait.seconds >= LONG
-            for waits in (_open, _told, _late):
-                waits.discard(wait)
+            _open.pop(wait, None)
+            _told.discard(wait)
+            _late.discard(wait)
+        try:
+            _within.reset(token)
+        except ValueError:  # an asynchronous generator may be closed in another context than it began in
+            _within.set(None)
         if worth_telling:
             _tell(wait, state)
 
@@ -194,10 +353,16 @@ def _tell_if_long(wait: Wait) -> None:
 
 
 def _tell(wait: Wait, state: State) -> None:
+    if getattr(_telling, "now", False):
+        return  # a listener waits for its disk: that is nothing to tell it
     with _lock:
         listeners = list(_listeners)
-    for listener in listeners:
-        try:
-            listener(wait, state)
-        except Exception:
-            logger.exception("a listener of waits failed")
+    _telling.now = True
+    try:
+        for listener in listeners:
+            try:
+                listener(wait, state)
+            except Exception:
+                logger.exception("a listener of waits failed")
+    finally:
+        _telling.now = False

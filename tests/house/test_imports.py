@@ -17,8 +17,8 @@ HEAVY = {
     "tensorboard", "torch", "trackio", "transformers", "vllm", "wandb",
 }  # fmt: skip
 TORCH_FREE = [
-    "types", "metrics", "errors", "config", "resolve", "schema", "envs", "rewards", "advantages", "broker", "sinks",
-    "telemetry", "report", "rollout", "cli",
+    "types", "metrics", "errors", "config", "resolve", "schema", "envs", "curricula", "rewards", "advantages", "broker",
+    "sinks", "telemetry", "report", "rollout", "cli",
 ]  # fmt: skip
 
 

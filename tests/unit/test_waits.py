@@ -166,3 +166,125 @@ def test_many_threads_at_once_leave_nothing_behind() -> None:
     for thread in threads:
         thread.join()
     assert waits.current() == []
+
+
+def test_a_wait_within_another_is_for_whom_that_one_waits() -> None:
+    async def run() -> None:
+        assert waits.actor("nobody") == "nobody"
+        async with waits.waiting("rollouts group 3", "a rollout", on="environment e") as outer:
+            assert waits.actor("nobody") == "environment e"
+            async with waits.waiting(waits.actor("nobody"), "an answer", on="engine http://a") as inner:
+                assert (inner.owner, inner.within, outer.within) == ("environment e", outer.number, None)
+                task = asyncio.create_task(later())
+            task_saw.append(await task)
+
+    task_saw: list[str] = []
+
+    async def later() -> str:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return waits.actor("nobody")  # the wait that this task began in is over
+
+    asyncio.run(run())
+    assert task_saw == ["nobody"]
+
+
+def test_a_chain_goes_by_what_a_wait_is_within_and_then_by_names() -> None:
+    async def run() -> None:
+        started = asyncio.Event()
+
+        async def played() -> None:
+            async with (
+                waits.waiting("rollouts group 3", "a rollout", on="environment e"),
+                waits.waiting(waits.actor(""), "an answer", on="engine http://a"),
+            ):
+                started.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(played())
+        async with waits.waiting("trainer", "2 groups", on="rollouts") as first:
+            await started.wait()
+            every = waits.current()
+            assert [wait.owner for wait in waits.chain(first, every)] == [
+                "trainer",
+                "rollouts group 3",
+                "environment e",
+            ]
+            last = waits.chain(first, every)[-1]
+            links = ["trainer", "rollouts", "rollouts group 3", "environment e", "engine http://a"]
+            assert waits.parties(last) == links
+            assert waits.parties(first) == links
+            assert last.told().endswith("who waits for whom: " + " <- ".join(links))
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_what_is_within_a_wait_explains_it_before_any_name_does() -> None:
+    async def run() -> None:
+        named = waits.waiting("engine", "to go on", on="trainer")
+        inner = waits.waiting("engine of group 3", "POST /generate", on="http://a")
+        async with named, waits.waiting("rollouts group 3", "an answer", on="engine") as outer, inner:
+            assert [wait.on for wait in waits.chain(outer, waits.current())] == ["engine", "http://a"]
+
+    asyncio.run(run())
+
+
+def test_a_party_is_a_word_of_its_own_or_a_kind_of_those_that_wait() -> None:
+    assert waits.is_part("rollouts", "rollouts group 3")
+    assert not waits.is_part("engine http://a", "engine")
+    assert waits.is_part("engine http://a (pid 7)", "engine http://a (pid 7)")
+    assert not waits.is_part("rollouts", "roll")
+    assert not waits.is_part("engine", "engineer")
+    assert not waits.is_part("engine http://a", "engine http://b")
+
+
+def test_progress_begins_a_deadline_anew() -> None:
+    async def run() -> int:
+        steps = 0
+        async with waits.waiting("trainer", "an episode", on="environment e", deadline=0.4) as outer:
+            while outer.seconds < 1.0:
+                async with waits.waiting("environment e", "an answer", on="engine"):
+                    await asyncio.sleep(0.05)
+                    waits.progress()
+                steps += 1
+        return steps
+
+    assert asyncio.run(run()) > 2
+    with pytest.raises(Deadline):
+        asyncio.run(waits.wait(asyncio.sleep(60), owner="a", reason="b", on="c", deadline=0.05))
+
+
+def test_the_error_says_who_was_waited_for() -> None:
+    with pytest.raises(Deadline) as caught:
+        asyncio.run(waits.wait(asyncio.sleep(60), owner="a", reason="b", on="engine x", deadline=0.01))
+    assert caught.value.on == "engine x"
+
+
+def test_a_wait_can_be_given_up_from_another_thread() -> None:
+    async def run() -> None:
+        async with waits.waiting("a", "b", on="c") as wait:
+            assert wait.give_up is not None
+            threading.Thread(target=wait.give_up).start()
+            await asyncio.Event().wait()
+
+    with pytest.raises(Deadline, match="a waited"):
+        asyncio.run(run())
+
+
+def test_a_listener_that_waits_itself_is_not_told_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.0)
+    heard: list[str] = []
+
+    def listener(wait: waits.Wait, state: waits.State) -> None:
+        heard.append(wait.owner)
+        with waits.blocking("listener", "to write", "the disk"):
+            pass
+
+    stop = waits.listen(listener)
+    try:
+        with waits.blocking("a", "b", "c"):
+            pass
+    finally:
+        stop()
+    assert heard == ["a"]

@@ -44,14 +44,14 @@ def wait(owner: str, on: str, seconds: float, deadline: float | None = None, rea
 def test_the_chain_leads_from_the_longest_wait_to_who_delivers(run: Path) -> None:
     waiting = [
         wait("rollouts", "engine http://a (pid 7)", 20.0, 600.0),
-        wait("trainer", "rollouts of 4 groups", 30.0),
+        wait("trainer", "rollouts", 30.0),
         wait("rollouts", "engine http://a (pid 7)", 25.0, 600.0),
         wait("evaluation", "graders", 1.0, 10.0),
     ]
     signs(run, at=100.0, waiting=waiting)
     story = why.read(run, now=102.0)
     assert [(one.owner, one.on, one.count) for one in story.chain] == [
-        ("trainer", "rollouts of 4 groups", 1),
+        ("trainer", "rollouts", 1),
         ("rollouts", "engine http://a (pid 7)", 2),
     ]
     assert story.culprit == "engine http://a (pid 7)"

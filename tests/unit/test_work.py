@@ -20,7 +20,7 @@ from tandem.broker.client import Connection, EnvClient, Status
 from tandem.compat._atropos_env import EnvFlags, translate
 from tandem.config import RunConfig
 from tandem.errors import BrokerError, ConfigError, EngineError
-from tandem.rollout.feed import as_is
+from tandem.rollout.judges import as_is
 from tandem.rollout.produce import Pace, Producer
 from tandem.rollout.remote import Remote, RemoteEngine, native
 from tandem.types import Group, Message, Sampling, Task
@@ -467,6 +467,26 @@ def test_every_kind_of_engine_is_understood(dialect: Any, version: int) -> None:
             assert fake.asked[0]["stop_token_ids"] == [END]
             assert (await sample(engine, 2)).finish == "length"
             assert engine.tells_versions is (dialect == "tandem")
+
+    run(go())
+
+
+@pytest.mark.parametrize("dialect", ["tandem", "atropos", "openai"])
+def test_every_kind_of_engine_is_asked_for_the_same_sampling(dialect: Any) -> None:
+    asked = {"temperature": 0.5, "top_k": 9, "repetition_penalty": 1.2, "presence_penalty": 0.1, "min_tokens": 40}
+    off = {"top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0}
+
+    async def go() -> None:
+        async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
+            await engine.generate([1, 2], Sampling(**asked, max_tokens=64, stop_token_ids=(77,)), 1)
+            said = fake.asked[0]
+            assert {name: said[name] for name in asked} == asked
+            assert said["stop_token_ids"] == [END, 77]
+            # Stock vLLM would fill in what the model's generation_config.json recommends.
+            told = {name: said[name] for name in off if name in said}
+            assert told == ({} if dialect == "atropos" else off)
+            await engine.generate([1] * 80, Sampling(**asked, max_tokens=64), 1)
+            assert (fake.asked[1]["max_tokens"], fake.asked[1]["min_tokens"]) == (20, 20), "the context ends it"
 
     run(go())
 

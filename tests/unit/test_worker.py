@@ -95,6 +95,46 @@ def tokens(group: Group) -> list[tuple[int, ...]]:
     return [turn.completion.tokens for r in group.rollouts for turn in r.turns]
 
 
+def test_a_group_is_scored_as_soon_as_its_own_answers_are_there(template: Template) -> None:
+    """While others of the same batch are still being sampled, on-policy too."""
+    marks, late = Marks([]), asyncio.Event()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Late(Talk):
+        async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+            if task.id == "late":
+                await late.wait()
+            return await super().play(task, chat)
+
+    async def go() -> None:
+        async with Fake(vocab=258).open(None, context=64) as engine:
+            worker = Worker(
+                name="talks",
+                env=Late(),
+                engine=engine,
+                graders=marks,  # type: ignore[arg-type]
+                template=template,
+                seed=0,
+            )
+
+            def begin(id: str) -> asyncio.Task[Group]:
+                task = Task(id=id, env="talk", prompt=(Message(role="user", content="?"),), answer="")
+                return asyncio.ensure_future(
+                    worker.group(task, id=id, index=0, size=2, sampling=Sampling(max_tokens=4))
+                )
+
+            last, first = begin("late"), begin("early")
+            scored = await first
+            assert [r.reward for r in scored.rollouts] == [float(r.num_tokens) for r in scored.rollouts]
+            assert [r.task.id for r in marks.seen[0]] == ["early", "early"]
+            assert not last.done()
+            late.set()
+            await last
+        assert len(marks.seen) == 2
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
 def test_group_holds_scored_siblings_in_order(template: Template) -> None:
     group, marks = play(template, two=True, max_tokens=500)
     assert (group.id, group.index, group.env) == ("t@0", 4, "talks")

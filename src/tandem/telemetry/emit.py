@@ -64,13 +64,15 @@ class Telemetry:
         """
         self._drop_later_rollouts()
         with ExitStack() as undo:
-            self._folder_writer = Jsonl().open(self._info)
+            with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
+                self._folder_writer = Jsonl().open(self._info)
             undo.callback(self._folder_writer.close)
             rows = _lines.read(self._info.folder / "eval.jsonl")
             self._evaluated = {row["step"] for row in rows}
             for sink in self._sinks:
                 name = _name(sink, taken=self._writers)
-                self._writers[name] = writer = _open(sink, name, self._info)
+                with waits.blocking("trainer", "it to open", on=f"sink {name}"):
+                    self._writers[name] = writer = _open(sink, name, self._info)
                 undo.callback(writer.close)
             undo.pop_all()
         self._stop_listening = waits.listen(self._on_wait)
@@ -163,7 +165,8 @@ class Telemetry:
         if self._folder_writer is None:
             raise RuntimeError("Telemetry is used outside its with block")
         try:
-            call(self._folder_writer)
+            with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self._info.folder}"):
+                call(self._folder_writer)
         except OSError as error:
             if not self._lost.get(what):
                 logger.error(
@@ -180,7 +183,8 @@ class Telemetry:
         """Call every writer; one that raises is warned of and dropped."""
         for name, writer in list(self._writers.items()):
             try:
-                call(writer)
+                with waits.blocking("trainer", "numbers to be taken", on=f"sink {name}"):
+                    call(writer)
             except Exception as error:
                 del self._writers[name]
                 logger.warning(

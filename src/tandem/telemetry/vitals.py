@@ -128,10 +128,13 @@ def _signs(me: Identity, beat: float | None) -> dict[str, Json]:
         "loop": None if beat is None else round(time.monotonic() - beat, 3),
         "waits": [
             {
+                "number": wait.number,
+                "within": wait.within,
                 "owner": wait.owner,
                 "reason": wait.reason,
                 "on": wait.on,
                 "seconds": round(wait.seconds, 3),
+                "moved": round(time.monotonic() - wait.moved, 3),
                 "deadline": wait.deadline,
             }
             for wait in waits.current()

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem import waits
 from tandem.engines._processes import alive_after
 from tandem.sinks import _lines
 from tandem.telemetry import vitals
@@ -49,6 +50,36 @@ class Waits:
     """How long the longest has lasted."""
     left: float | None
     """Seconds until the first of their deadlines; None: they have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sign:
+    """One wait as a sign of life tells it."""
+
+    number: int
+    within: int | None
+    owner: str
+    on: str
+    reason: str
+    seconds: float
+    left: float | None
+
+    @classmethod
+    def of(cls, place: int, said: Mapping[str, Json], age: float) -> _Sign:
+        deadline = said["deadline"]
+        return cls(
+            number=said.get("number", -1 - place),
+            within=said.get("within"),
+            owner=said["owner"],
+            on=said["on"],
+            reason=said["reason"],
+            seconds=said["seconds"] + age,
+            left=None if deadline is None else deadline - said.get("moved", said["seconds"]) - age,
+        )
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        return self.owner, self.on, self.reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +147,19 @@ def read(run: Path, *, now: float) -> Story:
         if ending is not None and ending is events[-1]:
             ago = duration(max(0.0, now - ending.get("time", now)))
             return Story(state="ended", headline=f"{run} ended in order {ago} ago ({ending['event']})", last=last)
-        return Story(
-            state="gone",
-            headline=f"{run} is not running; the last words are below (go on with: tandem train {run})",
-            last=last,
-        )
+        stalled = bool(events) and events[-1].get("event") == "stalled"
+        head = f"was stopped: {events[-1]['why']}" if stalled else "is not running; the last words are below"
+        return Story(state="gone", headline=f"{run} {head} (go on with: tandem train {run})", last=last)
     age = max(0.0, now - signs["at"])
-    waits = tuple(_alike(signs["waits"], age))
+    said = [_Sign.of(place, sign, age) for place, sign in enumerate(signs["waits"])]
+    going = sorted(said, key=lambda sign: -sign.seconds)
+    alike = _alike(going)
+    chain = waits.chain(going[0], going) if going else ()
     story = Story(
         state="alive",
         headline="",
-        waits=waits,
-        chain=tuple(_chain(waits)),
+        waits=tuple(alike.values()),
+        chain=tuple(dict.fromkeys(alike[sign.kind] for sign in chain)),
         doing=tuple((name, seconds + age) for name, seconds in signs["doing"]),
         last=last,
     )
@@ -166,39 +198,22 @@ def _signs(run: Path) -> dict[str, Json] | None:
     return found if isinstance(found, dict) else None
 
 
-def _alike(waits: Sequence[Mapping[str, Json]], age: float) -> Iterator[Waits]:
+def _alike(going: Sequence[_Sign]) -> dict[tuple[str, str, str], Waits]:
     """Waits put together by owner, party and reason, longest first."""
-    piles: dict[tuple[str, str, str], list[Mapping[str, Json]]] = {}
-    for wait in waits:
-        piles.setdefault((wait["owner"], wait["on"], wait["reason"]), []).append(wait)
-    found = [
-        Waits(
-            owner=owner,
-            on=on,
-            reason=reason,
+    piles: dict[tuple[str, str, str], list[_Sign]] = {}
+    for sign in sorted(going, key=lambda sign: -sign.seconds):
+        piles.setdefault(sign.kind, []).append(sign)
+    return {
+        kind: Waits(
+            owner=kind[0],
+            on=kind[1],
+            reason=kind[2],
             count=len(pile),
-            seconds=max(wait["seconds"] for wait in pile) + age,
-            left=min((w["deadline"] - w["seconds"] - age for w in pile if w["deadline"] is not None), default=None),
+            seconds=pile[0].seconds,
+            left=min((sign.left for sign in pile if sign.left is not None), default=None),
         )
-        for (owner, on, reason), pile in piles.items()
-    ]
-    yield from sorted(found, key=lambda one: -one.seconds)
-
-
-def _chain(waits: Sequence[Waits]) -> Iterator[Waits]:
-    """From the longest wait along who waits for whom, to one whose party waits for nobody."""
-    at = waits[0] if waits else None
-    seen: set[str] = set()
-    while at is not None and at.owner not in seen:
-        yield at
-        seen.add(at.owner)
-        party = at.on
-        at = next((one for one in waits if one.owner not in seen and _is(party, one.owner)), None)
-
-
-def _is(party: str, owner: str) -> bool:
-    """Whether a party of a wait (``rollouts of 3 groups``) is one that waits itself (``rollouts``)."""
-    return re.search(rf"(?<!\w){re.escape(owner)}(?!\w)", party) is not None
+        for kind, pile in piles.items()
+    }
 
 
 def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float | None, str]]:

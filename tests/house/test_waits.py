@@ -1,0 +1,113 @@
+"""Nobody waits without saying so: every call that may wait for ever is registered, has a timeout, or a reason here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "tandem"
+
+WAITING = {"wait", "get", "join", "acquire", "result", "communicate", "recv"}
+"""Methods that wait for as long as it takes where they are called without an argument."""
+REGISTERED = {"waits.waiting", "waits.blocking", "waits.wait", "asyncio.timeout", "asyncio.wait_for"}
+"""Within these a wait is registered, or has a timeout."""
+
+ALLOWED = {
+    # Idle, not waiting: whoever wants something of them waits himself, and is registered.
+    "engines/embedded.py:_run": "the engine has nothing to sample",
+    "rewards/_grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
+    "verbs/serve_broker.py:_serve": "a server serves until it is stopped",
+    # Beside something that is registered.
+    "trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
+    "rollout/produce.py:run": "a stop, beside the playing",
+    "compat/atropos.py:_finish": "a sink's own thread; what a sink does is registered",
+    "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
+    "engines/fake.py:generate": "within whoever asks it",
+    "engines/fake.py:_sample": "within whoever asks it",
+    "broker/_connection.py:_wait": "a pause, within the question's wait",
+    "rollout/remote.py:_found": "a pause; its deadline is the caller's patience",
+    # In processes that others ask with a deadline: an engine's, the broker's.
+    "engines/_vllm_frontend.py:broken_off": "whoever asks the engine has a deadline",
+    "engines/_vllm_frontend.py:deliverable": "whoever asks the engine has a deadline",
+    "engines/_vllm_frontend.py:admitted": "whoever asks the engine has a deadline",
+    "broker/ledger.py:close": "the broker ends when its disk has taken what it was told",
+    # Over already: these do not wait.
+    "broker/ledger.py:committed": "it is done",
+    "certify/ranks.py:gradients": "after SIGKILL",
+    "certify/ranks.py:_await": "it has ended",
+    "engines/_vllm_asgi.py:unless": "it is done",
+    "engines/_vllm_fleet.py:_first_of": "it is done",
+    "rewards/judge.py:_verdict": "it is done",
+    "rollout/produce.py:_unless": "it is done",
+    "weights/collective.py:connect": "it is done",
+    "weights/_lane.py:behind": "on CUDA it queues; gloo's has the group's deadline",
+    # What tells of waits.
+    "telemetry/watchdog.py:_see_off": "for the end of the main thread: it ends a process that hangs there",
+    "telemetry/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",
+    "telemetry/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
+    "waits.py:actor": "a context variable",
+    "waits.py:progress": "a context variable",
+    "waits.py:_registered": "a context variable",
+}
+"""``file:function`` where something waits all the same, and why that is right."""
+
+
+def waiting(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
+    """Function, line and text of every call that may wait for ever, unregistered."""
+    yield from _within(tree, "", covered=False)
+
+
+def _within(node: ast.AST, function: str, *, covered: bool) -> Iterator[tuple[str, int, str]]:
+    for child in ast.iter_child_nodes(node):
+        inside, name = covered, function
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside, name = False, child.name
+        elif isinstance(child, ast.AsyncWith | ast.With):
+            inside = covered or any(_registers(item.context_expr) for item in child.items)
+        elif isinstance(child, ast.Call):
+            inside = covered or _registers(child)
+            if not inside and _bare(child):
+                yield name, child.lineno, ast.unparse(child)
+        yield from _within(child, name, covered=inside)
+
+
+def _registers(call: ast.expr) -> bool:
+    return isinstance(call, ast.Call) and ast.unparse(call.func) in REGISTERED
+
+
+def _bare(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in WAITING and not call.args and not call.keywords
+
+
+def test_every_wait_is_registered() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for function, line, text in waiting(ast.parse(path.read_text())):
+            place = f"{path.relative_to(SRC).as_posix()}:{function}"
+            found.setdefault(place, []).append(f"{path.relative_to(ROOT)}:{line}: {text}")
+    strangers = [line for place, lines in found.items() if place not in ALLOWED for line in lines]
+    assert not strangers, (
+        "these may wait for ever, and nobody would know for whom: register them (waits.wait, waits.waiting, "
+        f"waits.blocking), give them a timeout, or say in ALLOWED why they need none: {strangers}"
+    )
+    assert not ALLOWED.keys() - found.keys(), "nothing waits there any more"
+
+
+def test_the_rule_is_alive() -> None:
+    """The check above sees what it looks for, and nothing else."""
+    source = """
+async def lost(event, queue, process, thread, d):
+    await event.wait()
+    x = await queue.get()
+    process.wait()
+    thread.join()
+    ", ".join(d); d.get("x"); thread.join(timeout=5); process.wait(3)
+    await waits.wait(event.wait(), owner="a", reason="b", on="c")
+    async with waits.waiting("a", "b", on="c") as w:
+        await event.wait()
+        def other():
+            process.wait()
+"""
+    assert [line for _, line, _ in waiting(ast.parse(source))] == [3, 4, 5, 6, 12]

@@ -1,0 +1,35 @@
+"""Whole runs that are stalled: who is to blame is told in time, the run ends as it should, and it goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from _stalls_cases import CASES
+from _stalls_fork import Nursery
+from stalls import measure, nursery
+
+QUICK = ("lost rollout", "compute thread in native code", "broker gone")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Nursery]:
+    made = nursery()
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, forks: Nursery) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    outcome = measure(case, tmp_path / "place", tiny_model, forks)
+    assert outcome.right, outcome
+
+
+def test_there_is_a_case_for_every_kind_of_stall() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 32
