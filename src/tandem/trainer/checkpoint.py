@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tandem import waits
 from tandem.errors import CheckpointError
 from tandem.optimizers.base import Stepper
 from tandem.policy.policy import Policy
@@ -69,7 +70,9 @@ class Checkpoints:
         final = self.folder / f"{state.step:06d}"
         is_new = not final.exists()
         if is_new:
-            await self.policy.compute(self._write, state, final)
+            writing = self.policy.compute(self._write, state, final)
+            writer = f"the checkpoint writer at {self.folder}"
+            await waits.wait(writing, owner="trainer", reason=f"step {state.step} to be saved", on=writer)
             self.on_saved(state.step, final)
         self._prune()
         return is_new
@@ -119,7 +122,8 @@ class Checkpoints:
         path = self.folder / f"{state.step:06d}"
         if not path.is_dir():
             return
-        await self.policy.compute(self._load, path)
+        loading = self.policy.compute(self._load, path)
+        await waits.wait(loading, owner="trainer", reason="its states", on=f"the checkpoint reader at {path}")
         if state.rng:
             torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
         log.info("restored step %d from %s", state.step, path)
@@ -148,7 +152,8 @@ async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: T
             f"{path} was made with other settings than {folder.parent / 'config.yaml'} holds now; put the "
             "recipe back, or start a new run from it"
         )
-    await policy.compute(trains.load, policy.model, path / trains.folder_name)
+    loading = policy.compute(trains.load, policy.model, path / trains.folder_name)
+    await waits.wait(loading, owner="trainer", reason="its weights", on=f"the checkpoint reader at {path}")
     return state
 
 

@@ -1,0 +1,348 @@
+"""An engine without vLLM: Tandem's own parts of one, over a Llama of one page, started as vLLM is.
+
+``package`` writes a folder that Python finds as ``vllm``, so ``python -m vllm.entrypoints.openai.api_server`` runs
+``main`` here. Routes, frontend and worker extension are the real ones: weights in shared memory, versions, proofs and
+probes, which compare its logprobs with the trainer's. Each answer is computed by itself, so its bits do not depend on
+what else is sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from aiohttp import web
+from safetensors.torch import load_file
+
+os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
+
+GONE_SECONDS = 0.05
+"""Between two looks whether a client is still there."""
+FILES = {
+    "__init__.py": "from _kills_engine import SamplingParams\n",
+    "sampling_params.py": "from _kills_engine import RequestOutputKind\n",
+    "entrypoints/__init__.py": "",
+    "entrypoints/openai/__init__.py": "",
+    "entrypoints/openai/api_server.py": "import sys\nfrom _kills_engine import main\nmain(sys.argv[1:])\n",
+}
+"""Of the folder that is found as ``vllm``."""
+
+
+class Llama(torch.nn.Module):
+    """The model of the trials with parameters named as Hugging Face names them; transformers takes seconds to load."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self._config = json.loads((folder / "config.json").read_text())
+        for name, value in load_file(folder / "model.safetensors").items():
+            *path, leaf = name.split(".")
+            owner: Any = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner._modules[part]
+            owner.register_parameter(leaf, torch.nn.Parameter(value.float(), requires_grad=False))
+        self._width = self._config["head_dim"]
+        self._heads, self._keys = self._config["num_attention_heads"], self._config["num_key_value_heads"]
+        rope = self._config.get("rope_parameters") or self._config
+        theta = rope.get("rope_theta") or 10_000.0
+        self._turns = theta ** -(torch.arange(0, self._width, 2, dtype=torch.float64) / self._width)
+
+    def forward(self, ids: list[int], cache: list[Any]) -> torch.Tensor:
+        """Logits of each token, after those whose keys and values are in the cache, which is extended."""
+        body: Any = self.model
+        before = cache[0][0].shape[1] if cache else 0
+        x = body.embed_tokens.weight[torch.tensor(ids)]
+        places = torch.arange(before, before + len(ids), dtype=torch.float64)
+        angles = torch.cat([places[:, None] * self._turns] * 2, -1)
+        rotary = angles.cos().float(), angles.sin().float()
+        for number, layer in enumerate(body.layers.children()):
+            x = x + self._attention(layer.self_attn, self._norm(x, layer.input_layernorm), rotary, cache, number)
+            y, mlp = self._norm(x, layer.post_attention_layernorm), layer.mlp
+            x = x + (F.silu(y @ mlp.gate_proj.weight.T) * (y @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        head: Any = self.lm_head if "lm_head" in self._modules else body.embed_tokens
+        logits: torch.Tensor = self._norm(x, body.norm) @ head.weight.T
+        return logits
+
+    def _norm(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        scale: torch.Tensor = (x.pow(2).mean(-1, keepdim=True) + self._config["rms_norm_eps"]).rsqrt()
+        scaled: torch.Tensor = scale * x * norm.weight
+        return scaled
+
+    def _attention(self, own: Any, x: torch.Tensor, rotary: Any, cache: list[Any], number: int) -> torch.Tensor:
+        q, k, v = (
+            (x @ part.weight.T).view(len(x), heads, self._width).transpose(0, 1)
+            for part, heads in ((own.q_proj, self._heads), (own.k_proj, self._keys), (own.v_proj, self._keys))
+        )
+        q, k = _turned(q, *rotary), _turned(k, *rotary)
+        if number < len(cache):
+            k, v = torch.cat([cache[number][0], k], 1), torch.cat([cache[number][1], v], 1)
+            cache[number] = k, v
+        else:
+            cache.append((k, v))
+        k, v = (t.repeat_interleave(self._heads // self._keys, 0) for t in (k, v))
+        seen = torch.ones(len(x), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(x))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen)[0]
+        said: torch.Tensor = out.transpose(0, 1).reshape(len(x), -1) @ own.o_proj.weight.T
+        return said
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def package(folder: Path) -> list[str]:
+    """Write the folder; returns what to put on PYTHONPATH."""
+    for name, text in FILES.items():
+        path = folder / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return [str(folder), str(Path(__file__).parent)]
+
+
+class RequestOutputKind:
+    """As vLLM has it."""
+
+    DELTA = "delta"
+    FINAL_ONLY = "final"
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """What Tandem sends; what changes the distribution beyond temperature is refused."""
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
+    output_kind: str = "delta"
+    min_tokens: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: Any = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        plain = (self.n, self.min_tokens, self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.stop)
+        if plain != (1, 0, 1.0, 0, 0.0, 1.0, None):
+            raise ValueError(f"this stand-in samples from the whole distribution, one answer at a time: {self}")
+
+
+@dataclass
+class Request:
+    """One answer in the making."""
+
+    prompt: list[int]
+    params: SamplingParams
+    generator: torch.Generator
+    outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    cache: list[Any] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+
+
+class Client:
+    """What Tandem uses of vLLM's ``AsyncLLM``: one token for every request in each turn, while nobody pauses it."""
+
+    def __init__(self, model: Any, options: argparse.Namespace):
+        from tandem.engines._vllm_worker import Worker
+
+        parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model=options.served_model_name or options.model,
+                max_model_len=options.max_model_len,
+                logprobs_mode="processed_logprobs",
+            ),
+            lora_config=None,
+            parallel_config=parallel,
+            cache_config=SimpleNamespace(block_size=16),
+        )
+        self._model = model
+        self._worker = Worker()
+        self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config)
+        self._requests: list[Request] = []
+        self._there = asyncio.Event()
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._work = asyncio.create_task(self._steps(), name="scheduler")
+
+    async def check_health(self) -> None:
+        """Raise if the scheduler has ended."""
+        if self._work.done():
+            self._work.result()
+
+    def get_tokenizer(self) -> Any:
+        """Bytes are tokens."""
+        return SimpleNamespace(encode=lambda text: list(text.encode()), decode=lambda ids: "")
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        """Between two turns."""
+        self._goes_on.clear()
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+        self._goes_on.set()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Of the one worker."""
+        return [getattr(self._worker, method)(*args)]
+
+    async def generate(
+        self, prompt: Mapping[str, Any], params: SamplingParams, key: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        """Tokens as they are sampled."""
+        assert lora_request is None
+        generator = torch.Generator()
+        if params.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(params.seed)
+        request = Request(list(prompt["prompt_token_ids"]), params, generator)
+        self._requests.append(request)
+        self._there.set()
+        try:
+            while True:
+                output = await request.outputs.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._requests.remove(request)
+
+    async def _steps(self) -> None:
+        while True:
+            await self._goes_on.wait()
+            waiting = [r for r in self._requests if not _done(r)]
+            if not waiting:
+                self._there.clear()
+                await self._there.wait()
+            for request in waiting:
+                if not self._goes_on.is_set():
+                    break
+                request.outputs.put_nowait(self._step(request))
+                await asyncio.sleep(0)
+
+    @torch.inference_mode()
+    def _step(self, request: Request) -> Any:
+        """One forward pass and one token."""
+        params, first = request.params, not request.said
+        ids = request.prompt if first else request.said[-1:]
+        logits = self._model(ids, request.cache)
+        scored = _scored(logits, request.prompt) if first and params.prompt_logprobs is not None else None
+        logprobs = (logits[-1] / (params.temperature or 1.0)).log_softmax(-1)
+        if params.temperature:
+            token = int(torch.multinomial(logprobs.exp(), 1, generator=request.generator))
+        else:
+            token = int(logprobs.argmax())
+        request.said.append(token)
+        part = SimpleNamespace(
+            index=0,
+            token_ids=[token],
+            logprobs=None if params.logprobs is None else [{token: SimpleNamespace(logprob=float(logprobs[token]))}],
+            text="",
+            finish_reason=_finish(request),
+        )
+        return SimpleNamespace(
+            finished=part.finish_reason is not None, num_cached_tokens=0, prompt_logprobs=scored, outputs=[part]
+        )
+
+
+def _finish(request: Request) -> str | None:
+    if not request.params.ignore_eos and request.said[-1] in (request.params.stop_token_ids or ()):
+        return "stop"
+    return "length" if len(request.said) >= request.params.max_tokens else None
+
+
+def _done(request: Request) -> bool:
+    return bool(request.said) and _finish(request) is not None
+
+
+def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> list[dict[int, Any] | None]:
+    rows = logits[:-1].log_softmax(-1)
+    return [None, *({t: SimpleNamespace(logprob=float(row[t]))} for row, t in zip(rows, prompt[1:], strict=True))]
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Answer HTTP until the end of the process."""
+    from tandem.engines._vllm_routes import Routes
+
+    torch.set_num_threads(1)
+    state = SimpleNamespace(engine_client=Client(Llama(Path(options.model)), options))
+    app = SimpleNamespace(state=state)
+    routes = Routes(_nothing_else)
+
+    async def handle(asked: web.BaseRequest) -> web.StreamResponse:
+        return await _answered(routes, app, asked)
+
+    runner = web.ServerRunner(web.Server(handle, access_log=None), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, options.host, options.port, reuse_address=True).start()
+    await asyncio.Event().wait()
+
+
+async def _nothing_else(scope: Any, receive: Any, send: Any) -> None:
+    """Where vLLM's own routes would be."""
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _answered(routes: Any, app: Any, asked: web.BaseRequest) -> web.Response:
+    """ASGI, as far as the routes use it."""
+    body: list[bytes] = [await asked.read()]
+    headers = [(name.lower().encode(), value.encode()) for name, value in asked.headers.items()]
+    scope = {"type": "http", "path": asked.path, "method": asked.method, "headers": headers, "app": app}
+    status, parts = 500, []
+
+    async def receive() -> dict[str, Any]:
+        if body:
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
+        while asked.transport is not None and not asked.transport.is_closing():
+            await asyncio.sleep(GONE_SECONDS)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Mapping[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
+
+    await routes(scope, receive, send)
+    return web.Response(status=status, body=b"".join(parts), content_type="application/json")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve as the command line says; options of vLLM that mean nothing here are ignored."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, default=256)
+    options, _ = parser.parse_known_args(arguments)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(options))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
