@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.rollout.feed import Cursor
+from tandem.rollout.cursor import Cursor
 from tandem.types import Completion, Group, Message, Rollout, Task, Turn
 
 

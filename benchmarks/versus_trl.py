@@ -146,10 +146,11 @@ def served(bench: Bench, engine: dict[str, Any]) -> Iterator[str]:
     recipe.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
     command = [sys.executable, "-m", "tandem", "serve", "engine", str(recipe)]
     log, url, begin = bench.logs / "engine.log", f"http://127.0.0.1:{port}", time.monotonic()
-    print(f"-- the engine (at most {min(bench.args.engine_limit, bench.left()):.0f} s)", flush=True)
+    limit = min(bench.args.engine_limit, bench.left())
+    print(f"-- the engine (at most {limit:.0f} s)", flush=True)
     with ended(command, environment(), log) as process:
         while not _answers(f"{url}/health"):
-            if process.poll() is not None or time.monotonic() - begin > min(bench.args.engine_limit, bench.left()):
+            if process.poll() is not None or time.monotonic() - begin > limit:
                 shown = [line for file in (*bench.logs.rglob("*.log"),) for line in lines_of(file)[-TAIL:]]
                 print("\n".join(shown), flush=True)
                 raise RuntimeError("the engine did not start; its log is above")

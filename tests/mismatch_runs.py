@@ -102,7 +102,13 @@ def told_by(engine: Engine, sampling: Sampling) -> Callable[[dict[str, Any]], No
 
 
 def exact(
-    weights: Path, *, head: str = "float64", body: str = "float64", temperature: bool = True, support: bool = True
+    weights: Path,
+    *,
+    head: str = "float64",
+    body: str = "float64",
+    temperature: bool = True,
+    support: bool = True,
+    penalties: bool = True,
 ) -> Engine:
     """An engine that computes by a model folder, with as many faults as it is told to have.
 
@@ -112,9 +118,10 @@ def exact(
         body: type of everything before.
         temperature: False leaves it out of the logprobs.
         support: False leaves top_p, top_k and min_p out of them.
+        penalties: False leaves those out of them.
     """
     import torch
-    from tiny import reference
+    from tiny import penalised, reference
     from tiny import support as support_of
 
     model = reference(weights, getattr(torch, body))
@@ -125,8 +132,9 @@ def exact(
             kind = getattr(torch, head)
             logits = (hidden.to(kind) @ model.lm_head.weight.to(kind).t()).double()
         out = []
-        for row, token in zip(logits, sampled, strict=True):
-            scaled = row / sampling.temperature if temperature else row
+        for i, (row, token) in enumerate(zip(logits, sampled, strict=True)):
+            lowered = penalised(row, prompt, sampled[:i], sampling) if penalties else row
+            scaled = lowered / sampling.temperature if temperature else lowered
             if support:
                 kept = support_of(scaled, sampling) | {token}
                 outside = torch.ones(len(row), dtype=torch.bool)

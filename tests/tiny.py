@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
 from tandem.metrics import flatten, merge
@@ -42,27 +44,44 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def logprobs_of(model: Any, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling) -> Tensor:
+def logprobs_of(
+    model: Any, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling, ends: Sequence[int] = ()
+) -> Tensor:
     """Logprob of each completion token by one plain forward pass; differentiable.
 
     The support of top_k, top_p and min_p is found token by token, by sorting; a token that was sampled is in it.
+    ``ends`` are the tokens that may not end an answer before ``min_tokens``.
     """
     ids = torch.tensor([[*prompt, *completion]])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / (sampling.temperature or 1.0)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     rows = []
-    for row, token in zip(logits, completion, strict=True):
-        kept = support(row.detach().double(), sampling) | {token}
+    for i, (row, token) in enumerate(zip(logits, completion, strict=True)):
+        row = penalised(row, prompt, completion[:i], sampling) / (sampling.temperature or 1.0)
+        possible = row.detach().double()
+        if i < sampling.min_tokens:
+            possible[[*ends, *sampling.stop_token_ids]] = float("-inf")
+        kept = support(possible, sampling) | {token}
         outside = torch.ones(len(row), dtype=torch.bool)
         outside[list(kept)] = False
         rows.append(row.masked_fill(outside, float("-inf")).log_softmax(-1)[token])
     return torch.stack(rows)
 
 
+def penalised(row: Tensor, prompt: Sequence[int], said: Sequence[int], sampling: Sampling) -> Tensor:
+    """Logits after the penalties, by the definition of each; differentiable."""
+    factor, less = torch.ones(len(row), dtype=row.dtype), torch.zeros(len(row), dtype=row.dtype)
+    for token in {*prompt, *said}:
+        factor[token] = 1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
+    for token in set(said):
+        less[token] = sampling.frequency_penalty * list(said).count(token) + sampling.presence_penalty
+    return row * factor - less
+
+
 def support(logits: Tensor, sampling: Sampling) -> set[int]:
     """Token ids that one distribution may draw, by the definition of each limit: min_p, then top_k, then top_p."""
     probs = logits.softmax(-1).tolist()
     order = sorted(range(len(probs)), key=lambda i: -probs[i])
-    order = [i for i in order if probs[i] >= sampling.min_p * probs[order[0]]]
+    order = [i for i in order if probs[i] >= sampling.min_p * probs[order[0]] and probs[i] > 0]
     if sampling.top_k:
         order = order[: sampling.top_k]
     total, mass, kept = sum(probs[i] for i in order), 0.0, set()
@@ -72,3 +91,16 @@ def support(logits: Tensor, sampling: Sampling) -> set[int]:
         if mass >= sampling.top_p * total and sampling.top_p < 1:
             break
     return kept
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(out):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.itemsize)
+        return out

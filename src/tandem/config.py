@@ -13,14 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem import resolve
+from tandem.curricula.base import Curriculum
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec, part, parts
 from tandem.recipe.dialects import translate
 from tandem.recipe.encode import encode
-from tandem.recipe.objective import inert_objective
-from tandem.recipe.sections import Broker, Checkpoint, Evaluate, Grading, require
+from tandem.recipe.objective import inert_objective, replay_fault
+from tandem.recipe.sections import (
+    Broker,
+    Checkpoint,
+    Evaluate,
+    Grading,
+    Patience,
+    Rate,
+    Replay,
+    Reroll,
+    require,
+    sampling_checks,
+)
 from tandem.recipe.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
 from tandem.recipe.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.sinks.base import Sink
@@ -59,8 +71,11 @@ class RunConfig:
     """Groups (tasks) trained on in one step."""
     group_size: int = 8
     """Answers sampled per task."""
-    max_lag: int = 0
-    """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy."""
+    max_lag: int | Literal["auto"] = 0
+    """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy, and auto
+    chooses within rate by who waits for whom."""
+    rate: Rate = field(default_factory=Rate)
+    """What max_lag: auto may do."""
     sampling: Sampling = field(default_factory=Sampling)
     """How training answers are sampled."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
@@ -69,6 +84,14 @@ class RunConfig:
     """What truncated: penalise subtracts from the reward."""
     flat_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
+    max_resample_times: int | None = None
+    """How often a batch's worth of flat groups is sampled anew; then the step takes what there is. null: until full."""
+    replay: Replay = field(default_factory=Replay)
+    """Groups with signal that take the place of flat ones, before others are sampled."""
+    reroll: Reroll = field(default_factory=Reroll)
+    """Tasks that nobody solved, drawn again later."""
+    curriculum: Curriculum | None = field(default=None, metadata={"slot": "curricula"})
+    """How often each task is drawn, by what came of it so far; null: once in every epoch."""
     advantage: Advantage = part("advantages", "dr_grpo")
     """How much better an answer was than its group."""
     loss: Loss = part("losses", "grpo")
@@ -119,6 +142,8 @@ class RunConfig:
     """When the run is saved."""
     grading: Grading = field(default_factory=Grading)
     """Processes that compute rewards."""
+    patience: Patience = field(default_factory=Patience)
+    """How long a run may stand still."""
     sinks: tuple[Sink, ...] = parts("sinks", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
     runs: str = "runs"
@@ -129,7 +154,6 @@ class RunConfig:
     """CPU threads of torch; 0 uses every core."""
 
     def __post_init__(self) -> None:
-        sampling = self.sampling
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             steps=(self.steps >= 1, "at least 1"),
@@ -142,10 +166,10 @@ class RunConfig:
             envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
             rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(
-                self.max_lag >= (self.broker is not None),
-                "at least 1 with broker, since its environments sample while a step is trained"
+                self.max_lag >= (self.broker is not None) if isinstance(self.max_lag, int) else self.broker is None,
+                "at least 1 with broker, and not auto, since its environments sample while a step is trained"
                 if self.broker
-                else "at least 0",
+                else "at least 0, or auto",
             ),
             updates=(self.updates >= 1, "at least 1"),
             old_logprobs=(
@@ -153,6 +177,8 @@ class RunConfig:
                 "recomputed for corrections that truncate: against the sampler the loss has the ratio inside; or choose"
                 " beyond: mask",
             ),
+            max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
+            replay=((wrong := replay_fault(self)) is None, wrong or ""),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
             micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
             matmul=(
@@ -169,16 +195,16 @@ class RunConfig:
                     getattr(self.reference, "every", 0) < self.steps,
                     f"below steps ({self.steps}): the average would never move",
                 ),
-                "sampling.temperature": (0 < sampling.temperature < math.inf, "above 0: greedy answers are all alike"),
-                "sampling.top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
-                "sampling.top_k": (sampling.top_k >= 0, "at least 0"),
-                "sampling.min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
-                "sampling.max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-                "sampling.stop": (all(sampling.stop), "texts that are not empty"),
+                **sampling_checks(self.sampling),
             },
         )
         if not self.rewards and self.env is not None:
             object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    @property
+    def most_lag(self) -> int:
+        """Most steps by which a trained token's weights may be older; with max_lag: auto those of its budget."""
+        return self.rate.max_lag if self.max_lag == "auto" else self.max_lag
 
     @property
     def sources(self) -> Mapping[str, Source]:
@@ -203,16 +229,24 @@ class RunConfig:
             unread |= dict.fromkeys(("env", "rewards"), "envs names several environments, each with its rewards")
         else:
             unread["envs"] = "it names none"
+        if self.max_lag != "auto":
+            unread["rate"] = "it is read by max_lag: auto alone"
         if self.truncated != "penalise":
             unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        if self.flat_groups == "keep":
+            unread["max_resample_times"] = "flat_groups: keep samples nothing anew"
         if self.broker is not None:
+            elsewhere = "tasks are drawn elsewhere (broker)"
+            unread |= dict.fromkeys(("max_resample_times", "replay", "reroll", "curriculum"), elsewhere)
             unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
+        # Which tokens end an answer is read by the trainer where they may not come too early.
+        stops = ("sampling.stop", *(() if self.sampling.min_tokens else ("sampling.stop_token_ids",)))
         if self.broker is not None and not self.sources:
             elsewhere = "environments are elsewhere (broker) and there is no env to evaluate on"
-            unread |= dict.fromkeys(("rewards", "evaluate", "grading", "sampling.stop"), elsewhere)
+            unread |= dict.fromkeys(("rewards", "evaluate", "grading", *stops), elsewhere)
         elif self.broker is not None and not self.evaluates:
             nothing = "tasks come from elsewhere (broker) and nothing is evaluated"
-            unread |= dict.fromkeys(("env", "envs", "rewards", "grading", "sampling.stop"), nothing)
+            unread |= dict.fromkeys(("env", "envs", "rewards", "grading", *stops), nothing)
         return unread
 
 
@@ -327,7 +361,9 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encoded
 
 
-RESUMABLE = frozenset({"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker"})
+RESUMABLE = frozenset(
+    {"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience"}
+)
 """Options that a resumed run may change: they do not decide what a training step computes."""
 
 

@@ -98,6 +98,11 @@ class Deadline(TandemError):
 
     exit_code = 10
 
+    def __init__(self, message: str, *, on: str = "") -> None:
+        """``on`` is who was waited for."""
+        super().__init__(message)
+        self.on = on
+
 
 class DoesNotFit(TandemError):
     """The memory plan exceeds what the machine has."""

@@ -12,23 +12,26 @@ from typing import Any
 import torch
 
 from tandem import config as recipes
-from tandem import memory
+from tandem import memory, waits
 from tandem.advantages.base import Advantage, Weighs
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest, CanLend, Engine, Needs
 from tandem.envs.base import Split
-from tandem.errors import UnsupportedPair
 from tandem.optimizers.base import Stepper
 from tandem.policy import float8, layers
+from tandem.policy.penalties import Penalties
 from tandem.policy.policy import Compute, Policy, load_config, load_model, load_tokenizer
+from tandem.recipe.objective import only_by_advantage
 from tandem.references.base import Held
 from tandem.rollout.chat import Template
-from tandem.rollout.feed import Cursor, Supply
+from tandem.rollout.cursor import Cursor
+from tandem.rollout.rate import Pace
 from tandem.rollout.streams import Stream
+from tandem.rollout.supply import Supply
 from tandem.sinks.base import RunInfo
 from tandem.sync.base import Link
 from tandem.telemetry import log as logs
-from tandem.telemetry import vitals
+from tandem.telemetry import vitals, watchdog
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
@@ -52,12 +55,7 @@ def check_pairs(config: RunConfig) -> None:
     if config.matmul == "fp8":
         float8.check()
     config.sync.check(trains=config.trains, engine=config.engine)
-    behind = config.sync.behind
-    if config.max_lag < behind:
-        raise UnsupportedPair(
-            f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and max_lag allows "
-            f"{config.max_lag}; set max_lag to {behind} at least, or sync.every to {config.max_lag + 1} at most"
-        )
+    supply.check_lag(config)
 
 
 async def train(config: RunConfig, *, resume: Path | None, given: Collection[str] = ()) -> Path:
@@ -67,14 +65,21 @@ async def train(config: RunConfig, *, resume: Path | None, given: Collection[str
 
     Raises:
         KeyboardInterrupt: stopped by a signal; everything is saved, and its text says how to go on.
+        Deadline: somebody was waited for too long; its message says who waited for whom.
         TandemError: anything else that ended it.
     """
+    with watchdog.watching(config.patience) as dog:
+        return await _train(config, dog, resume, given)
+
+
+async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None, given: Collection[str]) -> Path:
     check_pairs(config)
     tasks = {split: players.tasks(config, split) for split in players.splits(config)}
-    model = load_config(config.model)
-    longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
-    config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
-    folder = resume or lifetime.new_folder(config)
+    with waits.blocking("trainer", "its shape, prompts and memory", _model(config), config.patience.wait_seconds):
+        model = load_config(config.model)
+        longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
+        config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
+    folder = dog.folder = resume or lifetime.new_folder(config)
     with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder), vitals.shown(folder):
         if resume:
             lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
@@ -88,7 +93,7 @@ async def train(config: RunConfig, *, resume: Path | None, given: Collection[str
         )
         with Telemetry(info, config.sinks) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
-            async with _assembled(config, folder, tasks, telemetry) as (run, state):
+            async with _assembled(config, dog, folder, tasks, telemetry) as (run, state):
                 with lifetime.signals(run.stop):
                     state = await loop.train(run, state)
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
@@ -99,13 +104,14 @@ async def train(config: RunConfig, *, resume: Path | None, given: Collection[str
 
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
-    tasks = players.tasks(config, "test")
-    async with _policy(config) as policy, players.opened(config, config.sources, None) as playing:
-        if weights is not None:
-            await policy.compute(config.trains.load, policy.model, weights)
-        async with _published(config, policy, fresh=weights is None) as engine:
-            streams = playing.streams(engine, _template(config, policy), _first(config, tasks))
-            return await _evaluator(config, streams, None, lambda record: None)(0)
+    with watchdog.watching(config.patience):
+        tasks = players.tasks(config, "test")
+        async with _policy(config) as policy, players.opened(config, config.sources, None) as playing:
+            if weights is not None:
+                await policy.compute(config.trains.load, policy.model, weights)
+            async with _published(config, policy, fresh=weights is None) as engine:
+                streams = playing.streams(engine, _template(config, policy), _first(config, tasks))
+                return await _evaluator(config, streams, None, lambda record: None)(0)
 
 
 @asynccontextmanager
@@ -128,60 +134,68 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
 
 @asynccontextmanager
 async def _assembled(
-    config: RunConfig, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+    config: RunConfig, dog: watchdog.Watchdog, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
 ) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
     """Every part of a run, live, and the state it starts from."""
     async with AsyncExitStack() as stack:
-        policy = await stack.enter_async_context(_policy(config))
-        played = config.sources if config.plays else {}
-        playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
-        await playing.check_gold()
-        held = (
-            None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
-        )
-        state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
-        needs = engine_needs(config, folder, restored=state.step)
-        context = memory.context(config, policy.config)
-        engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
-        link = Link(
-            sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
-        )
-        # First: the weights may move into the engine's memory, and the optimizer writes where they are.
-        await link.bind(fresh=_started_on_ours(config, engine, state.step))
-        stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
-        checkpoints = _checkpoints(config, folder, policy, stepper, held, telemetry)
-        await checkpoints.restore(state)
-        template = _template(config, policy)
-        held_out = playing.streams(engine, template, _first(config, tasks.get("test", {})))
-        reached = supply.Reached(state.step)
-        run = loop.Run(
-            steps=config.steps,
+        with dog.ends():  # before any of them does
+            yield await _assemble(stack, config, folder, tasks, telemetry)
+
+
+async def _assemble(
+    stack: AsyncExitStack, config: RunConfig, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+) -> tuple[loop.Run, TrainerState]:
+    policy = await stack.enter_async_context(_policy(config))
+    played = config.sources if config.plays else {}
+    playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
+    await playing.check_gold()
+    held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
+    state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
+    needs = engine_needs(config, folder, restored=state.step)
+    context = memory.context(config, policy.config)
+    engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
+    link = Link(
+        sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
+    )
+    # First: the weights may move into the engine's memory, and the optimizer writes where they are.
+    await link.bind(fresh=_started_on_ours(config, engine, state.step))
+    stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
+    checkpoints = _checkpoints(config, folder, policy, stepper, held, telemetry)
+    await checkpoints.restore(state)
+    template = _template(config, policy)
+    held_out = playing.streams(engine, template, _first(config, tasks.get("test", {})))
+    evaluator = _evaluator(config, held_out, telemetry, telemetry.evaluation)
+    reached = supply.Reached(state.step)
+    pace = supply.pace(config, state.rate, telemetry)
+    streams = playing.streams(engine, template, tasks.get("train", {}))
+    run = loop.Run(
+        steps=config.steps,
+        policy=policy,
+        link=link,
+        feed=_supply(config, folder, policy, streams, reached, telemetry, pace),
+        pack=packer(config, policy),
+        step=Step(
             policy=policy,
-            link=link,
-            feed=_supply(
-                config, folder, policy, playing.streams(engine, template, tasks.get("train", {})), reached, telemetry
-            ),
-            pack=packer(config, policy),
-            step=Step(
-                policy=policy,
-                objective=objective(config),
-                optimizer=config.optimizer,
-                stepper=stepper,
-                sampling=config.sampling,
-                steps=config.steps,
-                updates=config.updates,
-                held=held,
-                fold=lambda: config.trains.fold(policy.model),
-            ),
-            checkpoints=checkpoints,
-            evaluate=_evaluator(config, held_out, telemetry, telemetry.evaluation).maybe,
-            telemetry=telemetry,
-            records=lambda step, batch, stats: records(step, batch, stats, template),
-            stop=asyncio.Event(),
-            reached=reached.set,
-            grading=playing.metrics,
-        )
-        yield run, state
+            objective=objective(config),
+            optimizer=config.optimizer,
+            stepper=stepper,
+            sampling=config.sampling,
+            steps=config.steps,
+            updates=config.updates,
+            held=held,
+            fold=lambda: config.trains.fold(policy.model),
+        ),
+        checkpoints=checkpoints,
+        evaluate=evaluator.maybe,
+        evaluates=evaluator.wants,
+        telemetry=telemetry,
+        records=lambda step, batch, stats: records(step, batch, stats, template),
+        stop=asyncio.Event(),
+        reached=reached.set,
+        grading=playing.metrics,
+        pace=pace,
+    )
+    return run, state
 
 
 def _checkpoints(
@@ -212,7 +226,7 @@ def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -
         rank=getattr(config.trains, "rank", 0),
         targets=_adapted(config),
         port=config.sync.port,
-        versions=config.max_lag + 2,
+        versions=config.most_lag + 2,
         seed=config.seed,
     )
 
@@ -249,7 +263,8 @@ def _fresh(config: RunConfig) -> TrainerState:
 @asynccontextmanager
 async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
     """Model, adapter and tokenizer on the compute thread."""
-    tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+    with waits.blocking("trainer", "its tokenizer", _model(config), config.patience.wait_seconds):
+        tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     compute = Compute(config.threads)
 
     def load() -> Any:
@@ -262,9 +277,15 @@ async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
         return model
 
     try:
-        yield Policy(await compute(load), tokenizer, name=config.model, compute=compute, compile=config.compile)
+        model = await waits.wait(compute(load), owner="trainer", reason="its weights", on=_model(config))
+        yield Policy(model, tokenizer, name=config.model, compute=compute, compile=config.compile)
     finally:
         compute.close()
+
+
+def _model(config: RunConfig) -> str:
+    """As waits call it."""
+    return f"model {config.model}"
 
 
 def _device(config: RunConfig) -> torch.device:
@@ -284,6 +305,7 @@ def _supply(
     streams: Sequence[Stream],
     reached: supply.Reached,
     telemetry: Telemetry,
+    pace: Pace,
 ) -> Supply:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is not None:
@@ -296,7 +318,7 @@ def _supply(
             reached=reached,
             telemetry=telemetry,
         )
-    return supply.played(config, streams, reached, telemetry)
+    return supply.played(config, streams, reached, telemetry, pace)
 
 
 def objective(config: RunConfig) -> Objective:
@@ -333,6 +355,8 @@ def packer(config: RunConfig, policy: Policy) -> Packer:
         mask_truncated=config.truncated == "mask",
         device=policy.device,
         width=policy.config.hidden_size,
+        skip_zero=only_by_advantage(config),
+        penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
     )
 
 
@@ -348,6 +372,7 @@ def _evaluator(
         top_p=asked.top_p,
         max_tokens=config.sampling.max_tokens,
         stop=config.sampling.stop,
+        stop_token_ids=config.sampling.stop_token_ids,
     )
 
     def due(step: int) -> bool:

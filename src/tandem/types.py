@@ -1,7 +1,7 @@
 """Every noun of Tandem. Standard library only: importing this module costs nothing.
 
 Frozen, slotted, keyword-only. A token is an ``int``; a logprob is a natural-log probability under the
-*sampled distribution* (after temperature, top-p, top-k and min-p).
+*sampled distribution* (after penalties, temperature, top-p, top-k and min-p).
 """
 
 from __future__ import annotations
@@ -68,10 +68,26 @@ class Sampling:
     """Keep this many most likely tokens; 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in the prompt or the answer so far, multiplies the others; 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that is in the answer so far; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token as often as it is in the answer so far; 0 is off."""
+    min_tokens: int = 0
+    """Tokens of a completion before which nothing ends it; end tokens have probability 0 until then."""
     max_tokens: int = 256
     """Most tokens of one completion."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion; the text stays in it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion beside the model's own; the token stays in it."""
+
+    @property
+    def penalised(self) -> bool:
+        """True if the tokens before a token change its probability by more than the model does."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +183,8 @@ class Group:
     """Name of the environment."""
     rollouts: tuple[Rollout, ...]
     """The siblings, failed ones included."""
+    replayed: int = 0
+    """How often it was trained before, where it takes the place of a flat one."""
 
     @property
     def scored(self) -> tuple[Rollout, ...]:
@@ -203,6 +221,8 @@ class Sample:
     """Temperature of every sampled token."""
     prompt_len: int
     """Leading tokens that the siblings of the group share."""
+    begins: tuple[int, ...]
+    """Place of the first token of each completion in it, ascending."""
     group: str
     """Id of its group."""
     version: int

@@ -171,6 +171,27 @@ def mixed(place: Place, tiny_model: Path) -> Path:
     return folder
 
 
+REUSING: dict[str, Any] = {
+    **RECIPE,
+    "group_size": 2,  # every other group is flat
+    "replay": {"size": 6, "max_age": 3},
+    "reroll": {"start_fraction": 0.2, "max_groups": 2},
+    "max_resample_times": 1,
+    "curriculum": "solve_rate",
+    "seed": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def reusing(place: Place, tiny_model: Path) -> Path:
+    """A run that was never ended, and that replays groups, draws unsolved tasks again and keeps flat groups."""
+    (place.path / "reusing.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **REUSING}))
+    folder = place.run("reusing.yaml", "name=reused", name="reused")
+    happened = {e["event"] for e in rows(folder / "events.jsonl")}
+    assert {"group_replayed", "group_rerolled", "flat_group_kept"} <= happened, "without them this proves less"
+    return folder
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
@@ -262,6 +283,23 @@ def test_several_environments_killed_and_resumed_equal_uninterrupted(place: Plac
         assert row["metrics"]["env/small/trained"] == made[row["step"] - 1]["small"]
     for row in rows(resumed / "eval.jsonl"):
         assert row["mean"] == pytest.approx((row["envs"]["small"]["mean"] + row["envs"]["large"]["mean"]) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["after step three", "while generating"])
+def test_what_is_reused_is_reused_alike_after_a_kill(place: Place, reusing: Path, moment: str) -> None:
+    name = f"reused-{moment.replace(' ', '-')}"
+    run = place.start("reusing.yaml", f"name={name}", name=name, slow=0.02)
+    MOMENTS[moment](run)
+    run.kill()
+    assert not run.has(STEPS), "it was too fast to be killed in time"
+    assert state(run.folder, 2 if run.has(2) else 3)["cursor"]["stored"], "there is something to forget"
+    resumed = place.run(f"runs/{name}", name=name)
+    same_run(reusing, resumed)
+    for step, row in enumerate(rows(resumed / "metrics.jsonl")):
+        whole = rows(reusing / "metrics.jsonl")[step]["metrics"]
+        counted = ("groups/kept_flat", "groups/replayed", "replay/age/mean", "samples/without_advantage")
+        assert [row["metrics"].get(one) for one in counted] == [whole.get(one) for one in counted]
 
 
 SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {

@@ -52,12 +52,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "broadcast-lora": {"trains": LORA, "sync": "broadcast"},
     "broadcast-merged": {"trains": MERGED, "sync": "broadcast"},
     "broadcast-full-tp2": {"trains": FULL, "sync": "broadcast", "steps": 2, "engine": {"tensor_parallel_size": 2}},
+    "broadcast-full-asleep": {"trains": FULL, "sync": "broadcast", "engine": {"sleep": 2}},
+    "broadcast-lora-asleep": {"trains": LORA, "sync": "broadcast", "engine": {"sleep": 1}},
     "hotswap-lora": {"sync": "hotswap", "max_lag": 1, **LEARNING, **QUICK},
     # Each restart takes as long as a start does, so these have fewer steps.
     "restart-full": {"trains": FULL, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
     "restart-lora": {"trains": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
 }
-RESUMED_ELSEWHERE = frozenset({"broadcast-merged", "broadcast-full-tp2", "restart-lora"})
+RESUMED_ELSEWHERE = frozenset({"broadcast-merged", "broadcast-full-tp2", "broadcast-lora-asleep", "restart-lora"})
 """A resume starts an engine again, and nothing in theirs is new: checkpoints are resumed by what is trained, a group
 is formed anew in broadcast-full and -lora, and an engine is started on what was saved in restart-full."""
 
@@ -99,13 +101,16 @@ def placed(way: str) -> dict[str, Any]:
     asked = WAYS[way]
     changes = dict(asked.get("engine", {}))
     size = changes.get("tensor_parallel_size", 1)
+    if changes.get("sleep") and not CUDA:
+        pytest.skip("vLLM on a CPU has no sleep mode, and there is no CUDA here")
     if size > 1 and not CUDA:
         changes["args"] = {}  # its workers are processes of their own
     if CUDA and asked["sync"] == "broadcast":
         cards = torch.cuda.device_count()
         if cards < size:
             pytest.skip(f"{way} needs an engine over {size} CUDA cards, and this machine has {cards}")
-        apart = cards > size  # the trainer is on the first; NCCL refuses two members on one card
+        # The trainer is on the first; NCCL refuses two members on one card, and who sleeps does so for a card's sake.
+        apart = cards > size and not changes.get("sleep")
         changes["devices"] = [",".join(str(card + apart) for card in range(size))]
         asked = {**asked, "sync": {"kind": "broadcast", "backend": "nccl" if apart else "gloo"}}
     return {**asked, "engine": engine(**changes)}

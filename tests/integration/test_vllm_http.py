@@ -14,19 +14,30 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 import torch
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import CUDA, DTYPE, GAP, HEAD_DIM, alive, engine, needs_engine, published, recipe, until
-from tiny import reference
+from plays import make_group, make_rollout
+from tiny import live_policy, reference
 
 from tandem import config, run
+from tandem.advantages.dr_grpo import DrGrpo
+from tandem.engines import _vllm_wire as wire
+from tandem.losses.grpo import Grpo
+from tandem.optimizers.adamw import AdamW
+from tandem.policy.penalties import Penalties
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import Packer
+from tandem.trainer.step import Step
+from tandem.types import Sampling
 from tandem.weights.bridge import NcclBridge, VllmBridge
 
 pytestmark = [needs_engine, pytest.mark.slow]
@@ -243,6 +254,46 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(served: Served)
     with torch.no_grad():
         logits = live(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1].float() / 0.5
     assert near(given(found), logits.log_softmax(-1)[range(4), tokens].tolist())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(repetition_penalty=1.2, top_p=0.9, max_tokens=24),
+        Sampling(temperature=0.7, presence_penalty=0.6, frequency_penalty=0.4, min_p=0.001, max_tokens=24),
+        Sampling(repetition_penalty=0.8, frequency_penalty=-0.3, top_k=40, min_tokens=24, max_tokens=24),
+    ],
+    ids=["repetition and top_p", "presence and frequency", "all"],
+)
+def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampling: Sampling) -> None:
+    """Two answers to one prompt, one of them goes on for a turn; the trainer computes them together."""
+    with live_policy(served.model) as policy:
+        ends = sorted(policy.end_tokens)
+
+        def said(prompt: list[int]) -> tuple[list[int], list[int], list[float]]:
+            asked = wire.asked(prompt, sampling, limit=100, ends=ends)
+            found = served.post("/generate", json.loads(msgspec.json.encode(asked)))
+            tokens = found["token_ids"][0]
+            assert len(tokens) >= sampling.min_tokens
+            return prompt, tokens, given(found)
+
+        first, second = said(PROMPT), said(PROMPT)
+        turns = [[first, said([*first[0], *first[1], 32, 10])], [second]]
+        rollouts = [make_rollout(f"t@0/{i}", t, i, temperature=sampling.temperature) for i, t in enumerate(turns)]
+        pack = Packer(
+            advantage=DrGrpo(), reduction="token", max_tokens=24, budget=1000, mask_truncated=False,
+            device=policy.device, penalties=Penalties.of(sampling, ends),
+        )  # fmt: skip
+        (micro,) = pack([make_group("t@0", rollouts)], version=0).micro
+        step = Step(
+            policy=policy, objective=Objective(loss=Grpo()), optimizer=AdamW(), stepper=None,  # type: ignore[arg-type]
+            sampling=sampling, steps=1,
+        )  # fmt: skip
+        with torch.no_grad():
+            mine, plain = step.logprobs(micro), step.logprobs(replace(micro, history=None))
+    told = micro.batch.behavior_logprobs_N
+    assert near(mine.tolist(), told.tolist())
+    assert (plain - told).abs().max() > 10 * GAP, "without penalties it has others"
 
 
 @pytest.mark.parametrize(

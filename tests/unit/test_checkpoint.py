@@ -20,7 +20,7 @@ import torch
 from tandem.errors import CheckpointError
 from tandem.optimizers.adamw import AdamW
 from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.rollout.feed import Cursor, Draw
+from tandem.rollout.cursor import Cursor, Draw
 from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.state import TrainerState

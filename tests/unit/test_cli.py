@@ -238,7 +238,8 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        assert "these may change: broker, checkpoint, checkpointing, evaluate, grading, sinks, steps, threads" in err
+        may = "broker, checkpoint, checkpointing, evaluate, grading, patience, sinks, steps, threads"
+        assert f"these may change: {may}" in err
 
 
 def test_a_folder_that_is_no_run(run: Run) -> None:
@@ -502,6 +503,8 @@ def test_show_summarises_a_run(run: Run) -> None:
     ]  # fmt: skip
     events = [{"time": 100.0, "event": "run_started"}, {"time": 101.0, "event": "group_dropped", "reason": "flat"}]
     events += [{"time": 102.0, "event": "group_dropped", "reason": "flat"}, {"time": 104.0, "event": "run_done"}]
+    changed = {"time": 103.0, "event": "rate_changed", "reason": "waits", "was": 4, "lag": 2}
+    events[-1:-1] = [{**changed, "step": 1, "ahead": 6}, {**changed, "step": 2, "ahead": 8}]
     for name, rows in {"metrics": metrics, "eval": evaluations, "events": events}.items():
         Path(f"runs/a/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, _ = run("show", "runs/a")
@@ -512,6 +515,7 @@ def test_show_summarises_a_run(run: Run) -> None:
     assert "0 0.25 [0.150, 0.350] 0.75 [0.500, 0.900] 10 3 0.65 [0.550, 0.750]" in flat
     assert "reward 0.1 ▁▅█ 0.3" in flat
     assert "groups dropped: 2 flat" in out
+    assert "sampling is 8 groups ahead (lag 2) since step 2, waits; changed 2 times" in out
     assert "last event: run_done, " in out
     assert not Path("runs/a/report.html").exists()
     code, out, _ = run("show", "runs/a", "--report")

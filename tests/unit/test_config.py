@@ -283,6 +283,27 @@ def test_a_recipe_that_is_no_mapping(here: Path) -> None:
         ("sampling: {top_p: 0}", "recipe.yaml:4: sampling.top_p must be above 0 and at most 1"),
         ("sampling: {top_p: 1.1}", "sampling.top_p must be"),
         ("sampling: {min_p: 1}", "sampling.min_p must be"),
+        ("sampling: {repetition_penalty: 0}", "sampling.repetition_penalty must be above 0; 1 is off"),
+        ("sampling: {presence_penalty: 3}", "sampling.presence_penalty must be from -2 to 2"),
+        ("sampling: {frequency_penalty: -2.1}", "sampling.frequency_penalty must be from -2 to 2"),
+        ("sampling: {min_tokens: 9, max_tokens: 8}", "sampling.min_tokens must be from 0 to max_tokens"),
+        ("sampling: {stop_token_ids: [-1]}", "sampling.stop_token_ids must be token ids"),
+        ("replay: {size: -1}", "replay.size must be at least 0"),
+        ("replay: {size: 3, max_age: 0}", "replay.max_age must be at least 1"),
+        (
+            "replay: {size: 3}\nold_logprobs: recomputed",
+            "recipe.yaml:4: replay must be given with corrections that weigh",
+        ),
+        ("replay: {size: 3}\nloss: reinforce", "replay must be given with corrections that weigh"),
+        (
+            "replay: {size: 3}\nold_logprobs: recomputed\ncorrections: [opsm]",
+            "replay must be given with corrections that weigh",
+        ),
+        ("reroll: {start_fraction: 1.1}", "reroll.start_fraction must be between 0 and 1"),
+        ("reroll: {start_fraction: 0, max_groups: 0}", "reroll.max_groups must be at least 1"),
+        ("max_resample_times: -1", "max_resample_times must be at least 0, or null"),
+        ("curriculum: {kind: solve_rate, floor: 0}", "curriculum.floor must be above 0 and at most 1"),
+        ("curriculum: {kind: solve_rate, sharpness: 9}", "curriculum.sharpness must be between 0 and 8"),
         ("sampling: {max_tokens: 0}", "sampling.max_tokens must be at least 1"),
         ("sampling: {stop: ['']}", "sampling.stop must be texts that are not empty"),
         ("optimizer: {lr: -1}", "recipe.yaml:4: optimizer.lr must be at least 0"),
@@ -501,7 +522,7 @@ def test_dump_is_complete_and_loads_to_an_equal_config(here: Path) -> None:
     text = dump(config)
     assert read(text) == config
     for option in resolve.options(RunConfig):
-        assert f"{option.name}:" in text or option.name in ("truncated_penalty", "envs")
+        assert f"{option.name}:" in text or option.name in ("truncated_penalty", "envs", "rate")
 
 
 # Several environments

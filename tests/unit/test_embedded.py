@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import live_policy, logprobs_of, reference, support
+from tiny import live_policy, logprobs_of, penalised, reference, support
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tandem.engines import embedded
@@ -22,6 +22,9 @@ from tandem.trains.lora import Lora
 from tandem.types import Completion, Sampling
 
 PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(20)), [200] * 3, [1, 2, 3, 4, 5, 6, 7, 8, 9], [17]]
+
+ENDS = (257,)
+"""The tiny model's end token."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def sample(policy: Policy, asked: Sequence[tuple[Sequence[int], Sampling, int]],
 
 def assert_agrees(naive: Any, prompt: Sequence[int], completion: Completion, sampling: Sampling) -> None:
     with torch.no_grad():
-        expected = logprobs_of(naive, prompt, completion.tokens, sampling)
+        expected = logprobs_of(naive, prompt, completion.tokens, sampling, ENDS)
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
 
 
@@ -66,8 +69,15 @@ def assert_agrees(naive: Any, prompt: Sequence[int], completion: Completion, sam
         Sampling(min_p=0.2, max_tokens=24),
         Sampling(temperature=1.3, top_p=0.7, top_k=40, min_p=0.05, max_tokens=24),
         Sampling(temperature=0, max_tokens=24),
+        Sampling(repetition_penalty=1.2, max_tokens=24),
+        Sampling(presence_penalty=0.5, frequency_penalty=1.0, min_tokens=9, stop_token_ids=(101, 32), max_tokens=24),
+        Sampling(temperature=0.8, top_p=0.9, top_k=40, repetition_penalty=0.8, frequency_penalty=-0.2, max_tokens=24),
+        Sampling(temperature=0, repetition_penalty=1.5, max_tokens=24),
     ],
-    ids=["cold", "hot", "top_p", "top_k", "min_p", "all", "greedy"],
+    ids=[
+        *("cold", "hot", "top_p", "top_k", "min_p", "all", "greedy"),
+        *("repetition", "presence and frequency", "penalties and limits", "penalised and greedy"),
+    ],
 )
 def test_logprobs_are_those_of_the_sampled_distribution(policy: Policy, naive: Any, sampling: Sampling) -> None:
     done = sample(policy, [(prompt, sampling, key) for key, prompt in enumerate(PROMPTS)])
@@ -77,8 +87,28 @@ def test_logprobs_are_those_of_the_sampled_distribution(policy: Policy, naive: A
             continue
         with torch.no_grad():
             logits = naive(input_ids=torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
-        for row, token in zip(logits.double(), completion.tokens, strict=True):
+        for i, (row, token) in enumerate(zip(logits.double(), completion.tokens, strict=True)):
+            row = penalised(row, prompt, completion.tokens[:i], sampling)
             assert token in support(row / sampling.temperature, sampling)
+        enders = [i for i, token in enumerate(completion.tokens) if token in (*ENDS, *sampling.stop_token_ids)]
+        assert enders in ([], [len(completion.tokens) - 1])
+        assert all(i >= sampling.min_tokens for i in enders)
+
+
+def test_no_text_stops_an_answer_before_min_tokens(policy: Policy) -> None:
+    """As in vLLM: one that is completed by the last of them does not either."""
+    letters = tuple(map(chr, range(32, 127)))
+    done = sample(policy, [([72], Sampling(stop=letters, min_tokens=5, max_tokens=24), key) for key in range(12)])
+    assert min(len(c.tokens) for c in done) == 6
+    assert {c.finish for c in done} == {"stop"}
+
+
+def test_rows_with_and_without_penalties_share_a_batch(policy: Policy, naive: Any) -> None:
+    samplings = [Sampling(max_tokens=24), Sampling(repetition_penalty=1.4, max_tokens=24, min_tokens=24)]
+    asked = [(prompt, samplings[i % 2], i) for i, prompt in enumerate(PROMPTS)]
+    for (prompt, sampling, _), completion in zip(asked, sample(policy, asked), strict=True):
+        assert_agrees(naive, prompt, completion, sampling)
+        assert len(completion.tokens) >= sampling.min_tokens
 
 
 def test_greedy_takes_the_likeliest(policy: Policy, naive: Any) -> None:

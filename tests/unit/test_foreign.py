@@ -21,7 +21,7 @@ from tandem.broker.store import Store
 from tandem.broker.wire import Info, RunParameters, ScoredGroup
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import flatten
-from tandem.rollout.feed import Cursor
+from tandem.rollout.cursor import Cursor
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
@@ -547,7 +547,7 @@ def test_a_cursor_survives_json() -> None:
 
     cursor = run(go())
     assert len(cursor.batches) == 2
-    assert {group.id for _, group in cursor.ready} == {"b@1", "d@3"}
+    assert {group.id for _, group in cursor.ready} == {"b@e1", "d@e3"}
     state = TrainerState(
         step=3,
         version=PolicyVersion(step=3, digest="x"),
@@ -574,3 +574,40 @@ def test_a_record_has_no_number_where_nobody_told_one() -> None:
         (None, -1.0, 0.25, 1),
         (None, -2.0, -1.0, 1),
     ]
+
+
+# The same group again
+
+
+def test_a_group_bears_the_brokers_own_name_whenever_it_comes() -> None:
+    broker = filled(4)
+
+    async def first(steps: int) -> list[str]:
+        async with Trainer(broker).feed().open(Cursor()) as feed:
+            return [group.id for _ in range(steps) for group in await feed.take()]
+
+    killed = run(first(2))
+    broker.put(*(sent(f"more{n}") for n in range(2)))
+    assert run(first(2)) == killed == ["g0@e0", "g1@e1", "g2@e2", "g3@e3"]
+
+
+def test_a_group_whose_lease_ran_out_is_not_trained_again_by_the_same_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    broker = filled(2)
+
+    async def go() -> list[list[str]]:
+        async with Trainer(broker).feed().open(Cursor()) as feed:
+            batches = [names(await feed.take())]
+            broker.now += 61.0  # nobody renewed: the trainer stood still
+            broker.on_empty = lambda: broker.put(sent("g2"), sent("g3"))
+            batches.append(names(await feed.take()))
+            cursor = feed.cursor()
+            assert len(cursor.batches) == 3
+            assert not cursor.ready
+            await feed.saved(cursor)
+            return batches
+
+    assert run(go()) == [["g0", "g1"], ["g2", "g3"]]
+    assert "came again while its first lease was held" in caplog.text
+    report = broker.store.status(broker.now)
+    assert report.counts["trained"] == 4
+    assert (report.queued_groups, report.leased_groups) == (0, 0)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Largest
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from tandem.policy._compile import missing
 from tandem.policy.logprobs import token_logprobs
@@ -182,19 +181,6 @@ def test_target_outside_the_recomputed_support_is_counted_in() -> None:
     got = run(hidden, weight, order[:, 5], 1.0, upstream, top_k=5)
     kept = logits.gather(1, order[:, :6]).log_softmax(-1)[:, 5]
     assert relative(got[0], kept) < 1e-6
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(out):
-            if isinstance(leaf, Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.itemsize)
-        return out
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 3}])

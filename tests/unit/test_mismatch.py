@@ -34,8 +34,9 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lagged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One in which answers are up to two steps old, and go on while weights change."""
-    options: dict[str, Any] = {"max_lag": 2, "sampling": {"max_tokens": 16}}
+    """One in which answers are up to two steps old, and go on while weights change; penalised for repetition."""
+    sampling = {"max_tokens": 16, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+    options: dict[str, Any] = {"max_lag": 2, "sampling": sampling}
     return trained(tiny_model, tmp_path_factory.mktemp("runs"), "lagged", **options)
 
 
@@ -157,6 +158,21 @@ def test_temperature_alone(tiny_model: Path, tmp_path: Path, dtype: str) -> None
     assert found.dominant is not None
     assert found.dominant.name == "temperature not applied (raw logprobs)"
     assert len(faults(found)) == 1, "the rest is rounding"
+
+
+def test_penalties_that_the_engine_left_out_of_its_logprobs(tiny_model: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 12}
+    folder = trained(tiny_model, tmp_path, "run", sampling=asked)
+    assert looked(folder).dominant is None
+    engine = exact(weights(folder, STEPS - 1))
+    assert injected(folder, tmp_path / "right", engine, Sampling(**asked)).dominant is None
+    for fault, name in (
+        ({"penalties": False}, "repetition_penalty 1.3 and frequency_penalty 0.5 not applied"),
+        ({"penalties": False, "temperature": False}, "raw logprobs"),
+    ):
+        found = injected(folder, tmp_path / name, exact(weights(folder, STEPS - 1), **fault), Sampling(**asked))
+        assert found.dominant is not None
+        assert (found.dominant.category, found.dominant.name) == ("sampling", name)
 
 
 @pytest.mark.parametrize(

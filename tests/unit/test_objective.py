@@ -264,10 +264,11 @@ def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trains: Any) -> N
     shape = load_config(str(tiny_model))
     plain = {"model": str(tiny_model), "trains": trains, "dtype": "float32"}
     own = recipe(**plain, reference={"kind": "average", "every": 3})
-    (line,) = [line for line in memory.plan(own, shape).lines if line.name == "reference"]
+    (line,) = [line for line in memory.planner(own, shape).plan(own).lines if line.name == "reference"]
     model = own.trains.prepare(load_model(str(tiny_model), dtype=torch.float32, device=torch.device("cpu")))
     assert line.bytes == sum(meta.bytes for meta in own.trains.source(model).manifest())
     alone, start = (recipe(**plain, **more) for more in ({}, {"reference": "start"}))
-    assert memory.checkpoint_bytes(own, shape) - memory.checkpoint_bytes(alone, shape) == line.bytes
-    assert memory.checkpoint_bytes(start, shape) == memory.checkpoint_bytes(alone, shape)
-    assert not [line for line in memory.plan(alone, shape).lines if line.name == "reference"]
+    planner = memory.planner(alone, shape)
+    assert planner.checkpoint_bytes(own) - planner.checkpoint_bytes(alone) == line.bytes
+    assert planner.checkpoint_bytes(start) == planner.checkpoint_bytes(alone)
+    assert not [line for line in planner.plan(alone).lines if line.name == "reference"]

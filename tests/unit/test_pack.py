@@ -16,6 +16,7 @@ from plays import make_group, make_rollout
 
 from tandem.advantages.dr_grpo import DrGrpo
 from tandem.metrics import flatten
+from tandem.policy.penalties import Penalties
 from tandem.trainer import _tree
 from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of
 from tandem.types import Group, Rollout
@@ -29,6 +30,7 @@ def packer(**changes: Any) -> Packer:
         "budget": 1000,
         "mask_truncated": False,
         "device": torch.device("cpu"),
+        "penalties": Penalties(repetition=1.1),
     }
     return Packer(**{**options, **changes})
 
@@ -58,8 +60,21 @@ def trained(batch: StepBatch) -> Counter[tuple[Any, ...]]:
             rollout = micro.places[micro.batch.sample_N[n]][0]
             logprob = micro.batch.behavior_logprobs_N[n].item()
             advantage = round(micro.batch.advantages_N[n].item(), 6)
-            found[rollout, seen, micro.targets_N[n].item(), logprob, advantage, micro.temperature_N[n].item()] += 1
+            past = told_before(micro, n)
+            assert past[0] == {*seen}
+            key = (rollout, seen, past[1:], micro.targets_N[n].item(), logprob, advantage)
+            found[*key, micro.temperature_N[n].item()] += 1
     return found
+
+
+def told_before(micro: Micro, row: int) -> tuple[set[int], frozenset[tuple[int, int]], int]:
+    """Tokens before a row, how often each is in its answer so far, and the length of that."""
+    history = micro.history
+    assert history is not None
+    counts = [events.counts((row, row + 1), (0, 256))[0] for events in (history.seen, history.said)]
+    seen, said = ({t: int(count[t]) for t in count.nonzero()[:, 0].tolist()} for count in counts)
+    assert {*seen.values()} <= {1}
+    return {*seen}, frozenset(said.items()), int(history.age_N1[row])
 
 
 def sampled(groups: Sequence[Group], advantages: dict[str, float]) -> Counter[tuple[Any, ...]]:
@@ -69,7 +84,9 @@ def sampled(groups: Sequence[Group], advantages: dict[str, float]) -> Counter[tu
         for turn in rollout.turns:
             for i, (token, logprob) in enumerate(zip(turn.completion.tokens, turn.completion.logprobs, strict=True)):
                 seen = (*turn.prompt, *turn.completion.tokens[:i])
-                found[rollout.id, seen, token, logprob, round(advantages[rollout.id], 6), turn.temperature] += 1
+                own = Counter(turn.completion.tokens[:i])
+                past = (frozenset(own.items()), i)
+                found[rollout.id, seen, past, token, logprob, round(advantages[rollout.id], 6), turn.temperature] += 1
     return found
 
 
@@ -90,13 +107,20 @@ def groups_of(draw: st.DrawFn) -> list[Group]:
                 serial += len(tokens)
                 said.append((list(so_far), tokens, logprobs))
                 temperatures.append(draw(st.sampled_from([1.0, 1.0, 1.0, 0.5])))
-                so_far += [*tokens, *draw(st.lists(token, min_size=1, max_size=3))]
+                so_far += [*tokens, *draw(st.lists(token, max_size=3))]
                 if draw(st.integers(0, 3)) == 0:  # the environment rewrites what was said
                     so_far = draw(st.lists(token, min_size=1, max_size=6))
             reward = draw(st.sampled_from([0.0, 0.5, 1.0, None])) if s else 0.5  # one is always scored
             rollouts.append(make_rollout(f"t{g}@0/{s}", said, reward, temperature=temperatures))
         groups.append(make_group(f"t{g}@0", rollouts, index=g))
     return groups
+
+
+def test_a_sample_knows_where_its_answers_begin() -> None:
+    said = [([1, 2, 3, 4, 5], [6, 7], [0.0] * 2), ([1, 2, 3, 4, 5, 6, 7, 8], [9], [0.0]), ([9, 9], [5, 5], [0.0] * 2)]
+    rollout = make_rollout("t0@0/0", said, 1.0)
+    found = list(samples_of(rollout, make_group("t0@0", [rollout]), 1.0))
+    assert [sample.begins for sample in found] == [(5, 8), (2,)]
 
 
 @settings(max_examples=80)
@@ -325,7 +349,7 @@ def test_given_advantages_go_to_their_tokens_over_all_turns() -> None:
     one = make_rollout("t@0/1", [([1], [6], [-0.8])], 0.0)
     group = make_group("t@0", [replace(two, advantages=(0.25, -1.0, 3.0)), one])
     batch = packer()([group], version=0)
-    assert {(token, advantage) for _, _, token, _, advantage, _ in trained(batch)} == {
+    assert {(token, advantage) for _, _, _, token, _, advantage, _ in trained(batch)} == {
         (2, 0.25), (3, -1.0), (5, 3.0), (6, -0.5),
     }  # fmt: skip
     assert batch.advantages == {"t@0/0": pytest.approx(0.75), "t@0/1": -0.5}

@@ -19,7 +19,7 @@ import pytest
 from tandem.errors import ConfigError
 from tandem.sinks import _board
 from tandem.sinks._board import Board, duration, number, sparkline
-from tandem.sinks.base import Activity, RunInfo, Writer
+from tandem.sinks.base import Activity, RunInfo, Writer, kind
 from tandem.sinks.console import Console
 from tandem.sinks.tensorboard import Tensorboard
 from tandem.sinks.trackio import Trackio
@@ -93,6 +93,20 @@ def test_plain_console_is_one_line_per_step_and_per_evaluation(
     assert lines[5].endswith("40 tasks × 4; 25.0 % [19–31] at step 0")
     assert len(lines) == 6
     assert all("\x1b" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"kind": "dataset", "path": "rows.jsonl"}, "dataset"),
+        ("own.parts:Rows", "Rows"),
+        ({"kind": "own.parts:Rows", "path": "data/rows.jsonl"}, "data/rows.jsonl"),
+        ({"kind": "own.parts:Rows", "cfg": {"base": "m", "sets": [{"path": "a.jsonl"}, {"path": "b"}]}}, "a.jsonl + b"),
+        (None, ""),
+    ],
+)
+def test_a_part_of_ones_own_is_told_by_its_data(part: Any, told: str) -> None:
+    assert kind(part) == told
 
 
 def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

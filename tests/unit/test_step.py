@@ -21,6 +21,7 @@ from tandem.advantages.dr_grpo import DrGrpo
 from tandem.losses.grpo import Grpo
 from tandem.metrics import flatten
 from tandem.optimizers.adamw import AdamW
+from tandem.policy.penalties import Penalties
 from tandem.policy.policy import Policy
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
@@ -30,6 +31,16 @@ from tandem.types import UNKNOWN, Group, Rollout, Sampling
 
 RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)
 """Of policy to behaviour, token by token: within the clips and beyond each, the dual clip included."""
+
+ENDS = (3, 250)
+"""Tokens that end an answer, as far as penalties know."""
+PENALISED: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.4,
+    "min_tokens": 2,
+    "stop_token_ids": (7,),
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +82,7 @@ def gradient(
         budget=budget,
         mask_truncated=mask,
         device=policy.device,
+        penalties=Penalties.of(sampling, ENDS),
     )
     keep = Keep()
     objective = Objective(loss=loss)
@@ -102,7 +114,7 @@ def by_formula(exact: Any, groups: Sequence[Group], *, sampling: Sampling, loss:
         for rollout in group.rollouts:
             if rollout.reward is None or (mask and rollout.truncated):
                 continue
-            parts = [(logprobs_of(exact, t.prompt, t.completion.tokens, sampling), t) for t in rollout.turns]
+            parts = [(logprobs_of(exact, t.prompt, t.completion.tokens, sampling, ENDS), t) for t in rollout.turns]
             old = np.concatenate([np.float32(t.completion.logprobs).astype(np.float64) for _, t in parts])
             terms.append((torch.cat([lp for lp, _ in parts]), old, rollout.reward - sum(rewards) / len(rewards)))
     num_tokens, value, size = sum(len(old) for _, old, _ in terms), 0.0, 0.0
@@ -143,7 +155,7 @@ def played(exact: Any, sampling: Sampling) -> list[Group]:
     def said(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
         tokens = draw.integers(0, 256, length).tolist()
         with torch.no_grad():
-            now = logprobs_of(exact, prompt, tokens, sampling).tolist()
+            now = logprobs_of(exact, prompt, tokens, sampling, ENDS).tolist()
         return prompt, tokens, [lp - math.log(RATIOS[i % len(RATIOS)]) for i, lp in enumerate(now)]
 
     groups = []
@@ -169,8 +181,10 @@ def played(exact: Any, sampling: Sampling) -> list[Group]:
         (Grpo(reduction="sequence"), Sampling(temperature=0.7, max_tokens=16)),
         (Grpo(reduction="constant", dual_clip=None), Sampling(temperature=1.3, max_tokens=16)),
         (Grpo(clip_low=0.4), Sampling(top_p=0.8, top_k=60, min_p=0.01, max_tokens=16)),
+        (Grpo(), Sampling(**PENALISED, max_tokens=16)),
+        (Grpo(), Sampling(**PENALISED, temperature=0.7, top_p=0.8, min_p=0.01, max_tokens=16)),
     ],
-    ids=["token", "sequence", "constant", "support"],
+    ids=["token", "sequence", "constant", "support", "penalties", "penalties and support"],
 )
 def test_a_step_is_the_float64_formula(policy: Policy, exact: Any, loss: Grpo, sampling: Sampling) -> None:
     groups = played(exact, sampling)
@@ -182,7 +196,7 @@ def test_a_step_is_the_float64_formula(policy: Policy, exact: Any, loss: Grpo, s
     assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
     for rollout in (r for group in groups for r in group.rollouts):
         with torch.no_grad():
-            each = [logprobs_of(exact, t.prompt, t.completion.tokens, sampling) for t in rollout.turns]
+            each = [logprobs_of(exact, t.prompt, t.completion.tokens, sampling, ENDS) for t in rollout.turns]
         assert stats.logprobs[rollout.id] == pytest.approx(torch.cat(each).tolist(), abs=1e-5)
 
 
@@ -204,9 +218,12 @@ def test_each_sign_at_each_ratio(policy: Policy, exact: Any, ratio: float, bette
     assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
 
 
+@pytest.mark.parametrize("penalties", [{}, PENALISED], ids=["plain", "penalised"])
 @pytest.mark.parametrize("mask", [False, True])
-def test_micro_batches_packing_and_order_change_nothing(policy: Policy, exact: Any, mask: bool) -> None:
-    sampling, loss = Sampling(temperature=0.9, max_tokens=16), Grpo()
+def test_micro_batches_packing_and_order_change_nothing(
+    policy: Policy, exact: Any, mask: bool, penalties: dict[str, Any]
+) -> None:
+    sampling, loss = Sampling(temperature=0.9, max_tokens=16, **penalties), Grpo()
     groups = played(exact, sampling)
     whole, stats = gradient(policy, groups, sampling=sampling, loss=loss, mask=mask)
     turned = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ class Opsm:
     KL is the mean over an answer's tokens of sampler's logprob minus policy's, at the policy of now. A policy learns
     little from mistakes that it would no longer make, and pushing them away disturbs it.
     """
+
+    weighs: ClassVar[bool] = False
 
     threshold: float = 0.5
     """Nats per token."""

@@ -1,4 +1,4 @@
-"""Which options of the objective change nothing, given the others."""
+"""Which options of the objective change nothing, given the others, and what it must have to train on older tokens."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     if not compares and not config.corrections:
         unread["old_logprobs"] = "this loss has no ratio, and there are no corrections"
     return unread
+
+
+def only_by_advantage(config: RunConfig) -> bool:
+    """Whether a sample whose every advantage is 0 has no gradient: the loss says so, and nothing is added to it."""
+    return config.reference is None and getattr(config.loss, "by_advantage", False)
+
+
+def replay_fault(config: RunConfig) -> str | None:
+    """What replay must be given with, if the objective would take replayed tokens for the policy's own."""
+    ratios = config.old_logprobs == "sampled" and getattr(config.loss, "compares", True)
+    if not config.replay.size or ratios or any(getattr(one, "weighs", True) for one in config.corrections):
+        return None
+    return (
+        "given with corrections that weigh tokens by their ratio, or with old_logprobs: sampled and a loss that has a "
+        "ratio: replayed tokens are older than the policy, and nothing else weighs that"
+    )

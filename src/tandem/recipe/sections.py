@@ -1,4 +1,4 @@
-"""Mappings of a recipe that choose no part: evaluation, checkpoints, grading, and a broker to train from."""
+"""Mappings of a recipe that choose no part: evaluation, checkpoints, grading, replay, and a broker to train from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem import resolve
+from tandem.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,79 @@ class Grading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What max_lag: auto may do: how far off-policy it may go to keep engine and trainer busy."""
+
+    ess_floor: float = 0.8
+    """Least effective sample size of the ratios to the sampler, as a share of a step's tokens; below it, less lag."""
+    max_lag: int = 4
+    """Most steps by which the weights that sampled a token may be older than those it trains."""
+
+    def __post_init__(self) -> None:
+        require(
+            ess_floor=(0 <= self.ess_floor < 1, "at least 0 and below 1"),
+            max_lag=(self.max_lag >= 1, "at least 1; on-policy is max_lag: 0 itself"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Groups that had signal, trained again in the place of those that have none."""
+
+    size: int = 0
+    """Groups that are kept, the newest that were trained and not flat; 0 keeps none."""
+    max_age: int = 8
+    """Most steps by which the weights that sampled a replayed token may be older than those it trains, in place of
+    max_lag."""
+
+    def __post_init__(self) -> None:
+        require(size=(self.size >= 0, "at least 0"), max_age=(self.max_age >= 1, "at least 1"))
+
+    def inert(self) -> Mapping[str, str]:
+        """Without a store there is nothing that could be too old."""
+        return {} if self.size else {"max_age": "size is 0, so nothing is replayed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reroll:
+    """Tasks that nobody solved, drawn again when the policy has learned more."""
+
+    start_fraction: float = 1.0
+    """Part of all steps after which they come; 1 is never."""
+    max_groups: int = 1
+    """Most of them that are drawn for one batch."""
+
+    def __post_init__(self) -> None:
+        require(
+            start_fraction=(0 <= self.start_fraction <= 1, "between 0 and 1"),
+            max_groups=(self.max_groups >= 1, "at least 1"),
+        )
+
+    def inert(self) -> Mapping[str, str]:
+        """Never is never, however many."""
+        return {} if self.start_fraction < 1 else {"max_groups": "start_fraction is 1, so nothing is drawn again"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long nothing may happen before a run is stopped and says who waited for whom. Progress begins it anew."""
+
+    wait_seconds: float = 3600.0
+    """Longest that one part may wait for another that has no deadline of its own, without anything coming of it."""
+    loop_seconds: float = 300.0
+    """Longest that one call may hold up everything else in the trainer's process."""
+    end_seconds: float = 60.0
+    """How long a run that is stopped for this may take to end its parts; then its process is ended."""
+
+    def __post_init__(self) -> None:
+        require(
+            wait_seconds=(0 < self.wait_seconds < math.inf, "above 0 (seconds)"),
+            loop_seconds=(0 < self.loop_seconds < math.inf, "above 0 (seconds)"),
+            end_seconds=(0 < self.end_seconds < math.inf, "above 0 (seconds)"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Broker:
     """Environments elsewhere: what they sample and score is trained on, through a broker."""
 
@@ -99,6 +173,25 @@ class Broker:
             url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"),
             lease_seconds=(0 < self.lease_seconds < math.inf, "above 0 (seconds)"),
         )
+
+
+def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
+    """What ``require`` checks of how training answers are sampled."""
+    two = "from -2 to 2"
+    checks = {
+        "temperature": (0 < sampling.temperature < math.inf, "above 0: greedy answers are all alike"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "at least 0"),
+        "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
+        "repetition_penalty": (0 < sampling.repetition_penalty < math.inf, "above 0; 1 is off"),
+        "presence_penalty": (-2 <= sampling.presence_penalty <= 2, two),
+        "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, two),
+        "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "stop": (all(sampling.stop), "texts that are not empty"),
+        "stop_token_ids": (all(token >= 0 for token in sampling.stop_token_ids), "token ids, which are at least 0"),
+    }
+    return {f"sampling.{name}": check for name, check in checks.items()}
 
 
 def require(**checks: tuple[bool, str]) -> None:

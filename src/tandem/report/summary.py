@@ -6,6 +6,7 @@ import statistics
 from typing import TypedDict
 
 from tandem.report.folder import Row, RunFolder
+from tandem.sinks.base import kind
 from tandem.types import Json
 
 WINDOW = 5
@@ -131,7 +132,7 @@ def facts(config: Row) -> list[tuple[str, str]]:
     optimizer = config.get("optimizer")
     found = {
         "model": config.get("model"),
-        "environment": _kind(config.get("env")) or _mixture(config.get("envs")),
+        "environment": kind(config.get("env")) or _mixture(config.get("envs")),
         "trains": _kind(config.get("trains")),
         "weights travel": _kind(config.get("sync")),
         "engine": _kind(config.get("engine")),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.sinks import _lines
-from tandem.sinks.base import RunInfo
+from tandem.sinks.base import RunInfo, kind
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -102,15 +102,12 @@ class Board:
 
 def settings(config: Mapping[str, Json]) -> list[str]:
     """What a person wants to be reminded of about a recipe: model, environment, shape of a step."""
-    envs = _kind(config.get("env")) or "+".join(config.get("envs") or ())
-    kinds = [envs, *(_kind(config.get(slot)) for slot in ("trains", "sync"))]
+    envs = kind(config.get("env")) or "+".join(config.get("envs") or ())
+    kinds = [envs, *(kind(config.get(slot)) for slot in ("trains", "sync"))]
     shape = f"{config['groups_per_step']} × {config['group_size']} a step" if "groups_per_step" in config else ""
-    lag = f"lag ≤ {config['max_lag']}" if config.get("max_lag") else ""
+    most = config.get("max_lag")
+    lag = "" if not most else "lag auto" if most == "auto" else f"lag ≤ {most}"
     return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]
-
-
-def _kind(part: Json) -> str:
-    return str(part.get("kind", "")) if isinstance(part, Mapping) else str(part or "")
 
 
 def event_text(name: str, fields: Mapping[str, Json]) -> str:

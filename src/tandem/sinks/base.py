@@ -115,3 +115,18 @@ def require(module: str, extra: str) -> Any:
             f"the {extra} sink needs the Python package {top!r}, which cannot be imported ({error}); "
             f"install it with: pip install 'tandem-rl[{extra}]', or take {extra} out of sinks"
         ) from error
+
+
+def kind(part: Json) -> str:
+    """What a person calls a part of a recipe: its kind, or of one outside the tree the data it reads, or its name."""
+    named = str(part.get("kind") or "") if isinstance(part, Mapping) else str(part or "")
+    module, _, own = named.rpartition(":")
+    return named if not module else " + ".join(_paths(part)) or own
+
+
+def _paths(options: Json) -> list[str]:
+    """Every ``path`` in options, at any depth."""
+    if isinstance(options, Mapping):
+        inner = [path for key, value in options.items() if key != "path" for path in _paths(value)]
+        return [*([path] if isinstance(path := options.get("path"), str) else []), *inner]
+    return [path for value in options for path in _paths(value)] if isinstance(options, list) else []

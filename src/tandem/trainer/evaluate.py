@@ -34,9 +34,13 @@ class Evaluator:
     started: Callable[[int], None]
     """Told when an evaluation begins."""
 
+    def wants(self, step: int) -> bool:
+        """True if ``maybe`` would evaluate."""
+        return bool(self.streams) and self.due(step)
+
     async def maybe(self, step: int) -> None:
         """Evaluate if this step is due."""
-        if self.streams and self.due(step):
+        if self.wants(step):
             self.started(step)
             self.record(await self(step))
 
@@ -45,6 +49,7 @@ class Evaluator:
         begun = time.time()
         asked = [(stream, task) for stream in self.streams for task in stream.tasks]
         with trace.span("seconds/evaluate"):
+            # Their waits are registered where they are played.
             groups = await asyncio.gather(
                 *(
                     stream.worker.group(

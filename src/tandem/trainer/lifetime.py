@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem import config as recipes
-from tandem import report
+from tandem import report, resolve, waits
 from tandem.config import RunConfig
 from tandem.errors import ConfigError, TandemError
 
@@ -32,6 +32,7 @@ def new_folder(config: RunConfig) -> Path:
     try:
         folder.mkdir(parents=True)
         write_recipe(config, folder)
+        resolve.remember(folder)
     except OSError as error:
         raise TandemError(
             f"the run's folder {folder} cannot be made: {error}; set runs= to a place that can"
@@ -74,7 +75,8 @@ def reported(folder: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            report.build(folder)
+            with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
+                report.build(folder)
         except (TandemError, OSError) as error:
             # The run's own error, if any, is the one to tell.
             log.error("the report could not be written: %s", error)

@@ -12,6 +12,7 @@ from the feed's tasks, which go on while this coroutine awaits the compute threa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -20,17 +21,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tandem import machine
+from tandem.errors import TandemError
 from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.policy.policy import Policy
-from tandem.rollout.feed import Supply
+from tandem.rollout.rate import Pace
+from tandem.rollout.supply import Supply
 from tandem.sync.base import Link, Published
 from tandem.telemetry import trace
 from tandem.telemetry.emit import Telemetry
+from tandem.telemetry.watchdog import deadline_in
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
-from tandem.types import Json
+from tandem.types import Group, Json
 
 T = TypeVar("T")
 
@@ -55,6 +59,8 @@ class Run:
     """What survives."""
     evaluate: Callable[[int], Awaitable[None]]
     """Looks at held-out tasks if this step is due."""
+    evaluates: Callable[[int], bool]
+    """Whether it is."""
     telemetry: Telemetry
     """Where numbers go."""
     records: Callable[[int, StepBatch, StepStats], Sequence[Mapping[str, Json]]]
@@ -65,6 +71,8 @@ class Run:
     """Told each step that training has reached."""
     grading: Callable[[], Mapping[str, Value]]
     """What the graders counted since the last call."""
+    pace: Pace
+    """How far sampling is ahead, and who waits for whom."""
 
 
 async def train(run: Run, state: TrainerState) -> TrainerState:
@@ -77,10 +85,11 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
         feed = await stack.enter_async_context(run.feed.open(state.cursor))
         while state.step < run.steps and not run.stop.is_set():
             begun = time.perf_counter()
-            with trace.span("seconds/wait"):
-                groups = await _unless_stopped(run, feed.take())
+            with trace.span("seconds/wait"), run.pace.waiting():
+                groups = await _taken(run, feed, state)
             if groups is None:
                 break
+            await link.rest()
             with trace.span("seconds/pack"):
                 batch = run.pack(groups, version=state.step)
             stats = await run.step.forward_backward(batch)
@@ -88,20 +97,20 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
                 applied = await run.step.apply(state.step + 1, batch, stats)
             assert handoff.published is not None
             run.reached(handoff.published.version.step)
-            state = state.advanced(batch.num_loss_tokens, handoff.published.version, feed.cursor())
-            _emit(
-                run,
-                state,
-                batch,
-                stats,
-                [applied, feed.metrics(), run.grading(), handoff.metrics()],
-                begun,
-                handoff.published,
-            )
+            # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
+            paced = run.pace.step(state.step + 1, stats.metrics)
+            state = state.advanced(batch.num_loss_tokens, handoff.published.version, feed.cursor(), run.pace.state)
+            parts = [applied, feed.metrics(), run.grading(), handoff.metrics(), paced]
+            # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
+            goes_on = state.step < run.steps and not run.evaluates(state.step)
+            if goes_on:
+                feed.release(groups)
+            await _emit(run, state, batch, stats, parts, begun, handoff.published)
             if await run.checkpoints.maybe_save(state):
                 await feed.saved(state.cursor)
-            await _unless_stopped(run, run.evaluate(state.step))
-            feed.release(groups)
+            if not goes_on:
+                await _unless_stopped(run, run.evaluate(state.step))
+                feed.release(groups)
         if run.stop.is_set():
             # What was played since the last step is kept too.
             state = dataclasses.replace(state, cursor=feed.cursor())
@@ -110,7 +119,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
     return state
 
 
-def _emit(
+async def _emit(
     run: Run,
     state: TrainerState,
     batch: StepBatch,
@@ -121,7 +130,7 @@ def _emit(
 ) -> None:
     """Write one step down."""
     with trace.span("seconds/record"):
-        run.telemetry.rollouts(state.step, run.records(state.step, batch, stats))
+        await asyncio.to_thread(_record, run, state.step, batch, stats)
         if published.moved:
             run.telemetry.event(
                 "published",
@@ -140,6 +149,23 @@ def _emit(
         "memory/rss_gb": Max(machine.resident() / 1e9),
     }
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
+
+
+def _record(run: Run, step: int, batch: StepBatch, stats: StepStats) -> None:
+    """A line for every rollout and a number for every token: on a thread, since it takes a while."""
+    run.telemetry.rollouts(step, run.records(step, batch, stats))
+
+
+async def _taken(run: Run, feed: Supply, state: TrainerState) -> list[Group] | None:
+    """The next batch; None if the run is to stop. A run that gets none any more is saved: nothing else is under way."""
+    try:
+        return await _unless_stopped(run, feed.take())
+    except TandemError as error:
+        late = deadline_in(error)
+        if late is None or late.on != "compute thread":  # which would have to save it
+            with contextlib.suppress(TandemError):  # the first error is the one to tell
+                await run.checkpoints.save(dataclasses.replace(state, cursor=feed.cursor()))
+        raise
 
 
 async def _unless_stopped(run: Run, work: Awaitable[T]) -> T | None:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tandem import memory
+from tandem import memory, waits
 from tandem.config import RunConfig
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
@@ -42,7 +42,11 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
     Raises:
         EnvError: one has none, or its data cannot be read.
     """
-    return {name: tasks_of(name, source, split) for name, source in config.sources.items()}
+    found = {}
+    for name, source in config.sources.items():
+        with waits.blocking("trainer", f"{split} tasks", f"data of environment {name}", config.patience.wait_seconds):
+            found[name] = tasks_of(name, source, split)
+    return found
 
 
 def tasks_of(name: str, source: Source, split: Split) -> Sequence[Task]:

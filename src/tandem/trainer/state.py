@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tandem.rollout.feed import Cursor, Draw, group_from_json, group_to_json
+from tandem.rollout.cursor import Cursor
+from tandem.rollout.rate import RateState
 from tandem.types import Json, PolicyVersion
 
 
@@ -26,11 +27,18 @@ class TrainerState:
     """Of everything in the recipe that decides what a step computes."""
     rng: tuple[int, ...] = ()
     """State of torch's generator, for objectives that draw from it."""
+    rate: RateState | None = None
+    """Of what chooses the lag (max_lag: auto)."""
 
-    def advanced(self, num_tokens: int, version: PolicyVersion, cursor: Cursor) -> Self:
+    def advanced(self, num_tokens: int, version: PolicyVersion, cursor: Cursor, rate: RateState | None = None) -> Self:
         """After one more step."""
         return dataclasses.replace(
-            self, step=version.step, version=version, tokens_seen=self.tokens_seen + num_tokens, cursor=cursor
+            self,
+            step=version.step,
+            version=version,
+            tokens_seen=self.tokens_seen + num_tokens,
+            cursor=cursor,
+            rate=rate,
         )
 
     def to_json(self) -> dict[str, Json]:
@@ -41,34 +49,19 @@ class TrainerState:
             "tokens_seen": self.tokens_seen,
             "config_digest": self.config_digest,
             "rng": list(self.rng),
-            "cursor": {
-                "taken": self.cursor.taken,
-                "drawn": dict(self.cursor.drawn),
-                "admitted": self.cursor.admitted,
-                "again": [list(draw) for draw in self.cursor.again],
-                "ready": [[list(draw), group_to_json(group)] for draw, group in self.cursor.ready],
-                "resting": dict(self.cursor.resting),
-                "batches": list(self.cursor.batches),
-            },
+            "rate": None if self.rate is None else self.rate.to_json(),
+            "cursor": self.cursor.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Inverse of ``to_json``; raises KeyError, TypeError or ValueError where something is missing."""
-        cursor = data["cursor"]
         return cls(
             step=data["step"],
             version=PolicyVersion(**data["version"]),
             tokens_seen=data["tokens_seen"],
             config_digest=data["config_digest"],
             rng=tuple(data["rng"]),
-            cursor=Cursor(
-                taken=cursor["taken"],
-                drawn=cursor["drawn"],
-                admitted=cursor["admitted"],
-                again=tuple(Draw(*draw) for draw in cursor["again"]),
-                ready=tuple((Draw(*draw), group_from_json(group)) for draw, group in cursor["ready"]),
-                resting=cursor.get("resting", {}),
-                batches=tuple(cursor.get("batches", ())),
-            ),
+            rate=None if (rate := data.get("rate")) is None else RateState.from_json(rate),
+            cursor=Cursor.from_json(data["cursor"]),
         )

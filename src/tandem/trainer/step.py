@@ -151,7 +151,7 @@ class Step:
             return self.logprobs(micro)
 
     def logprobs(self, micro: Micro) -> Tensor:
-        """Logprob of each trained token, float32, as it was sampled: at its temperature and within its support."""
+        """Logprob of each trained token, float32, as it was sampled: penalised, at its temperature, in its support."""
         head = self.policy.head
         hidden_TH = self.policy.hidden(micro.tokens_T[None], micro.positions_T[None], micro.plan)[0]
         logprobs_N, _ = token_logprobs(
@@ -163,6 +163,7 @@ class Step:
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
+            history=micro.history,
             tile=self.tile,
             compile=self.policy.compile,
         )

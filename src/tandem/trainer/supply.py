@@ -13,10 +13,12 @@ from tandem.broker.convert import Rules
 from tandem.broker.wire import RunParameters
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnsupportedPair
 from tandem.rollout.chat import Template
-from tandem.rollout.feed import Feed, FeedOptions, as_is, penalise_truncated
+from tandem.rollout.feed import Feed, FeedOptions
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
+from tandem.rollout.judges import as_is, penalise_truncated
+from tandem.rollout.rate import Budget, Pace, RateState
 from tandem.rollout.streams import Stream
 from tandem.sinks.wandb import Wandb
 from tandem.telemetry.emit import Telemetry
@@ -41,11 +43,45 @@ class Reached:
         return self.step
 
 
+def check_lag(config: RunConfig) -> None:
+    """Refuse a lag that cannot be, with this engine and way of syncing.
+
+    Raises:
+        UnsupportedPair: says what can.
+    """
+    behind = config.sync.behind
+    option = "rate.max_lag" if config.max_lag == "auto" else "max_lag"
+    if config.most_lag < behind:
+        raise UnsupportedPair(
+            f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and {option} allows "
+            f"{config.most_lag}; set {option} to {behind} at least, or sync.every to {config.most_lag + 1} at most"
+        )
+    if config.most_lag and getattr(config.engine, "sleep", 0):
+        raise UnsupportedPair(
+            "engine.sleep: an engine that sleeps while a step is trained samples nothing meanwhile; set max_lag to 0, "
+            "or leave engine.sleep out"
+        )
+
+
+def pace(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> Pace:
+    """How far sampling may be ahead of training; ``state`` is that of a resumed run's controller."""
+    ahead = config.most_lag - config.sync.behind
+    if config.max_lag != "auto":
+        return Pace.fixed(config.groups_per_step, ahead)
+    budget = Budget(
+        groups_per_step=config.groups_per_step,
+        most=ahead * config.groups_per_step,
+        ess_floor=config.rate.ess_floor,
+    )
+    return Pace.auto(budget, state, lambda told: telemetry.event("rate_changed", **told))
+
+
 def played(
     config: RunConfig,
     streams: Sequence[Stream],
     reached: Reached,
     telemetry: Telemetry,
+    pace: Pace,
 ) -> Feed:
     """Tasks that are played here."""
     return Feed(
@@ -53,14 +89,21 @@ def played(
         options=FeedOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
-            max_lag=config.max_lag,
+            max_lag=config.most_lag,
             behind=config.sync.behind,
             drop_flat=config.flat_groups == "drop",
             sampling=config.sampling,
+            steps=config.steps,
+            max_resample_times=config.max_resample_times,
+            replay=config.replay,
+            reroll=config.reroll,
+            curriculum=config.curriculum,
         ),
         version=reached.get,
         judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
         on_drop=_dropped(telemetry),
+        pace=pace,
+        happened=lambda name, told: telemetry.event(name, **told),
     )
 
 
@@ -109,7 +152,7 @@ def foreign(
         options=ForeignOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
-            max_lag=config.max_lag,
+            max_lag=config.most_lag,
             drop_flat=config.flat_groups == "drop",
             lease_seconds=asked.lease_seconds,
             rules=rules,

@@ -17,7 +17,7 @@ from tandem.envs.base import Environment
 from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec
-from tandem.recipe.sections import Grading, require
+from tandem.recipe.sections import Grading, require, sampling_checks
 from tandem.recipe.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
 from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
 from tandem.types import Json, Sampling
@@ -113,7 +113,7 @@ class Work:
     """How long the broker or all engines may be away; then the work ends with an error."""
 
     def __post_init__(self) -> None:
-        sampling, share = self.sampling, self.min_share
+        share = self.min_share
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             env=(bool(self.env or self.envs), "given, such as gsm8k (tandem list envs), or envs"),
@@ -133,10 +133,7 @@ class Work:
             min_share=(share is None or 0 <= share <= 1, "from 0 to 1, or null"),
             group_seconds=(self.group_seconds > 0, "above 0 (seconds)"),
             patience_seconds=(self.patience_seconds > 0, "above 0 (seconds)"),
-            **{
-                "sampling.temperature": (0 < sampling.temperature < math.inf, "above 0: greedy answers are all alike"),
-                "sampling.max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-            },
+            **sampling_checks(self.sampling),
         )
         if not self.rewards and self.env is not None:
             object.__setattr__(self, "rewards", default_rewards(self.env))
@@ -167,7 +164,7 @@ def load(recipe: Path | None, overrides: Sequence[str]) -> Work:
     problems.raise_if_any(source)
     assert isinstance(tree, Branch)
     if recipe is not None:
-        resolve.search(recipe.parent)
+        resolve.search(recipe if recipe.is_dir() else recipe.parent)
     return _built(_of_the_environment(tree), overrides, source, problems)
 
 

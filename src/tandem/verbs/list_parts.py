@@ -17,6 +17,7 @@ from tandem.recipe.encode import plain_value
 
 _OPTION = {
     "envs": "env",
+    "curricula": "curriculum",
     "rewards": "rewards",
     "advantages": "advantage",
     "losses": "loss",

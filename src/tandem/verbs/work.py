@@ -23,8 +23,8 @@ from tandem.recipe.sources import Source
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
 from tandem.rollout.chat import Template
-from tandem.rollout.feed import Judge, as_is, penalise_truncated
 from tandem.rollout.gold import require_full_marks
+from tandem.rollout.judges import Judge, as_is, penalise_truncated
 from tandem.rollout.produce import Pace, Producer, Tally
 from tandem.rollout.remote import Remote, RemoteEngine
 from tandem.rollout.worker import Worker
@@ -163,9 +163,8 @@ def _registration(config: Work, name: str, source: Source, context: int) -> EnvR
 
 
 def _warn_of_foreign(engine: RemoteEngine, sampling: Sampling) -> None:
-    if not engine.tells_versions and sampling != dataclasses.replace(
-        sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
-    ):
+    plain = Sampling(max_tokens=sampling.max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
+    if not engine.tells_versions and sampling != plain:
         log.warning(
             "these engines are not Tandem's: their logprobs must be those of the distribution that is sampled "
             "(vLLM: --logprobs-mode processed_logprobs), or sample with temperature 1 and nothing cut off"
