@@ -105,6 +105,7 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
             code, stopped = awaited(process, limit)
         found = [{"case": name, "shape": shape, **record} for record in by_batch(read(lines))]
         error = "" if code == 0 else "not done in time" if code is None else last(log)
+        print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         if error:
             print("\n".join(f"   {line[:200]}" for line in lines_of(log)[-TAIL:]), flush=True)
     for record in found:

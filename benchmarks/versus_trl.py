@@ -78,6 +78,8 @@ class Bench:
         begin = time.monotonic()
         with ended(command, environment(), log) as process:
             code, stopped = awaited(process, limit)
+        if half == "tandem":
+            print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         found = {"half": half, "setting": name, "shape": self.args.shape, **summary(read(lines))}
         if code != 0:
             self.failed += 1

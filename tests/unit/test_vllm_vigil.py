@@ -165,9 +165,14 @@ FAILING = "import sys; open(sys.argv[1], 'a').write('x'); sys.exit(3)"
 @pytest.mark.parametrize(("program", "starts"), [(STARTED, 3), (FAILING, 1)])
 def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path, program: str, starts: int) -> None:
     async def go() -> None:
-        marks = tmp_path / "starts"
+        marks, numbers = tmp_path / "starts", []
+
+        def command(model: str, port: int, number: int) -> list[str]:
+            numbers.append(number)
+            return [sys.executable, "-c", program, str(marks)]
+
         launch = Launch(
-            command=lambda model, port: [sys.executable, "-c", program, str(marks)],
+            command=command,
             environment=lambda index, key: {},
             trainer="",
             log=tmp_path,
@@ -178,9 +183,18 @@ def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path
         with pytest.raises(EngineError, match="before it was healthy"):
             await one.start()
         assert len(marks.read_text()) == starts
+        assert numbers == list(range(starts))
         await one.close()
 
     run(go())
+
+
+def test_no_two_starts_draw_the_same_numbers() -> None:
+    def seed(number: int) -> str:
+        command = Vllm().command(Needs(model="m", dtype="float32", seed=5), 64, model="m", port=1, number=number)
+        return command[command.index("--seed") + 1]
+
+    assert [seed(number) for number in (0, 1, 7)] == ["5", "6", "12"]
 
 
 def test_a_checkpoint_that_was_pruned_since_is_not_what_an_engine_starts_on(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ LOOK_SECONDS = 0.5
 class Launch:
     """How our own engines are started."""
 
-    command: Callable[[str, int], list[str]]
-    """By model folder and port."""
+    command: Callable[[str, int, int], list[str]]
+    """By model folder, port, and how many were started before."""
     environment: Callable[[int, str], dict[str, str]]
     """By replica and API key."""
     trainer: str
@@ -76,6 +76,7 @@ class Fleet:
         self._options = options
         self._needs = needs
         self._restarts = 0
+        self._starts = 0
         self._recovering = asyncio.Lock()
         self._closed = False
 
@@ -151,8 +152,9 @@ class Fleet:
         launch, server = self._launch, self.servers[index]
         assert launch is not None
         sharing.remove_orphans()  # what an engine that was killed had lent lies in memory until somebody removes it
+        number, self._starts = self._starts, self._starts + 1
         process = server.process = EngineProcess.start(
-            launch.command(self._loadable(), urlsplit(server.url).port or 0),
+            launch.command(self._loadable(), urlsplit(server.url).port or 0, number),
             launch.environment(index, server.key),
             launch.log / f"engine-{index}.log",
         )

@@ -226,22 +226,22 @@ class Vllm(EngineSpec):
         """How each engine is started; the model folder may differ from start to start."""
         folder = (needs.folder or Path.cwd()).absolute()
         return Launch(
-            command=lambda model, port: self.command(needs, context, model=model, port=port),
+            command=lambda model, port, number: self.command(needs, context, model=model, port=port, number=number),
             environment=lambda index, key: self._environment(needs, folder, index, key),
             trainer=_me(),
             log=folder / "logs",
             records=folder if needs.folder else None,
         )
 
-    def command(self, needs: Needs, context: int, *, model: str, port: int) -> list[str]:
-        """The command line of one engine."""
+    def command(self, needs: Needs, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
+        """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
         given: dict[str, Any] = {
             "model": model,
             "served-model-name": needs.model,
             "host": self.host,
             "port": port,
             "dtype": needs.dtype,
-            "seed": needs.seed % 2**31,
+            "seed": (needs.seed + number) % 2**31,
             "max-model-len": self.max_model_len or context,
             "max-num-seqs": self.max_num_seqs,
             "tensor-parallel-size": self.tensor_parallel_size,
