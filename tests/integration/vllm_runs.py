@@ -249,10 +249,14 @@ class Trainer:
         return len(lines(self.folder / "metrics.jsonl"))
 
     def sampling(self, after: int) -> Left:
-        """Wait until requests are in flight after some steps; the engine they are in."""
+        """Wait until requests are in flight after some steps, the last of which is saved; the engine they are in."""
         self.until(lambda: self.steps() >= after, f"step {after}")
         left = Left.of(self.folder)
-        self.until(lambda: left.ask("/health")["running"] > 0, "sampling")
+
+        def saved() -> bool:
+            return (self.folder / f"checkpoints/{self.steps():06d}").is_dir()
+
+        self.until(lambda: saved() and left.ask("/health")["running"] > 0, "sampling")
         return left
 
     def ended(self, code: int = 0, seconds: float = 180) -> None:

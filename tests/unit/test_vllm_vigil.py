@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from tandem.engines import _vllm_vigil as vigil
 from tandem.engines._vllm_client import AGAIN, Server, Unreachable
+from tandem.engines._vllm_engine import Vllm as Live
 from tandem.engines._vllm_fleet import Fleet, Launch
 from tandem.engines._vllm_process import free_port
 from tandem.engines.base import Needs
@@ -207,3 +209,32 @@ def test_a_checkpoint_that_was_pruned_since_is_not_what_an_engine_starts_on(tmp_
     assert one._loadable() == "m"
     one.model = str(tmp_path / "another")  # named by whoever relaunched it
     assert one._loadable() == one.model
+
+
+def test_an_answer_just_before_a_recovery_ends_is_no_reason_to_give_up() -> None:
+    """The engine is healthy again, and whoever started it has not said so yet."""
+
+    class Starting:
+        def __init__(self) -> None:
+            self.ours, self.ready, self.lock = True, asyncio.Event(), asyncio.Lock()
+
+        async def settled(self) -> None:
+            async with self.lock:
+                return
+
+    class Alive:
+        async def gone(self) -> bool:
+            return False
+
+    async def go() -> None:
+        engine = SimpleNamespace(fleet=Starting(), epoch=0)
+        engine.fleet.ready.set()
+        await engine.fleet.lock.acquire()
+        revived = asyncio.ensure_future(Live._revived(engine, Alive(), 0, 1))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert not revived.done()
+        engine.epoch = 1
+        engine.fleet.lock.release()
+        assert await revived
+
+    run(go())

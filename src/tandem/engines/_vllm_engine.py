@@ -141,6 +141,7 @@ class Vllm(Engine):
         if epoch != self.epoch or not self.fleet.ready.is_set():
             return True  # somebody is at it, or was
         if self.fleet.ours and (not await server.gone() or not await self.recover()):
+            await self.fleet.settled()  # it may answer since a moment, to whoever is starting it again
             return epoch != self.epoch
         if self._republish is not None:
             await self._republish()  # which recovers those of others, though not in the midst of a publish

@@ -245,6 +245,11 @@ class Fleet:
             self.epoch += 1
             return True
 
+    async def settled(self) -> None:
+        """Wait for the end of a recovery that is under way."""
+        async with self._recovering:
+            return
+
     async def _regroup(self) -> bool:
         """Go on with those servers of others that answer; False if they are who they were. Nothing may be published.
 
