@@ -55,8 +55,8 @@ SAMPLING = Sampling(temperature=0.8, max_tokens=6)
 class FaultyVllm(Vllm):
     """Tandem's engine with the subclasses of ``_faulty`` in place of its two own classes."""
 
-    def command(self, needs: Needs, context: int, *, model: str, port: int) -> list[str]:
-        command = super().command(needs, context, model=model, port=port)
+    def command(self, needs: Needs, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
+        command = super().command(needs, context, model=model, port=port, number=number)
         ours = {"--worker-extension-cls": "_faulty.Worker", "--middleware": "_faulty.Routes", "--max-loras": "5"}
         for option, value in {**ours, "--max-cpu-loras": "5"}.items():
             command[command.index(option) + 1] = value
