@@ -11,9 +11,7 @@ if that was later, until the trainer had it; ``loop``, the latest that the event
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _versus_tandem as tandem  # first: it keeps libraries from asking the network
-from _versus import Parts, add_work, append, work_of
+from _versus import Parts, append, work_of
 
 from tandem import config as recipes
 from tandem import run
@@ -148,14 +146,7 @@ class Traced(Parts):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a Hugging Face folder")
-    parser.add_argument("lines", type=Path, help="JSON lines of the steps")
-    parser.add_argument("--url", help="a vLLM that runs already; by default the run starts one")
-    parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine that is started, as JSON")
-    parser.add_argument("overrides", nargs="*", help="dotted overrides of the recipe")
-    add_work(parser)
-    args = parser.parse_intermixed_args()
+    args = tandem.arguments(__doc__)
     waits = Waits()
     parts = Traced(args.lines, waits)
     with tempfile.TemporaryDirectory(prefix="overlap-run-") as runs:

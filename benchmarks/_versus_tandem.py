@@ -141,15 +141,20 @@ def _told(require: Any) -> Any:
     return told
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None) -> argparse.Namespace:
+    """Of a script that trains on the work."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("lines", type=Path, help="JSON lines of the steps")
     parser.add_argument("--url", help="a vLLM that runs already; by default the run starts one")
     parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine that is started, as JSON")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the recipe")
     add_work(parser)
-    args = parser.parse_intermixed_args()
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    args = arguments(__doc__)
     work = work_of(args)
     parts = Parts(args.lines)
     with tempfile.TemporaryDirectory(prefix="versus-run-") as runs:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from plays import make_group, make_rollout
+from torch import Tensor
+from torch.nn import Parameter
 
 from tandem.advantages.dr_grpo import DrGrpo
 from tandem.corrections.geometric import Geometric
@@ -39,6 +42,23 @@ OBJECTIVES = {
     "reference": Objective(loss=Grpo(), reference=Average(mixup=0.5, every=1)),
 }
 TRAINS = {"full": Full(), "lora": Lora(rank=2), "merged": Lora(rank=2, merged=True)}
+
+
+@dataclass
+class Keep:
+    """A stepper that only adds gradients up, in float64."""
+
+    total: dict[int, Tensor] = field(default_factory=dict)
+
+    def accumulate(self, parameter: Parameter) -> None:
+        assert parameter.grad is not None
+        self.total[id(parameter)] = self.total.get(id(parameter), 0.0) + parameter.grad.double()
+        parameter.grad = None
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        raise AssertionError("nothing is applied here")
+
+    zero_grad = state_dict = load_state_dict = step  # type: ignore[assignment]
 
 
 def groups() -> list[Group]:

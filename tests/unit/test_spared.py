@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plays import make_group, make_rollout
+from stepped import Keep
 from tiny import live_policy
 from torch import Tensor
-from torch.nn import Parameter
 
 from tandem.advantages.dr_grpo import DrGrpo
 from tandem.config import from_options
@@ -29,23 +29,6 @@ from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Sampling
-
-
-@dataclass
-class Keep:
-    """A stepper that only adds gradients up, in float64."""
-
-    total: dict[int, Tensor] = field(default_factory=dict)
-
-    def accumulate(self, parameter: Parameter) -> None:
-        assert parameter.grad is not None
-        self.total[id(parameter)] = self.total.get(id(parameter), 0.0) + parameter.grad.double()
-        parameter.grad = None
-
-    def step(self, lr: float, max_grad_norm: float) -> float:
-        raise AssertionError("nothing is applied here")
-
-    zero_grad = state_dict = load_state_dict = step  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")

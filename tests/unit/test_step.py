@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from plays import make_group, make_rollout
+from stepped import Keep
 from tiny import live_policy, logprobs_of, reference
 from torch import Tensor
-from torch.nn import Parameter
 
 from tandem.advantages.dr_grpo import DrGrpo
 from tandem.losses.grpo import Grpo
@@ -52,23 +52,6 @@ def policy(tiny_model: Path) -> Iterator[Policy]:
 @pytest.fixture(scope="module")
 def exact(tiny_model: Path) -> Any:
     return reference(tiny_model, torch.float64)
-
-
-@dataclass
-class Keep:
-    """A stepper that only adds gradients up, in float64."""
-
-    total: dict[int, Tensor] = field(default_factory=dict)
-
-    def accumulate(self, parameter: Parameter) -> None:
-        assert parameter.grad is not None
-        self.total[id(parameter)] = self.total.get(id(parameter), 0.0) + parameter.grad.double()
-        parameter.grad = None
-
-    def step(self, lr: float, max_grad_norm: float) -> float:
-        raise AssertionError("nothing is applied here")
-
-    zero_grad = state_dict = load_state_dict = step  # type: ignore[assignment]
 
 
 def gradient(
