@@ -84,6 +84,15 @@ def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width:
     assert by["slack"] == int(memory.lines.SLACK * (by["activations"] + by["logprobs"] + by["gradients"]))
 
 
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_what_is_made_again_leaves_holes_too(model_config: Any, how: Any) -> None:
+    kept, less = (lines(planned(config(checkpointing=each), model_config, LARGE)) for each in ("none", how))
+    held, holds = (sum(by[name] for name in TRAINING[:-1]) for by in (kept, less))
+    assert holds < held
+    assert less["slack"] == int(memory.lines.SLACK * holds + memory.lines.REMADE * (held - holds)) > kept["slack"]
+    assert holds + less["slack"] < held + kept["slack"]
+
+
 def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any) -> None:
     turns = planned(config(), model_config, LARGE)
     auto = config(max_lag="auto", rate=Rate(max_lag=1))

@@ -94,23 +94,40 @@ def test_adam(kind: type[AdamW], tolerance: float, shape: tuple[int, ...]) -> No
     assert off(found, want, shape) < (tolerance if math.prod(shape) >= adamw8bit.SMALL else 1e-5)
 
 
+@pytest.mark.parametrize("floor", [0.01, 0.2], ids=["above the floor", "below"])
 @pytest.mark.parametrize("shape", [(64, 96), (50,), (3, 20, 30)])
-def test_adafactor(shape: tuple[int, ...]) -> None:
-    options = Adafactor(scale_floor=0.01, clip_rms=0.7, beta2_decay=-0.6, weight_decay=0.1)
+def test_adafactor(shape: tuple[int, ...], floor: float) -> None:
+    options = Adafactor(scale_floor=floor, clip_rms=0.7, beta2_decay=-0.6, weight_decay=0.1)
     found, _ = trained(options, *shape)
-    want = factored(start(*shape), gradients(*shape), 0.01, 0.7, -0.6, 0.1)
+    want = factored(start(*shape), gradients(*shape), floor, 0.7, -0.6, 0.1)
     assert off(found, want, shape) < 1e-4
 
 
-def test_adafactor_adapts_to_gradients_far_below_a_millionth() -> None:
+@pytest.mark.parametrize(("large", "small"), [(1e-9, 1e-12), (1e-12, 1e-16)])
+def test_adafactor_adapts_to_gradients_far_below_a_millionth(large: float, small: float) -> None:
     """Rows whose gradients differ a thousandfold move alike."""
     weight = Parameter(torch.full((2, 64), 0.1))
     stepper = Adafactor().bind([("w", weight)])
-    weight.grad = torch.tensor([[1e-9], [1e-12]]).expand(2, 64).clone()
+    weight.grad = torch.tensor([[large], [small]]).expand(2, 64).clone()
     stepper.accumulate(weight)
     stepper.step(1e-3, 0.0)
     way = (0.1 - weight.detach()).mean(1)
     assert float(way[0] / way[1]) == pytest.approx(1.0, rel=1e-2)
+
+
+def test_adafactor_leaves_what_has_no_gradient() -> None:
+    """Rows, columns and whole tensors of zeros; nothing is divided by 0."""
+    weight, still = Parameter(torch.full((3, 4), 0.1)), Parameter(torch.full((3, 4), 0.1))
+    stepper = Adafactor().bind([("w", weight), ("still", still)])
+    weight.grad, still.grad = torch.zeros(3, 4), torch.zeros(3, 4)
+    weight.grad[1, 2] = 1e-3
+    for parameter in (weight, still):
+        stepper.accumulate(parameter)
+    stepper.step(1e-3, 0.0)
+    moved = weight.detach() != 0.1
+    assert moved.nonzero().tolist() == [[1, 2]]
+    assert bool(weight.isfinite().all())
+    assert torch.equal(still.detach(), torch.full((3, 4), 0.1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

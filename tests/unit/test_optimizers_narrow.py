@@ -11,10 +11,9 @@ from torch.nn import Parameter
 
 from tandem import config
 from tandem.errors import ConfigError
-from tandem.optimizers import _narrow, _slots
+from tandem.optimizers import _narrow
 from tandem.optimizers._adam import Adam
-from tandem.optimizers._narrow import join, random_bits, round_stochastically, split, stream
-from tandem.optimizers._slots import Slot
+from tandem.optimizers._narrow import join, random_bits, round_stochastically, split, stream, write_stochastically
 from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
@@ -53,15 +52,22 @@ def test_split_and_join_give_every_float_back() -> None:
 
 @pytest.mark.parametrize("num", [1, 7, 4096])
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-def test_rounding_by_fused_operations_is_the_same_to_the_bit(device: str, num: int) -> None:
+def test_rounding_by_fused_operations_is_the_same_to_the_bit(
+    device: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call for all pieces, each with its key."""
+    monkeypatch.setattr(_narrow, "PIECE", 1000)
     values = torch.randn(num, generator=torch.Generator().manual_seed(3))
     for step in (1, 2):
-        key = stream(step, "weight", 0)
-        expected = round_stochastically(values, key)
-        words = [_narrow._signed(word) for word in (key >> 32, key & MASK)]
-        eager = _narrow._rounded.function(values, *words)
-        found = round_stochastically(values.to(device), key).cpu()
-        for one in (eager, found):
+        keys = [stream(step, "weight", start) for start in range(0, num, 1000)]
+        expected = torch.cat(
+            [round_stochastically(part, key) for part, key in zip(values.split(1000), keys, strict=True)]
+        )
+        words = torch.tensor([[_narrow._signed(w) for w in (key >> 32, key & MASK)] for key in keys], dtype=torch.int32)
+        eager, written = torch.zeros(num, dtype=torch.bfloat16), torch.zeros(num, dtype=torch.bfloat16, device=device)
+        _narrow._written.function(eager, values, *words.T)
+        write_stochastically(written, values.to(device), keys)
+        for one in (eager, written.cpu()):
             assert torch.equal(one.view(torch.int16), expected.view(torch.int16))
 
 
@@ -182,8 +188,7 @@ def test_large_tensors_go_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind: 
     """Pieces change the random stream, but nothing else."""
     options = kind(precision=precision)  # type: ignore[arg-type]
     whole, with_whole = updated(options, start(40, 129))
-    monkeypatch.setattr(_slots, "PIECE", 512)
-    monkeypatch.setattr(Slot.pieces, "__defaults__", (512,))
+    monkeypatch.setattr(_narrow, "PIECE", 512)
     pieces, with_pieces = updated(options, start(40, 129))
     for name, tensor in with_whole.items():
         assert torch.allclose(tensor.double(), with_pieces[name].double(), rtol=1e-5, atol=1.5), name

@@ -208,6 +208,7 @@ def run(
             bias=policy.head.bias,
             min_p=_narrow(config.sampling),
             history=history,
+            entropy=True,
         )
         hidden_NH.register_hook(watched.enter("backward"))
         del hidden_TH, hidden_NH  # a step has left the function that made them

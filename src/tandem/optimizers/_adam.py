@@ -71,12 +71,13 @@ class FloatMoments(Slots):
         divisor = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm > 0 else None
         self._update(slots, lr, _Guard(divisor, (~norm.isfinite()).float()))
 
-    def update(self, slots: Sequence[Slot], lr: float) -> None:
-        """By gradients that are clipped and finite."""
-        self._update(slots, lr, _Guard(None, None))
+    def update(self, slots: Sequence[Slot], lr: float, clip: float) -> None:
+        """By gradients that are finite."""
+        divisor = None if clip == 1.0 else torch.full((), 1 / clip, device=slots[0].gradient.device)
+        self._update(slots, lr, _Guard(divisor, None))
 
     def _update(self, slots: Sequence[Slot], lr: float, guard: _Guard) -> None:
-        """Masters all at once, weights without piece by piece."""
+        """Masters all at once; piece by piece weights without, and those whose gradient has to be widened."""
         whole = [slot for slot in slots if _is_whole(slot)]
         if whole:
             states = [self.states[slot] for slot in whole]
@@ -101,11 +102,10 @@ class FloatMoments(Slots):
     def _update_pieces(self, slot: Slot, lr: float, guard: _Guard) -> None:
         state = self.states[slot]
         exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        grad = slot.gradient.reshape(-1)
-        for value, at in slot.pieces():
+        for value, grad, at in slot.pieces():
             # torch raises the count; it must be raised once, not once for each piece.
             step = state["step"].clone()
-            self._adamw([value], [grad[at]], [exp_avg[at]], [exp_avg_sq[at]], [step], lr=lr, guard=guard)
+            self._adamw([value], [grad], [exp_avg[at]], [exp_avg_sq[at]], [step], lr=lr, guard=guard)
         state["step"] += 1 if guard.skip is None else 1 - guard.skip
 
     def _adamw(
@@ -140,5 +140,5 @@ class FloatMoments(Slots):
 
 
 def _is_whole(slot: Slot) -> bool:
-    """Whether there is a float32 tensor for the fused kernels, which read and write flat memory."""
-    return slot.master is not None and slot.master.is_contiguous()
+    """Whether there are float32 tensors for the fused kernels, which read and write flat memory of one type."""
+    return slot.master is not None and slot.master.is_contiguous() and slot.gradient.dtype == torch.float32

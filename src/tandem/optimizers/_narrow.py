@@ -11,11 +11,12 @@ A bfloat16 is the upper half of a float32, so both ways here are arithmetic on w
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tandem.optimizers._fused import fused, number
+from tandem.optimizers._fused import fused
 
 PIECE = 1 << 22
 """Elements that are widened at once. The random stream has a key for each piece, so this is part of its definition."""
@@ -39,19 +40,30 @@ def join(weight: Tensor, compensation: Tensor) -> Tensor:
 
 def round_stochastically(value: Tensor, key: int) -> Tensor:
     """A bfloat16 neighbour of each float32, whose mean over keys is the float32."""
-    if value.device.type == "cuda":
-        return _rounded(value, *(number(_signed(word), value) for word in (key >> 32, key & 0xFFFFFFFF)))
     bits = value.contiguous().view(torch.int32)
     return (random_bits(key, bits) + bits).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
+def write_stochastically(weight: Tensor, value: Tensor, keys: Sequence[int]) -> None:
+    """Round float32 values into bfloat16 weights, each piece by a key of its own; on a CUDA device by one kernel."""
+    if value.device.type == "cuda":
+        words = [[_signed(key >> 32) for key in keys], [_signed(key & 0xFFFFFFFF) for key in keys]]
+        # From pinned memory, so that nobody waits until it is there.
+        before_p, within_p = torch.tensor(words, dtype=torch.int32).pin_memory().to(value.device, non_blocking=True)
+        _written(weight, value, before_p, within_p)
+        return
+    for key, place, part in zip(keys, weight.split(PIECE), value.split(PIECE), strict=True):
+        place.copy_(round_stochastically(part, key))
+
+
 @fused
-def _rounded(value: Tensor, before: float | Tensor, within: float | Tensor) -> Tensor:
+def _written(weight: Tensor, value: Tensor, before_p: Tensor, within_p: Tensor) -> None:
     """The same where operations are fused, and to hash for each element costs less than to spread a hash over two."""
     at = torch.arange(len(value), dtype=torch.int32, device=value.device)
-    hashed = _mixed(at >> 1, before, within)
-    random = (hashed >> ((at & 1) << 4)) & 0xFFFF
-    return ((random + value.contiguous().view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+    piece, within = at // PIECE, at % PIECE
+    hashed = _mixed(within >> 1, before_p[piece], within_p[piece])
+    random = (hashed >> ((within & 1) << 4)) & 0xFFFF
+    weight.copy_(((random + value.contiguous().view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def stream(step: int, name: str, start: int) -> int:
@@ -69,7 +81,7 @@ def random_bits(key: int, like: Tensor) -> Tensor:
     return x.view(torch.int16)[: len(like)].to(torch.int32).bitwise_and_(0xFFFF)
 
 
-def _mixed(x: Tensor, before: float | Tensor, within: float | Tensor) -> Tensor:
+def _mixed(x: Tensor, before: int | Tensor, within: int | Tensor) -> Tensor:
     """The hash of each number, which it takes the place of."""
     x.add_(before)
     x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)

@@ -1,4 +1,4 @@
-"""What optimizers do alike: add gradients up in float32, clip, skip what is not finite, write weights, keep state."""
+"""What optimizers do alike: add gradients up, clip, skip what is not finite, write weights, keep state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn import Parameter
 
 from tandem.errors import CheckpointError, ConfigError
 from tandem.optimizers import _narrow
-from tandem.optimizers._narrow import PIECE
 from tandem.optimizers.base import Optimizer, global_norm
 
 FLOAT = 4  # bytes
 
 _EXTRA = {"masters": 4, "kahan": 2, "stochastic": 0}  # bytes beside a narrow weight
+_GRADIENT = {"float32": FLOAT, "bfloat16": 2}  # bytes of a narrow weight's gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,10 @@ class Precise(Optimizer):
     """How bfloat16 weights take small updates: masters keeps a float32 copy of each (4 bytes); kahan the 16 bits that
     rounding took off (2 bytes, the same result); stochastic nothing, it rounds at random and is right in the mean.
     plain rounding is refused. float32 weights need none of them."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """What gradients of bfloat16 weights are added up in over a step's micro-batches: float32 (4 bytes), or bfloat16
+    (2 bytes), where the first is kept as it is and each further one rounds the sum by at most 2^-8 of itself. One
+    micro-batch loses nothing; more than some dozens want float32. float32 weights have float32 gradients."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +47,21 @@ class Precise(Optimizer):
         """Bytes that a weight of this width needs so that it loses no update."""
         return 0 if parameter_bytes >= FLOAT else _EXTRA[self.precision]
 
+    def gradient_bytes(self, parameter_bytes: int) -> int:
+        """Bytes of the gradient of a weight of this width."""
+        return FLOAT if parameter_bytes >= FLOAT else _GRADIENT[self.gradients]
+
+    def slots(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Slot]:
+        """What updates each parameter.
+
+        Raises:
+            ConfigError: ``precision`` or ``gradients`` is not for weights of their type.
+        """
+        return [
+            Slot(name, parameter, self.precision, narrow_gradient=self.gradients == "bfloat16")
+            for name, parameter in named_parameters
+        ]
+
 
 class Slot:
     """One parameter: its gradient so far and how it is written.
@@ -52,15 +71,26 @@ class Slot:
         parameter: what is trained.
         precision: an option of ``Precise``.
         device: where master and gradient are kept, whatever the parameter's type and place; by default beside it.
+        narrow_gradient: the gradient of a bfloat16 parameter is summed in bfloat16.
     """
 
-    def __init__(self, name: str, parameter: Parameter, precision: str, device: torch.device | None = None):
+    def __init__(
+        self,
+        name: str,
+        parameter: Parameter,
+        precision: str,
+        device: torch.device | None = None,
+        *,
+        narrow_gradient: bool = False,
+    ):
         weights = parameter.detach()
         home = device or weights.device
         self.name = name
         self.parameter = parameter
         self.own = weights.dtype == torch.float32 and device is None
         """The parameter is its own master."""
+        self.keeps = self.own or narrow_gradient
+        """A step's first gradient is kept as it comes; further ones are added to it, in its type."""
         self.master: Parameter | None = None
         self.compensation: Tensor | None = None
         self.buffer: Tensor | None = None
@@ -68,6 +98,10 @@ class Slot:
         self.steps = 0
         if self.own:
             self.master = parameter
+        elif narrow_gradient and weights.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"optimizer.gradients: bfloat16 is for bfloat16 weights, and {name} is {weights.dtype}; take float32"
+            )
         elif precision == "masters":
             self.master = Parameter(weights.to(home, torch.float32, copy=True).contiguous())
         elif weights.dtype != torch.bfloat16:
@@ -90,7 +124,7 @@ class Slot:
         if self.started:
             assert self.buffer is not None
             self.buffer.add_(grad)
-        elif self.own:
+        elif self.keeps:
             self.buffer = grad.contiguous()
         elif self.buffer is None:
             self.buffer = torch.empty(grad.shape, dtype=torch.float32, device=grad.device).copy_(grad)
@@ -105,22 +139,28 @@ class Slot:
         return self.buffer
 
     def forget(self) -> None:
-        """Drop the gradient. A narrow weight keeps the buffer: fresh pages cost more than a copy into old ones."""
+        """Drop the gradient. A float32 one of a narrow weight stays as a buffer: old pages cost less than fresh ones.
+
+        One that was kept as it came is let go: backward makes another in any case, so a buffer would save nothing.
+        """
         self.started = False
-        if self.own:
+        if self.keeps:
             self.buffer = None
 
-    def pieces(self, size: int = PIECE) -> Iterator[tuple[Tensor, slice]]:
-        """Flat float32 values to be updated in place and where they are; each is written when the next is asked for.
+    def pieces(self, size: int = 0, *, clip: float = 1.0) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """Flat float32 values to be updated in place, their float32 gradient times ``clip``, and where they are.
 
-        Only a piece of a weight without master is float32 at any time.
+        Of ``size`` elements: a multiple of ``_narrow.PIECE``, which it is by default, or all of them.
+        Each is written when the next is asked for. Of a weight without master and of a narrow gradient only a piece is
+        float32 at any time. The gradient is to be taken once: a float32 one is scaled where it is.
         """
         source = (self.parameter if self.master is None else self.master).detach()
         flat = source.reshape(-1)  # a copy where the weight is strided
+        size = size or _narrow.PIECE
         for start in range(0, flat.numel(), size):
             at = slice(start, min(start + size, flat.numel()))
             value = self._widened(flat, at)
-            yield value, at
+            yield value, self._clipped(at, clip), at
             if self.master is None:
                 self._narrow(value, flat, start)
         if not source.is_contiguous():
@@ -133,17 +173,21 @@ class Slot:
             return _narrow.join(flat[at], self.compensation.view(-1)[at])
         return flat[at].float()  # itself if it is float32
 
+    def _clipped(self, at: slice, clip: float) -> Tensor:
+        grad = self.gradient.view(-1)[at].float()  # itself if it is float32
+        return grad if clip == 1.0 else grad.mul_(clip)
+
     def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
-        for first in range(0, len(value), PIECE):
-            part = value[first : first + PIECE]
-            at = slice(start + first, start + first + len(part))
-            if self.compensation is not None:
-                weight, rest = _narrow.split(part)
-                flat[at].copy_(weight)
-                self.compensation.view(-1)[at].copy_(rest)
-            else:
-                key = _narrow.stream(self.steps, self.name, at.start)
-                flat[at].copy_(_narrow.round_stochastically(part, key))
+        starts = range(start, start + len(value), _narrow.PIECE)
+        if self.compensation is None:
+            keys = [_narrow.stream(self.steps, self.name, first) for first in starts]
+            _narrow.write_stochastically(flat[start : start + len(value)], value, keys)
+            return
+        for first, part in zip(starts, value.split(_narrow.PIECE), strict=True):
+            at = slice(first, first + len(part))
+            weight, rest = _narrow.split(part)
+            flat[at].copy_(weight)
+            self.compensation.view(-1)[at].copy_(rest)
 
     def held(self) -> dict[str, Tensor]:
         """What keeps the weight precise, as state."""
@@ -166,11 +210,11 @@ class Slots(ABC):
         """States of a parameter before its first step; ``step`` counts its updates and is ``update``'s to raise."""
 
     @abstractmethod
-    def update(self, slots: Sequence[Slot], lr: float) -> None:
-        """Update and write the weights of these slots by their gradients."""
+    def update(self, slots: Sequence[Slot], lr: float, clip: float) -> None:
+        """Update and write the weights of these slots by their gradients times ``clip``."""
 
     def accumulate(self, parameter: Parameter) -> None:
-        """Add ``parameter.grad`` to the step's float32 gradient and set it to None; a post-accumulate hook."""
+        """Add ``parameter.grad`` to the step's gradient and set it to None; a post-accumulate hook."""
         if parameter.grad is not None:
             self._slot_of[parameter].add(parameter.grad)
             parameter.grad = None
@@ -196,11 +240,9 @@ class Slots(ABC):
         """
         size = float(norm)
         if math.isfinite(size):
-            if 0.0 < max_grad_norm < size:
-                torch._foreach_mul_([slot.gradient for slot in slots], max_grad_norm / size)
             for slot in slots:
                 slot.steps += 1
-            self.update(slots, lr)
+            self.update(slots, lr, max_grad_norm / size if 0.0 < max_grad_norm < size else 1.0)
 
     def zero_grad(self) -> None:
         """Forget the gradient of an unfinished step, and those still on the parameters."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim._adafactor import adafactor
 
-from tandem.optimizers._slots import FLOAT, Precise, Slot, Slots
+from tandem.optimizers._slots import Precise, Slot, Slots
 from tandem.optimizers.base import Stepper
 
-# torch's own, 1e-7, is larger than squared gradients are here: rows and columns would no longer count.
-_EPS1 = 1e-15
+_TINY = 1e-30
+"""Least mean of squares that is divided by the root of; gradients of a millionth of a millionth are above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +48,11 @@ class Adafactor(Precise):
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
         """Allocate means and what ``precision`` needs."""
-        return _Factored(self, [Slot(name, parameter, self.precision) for name, parameter in named_parameters])
+        return _Factored(self, self.slots(named_parameters))
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """The gradient and what ``precision`` keeps beside narrow weights; means of rows and columns are no weight."""
-        return num_parameters * (FLOAT + self.narrow_bytes(parameter_bytes))
+        return num_parameters * (self.gradient_bytes(parameter_bytes) + self.narrow_bytes(parameter_bytes))
 
 
 class _Factored(Slots):
@@ -73,26 +71,44 @@ class _Factored(Slots):
         row, column = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
         return {**state, "row_var": torch.zeros(row, device=device), "col_var": torch.zeros(column, device=device)}
 
-    def update(self, slots: Sequence[Slot], lr: float) -> None:
+    def update(self, slots: Sequence[Slot], lr: float, clip: float) -> None:
         """One tensor at a time; its means need all of it."""
         for slot in slots:
-            state = self.states[slot]
-            means: list[Any] = [[state.get(key)] for key in ("row_var", "col_var", "variance")]  # those it has
-            shape = slot.parameter.shape
-            for value, _ in slot.pieces(max(1, slot.parameter.numel())):
-                adafactor(
-                    [value.view(shape)],
-                    [slot.gradient],
-                    means[0],
-                    means[1],
-                    means[2],
-                    [state["step"]],
-                    foreach=False,
-                    d=self._options.clip_rms,
-                    lr=lr,
-                    beta2_decay=self._options.beta2_decay,
-                    weight_decay=self._options.weight_decay,
-                    eps1=_EPS1,
-                    eps2=self._options.scale_floor,
-                    maximize=False,
-                )
+            shape, state = slot.parameter.shape, self.states[slot]
+            state["step"] += 1
+            for value, grad, _ in slot.pieces(max(1, slot.parameter.numel()), clip=clip):
+                self._advance(value.view(shape), grad.view(shape), state, slot.steps, lr)
+
+    def _advance(self, value: Tensor, grad: Tensor, state: dict[str, Tensor], steps: int, lr: float) -> None:
+        """Update a tensor and its means; the gradient becomes the update. No number is waited for."""
+        options = self._options
+        share = steps**options.beta2_decay
+        size = _rms(value).clamp_(min=options.scale_floor) * min(lr, steps**-0.5)
+        if grad.dim() > 1:
+            row_var, col_var = state["row_var"], state["col_var"]
+            row_var.lerp_(_mean_square(grad, -1), share)
+            col_var.lerp_(_mean_square(grad, -2), share)
+            # The estimate row · column / mean of rows is as large as the weight; the roots of its factors are not.
+            rows = row_var / row_var.mean(-2, keepdim=True).clamp_(min=_TINY)
+            grad.mul_(_inverse_root(rows)).mul_(_inverse_root(col_var))
+        else:
+            state["variance"].lerp_(grad.square(), share)
+            grad.mul_(_inverse_root(state["variance"]))
+        if options.weight_decay:
+            value.mul_(1 - lr * options.weight_decay)
+        value.addcmul_(grad, size / (_rms(grad) / options.clip_rms).clamp_(min=1.0), value=-1)
+
+
+def _rms(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values)
+    return norm.div_(math.sqrt(max(1, values.numel())))
+
+
+def _mean_square(grad: Tensor, dim: int) -> Tensor:
+    """By the norm, since squares would be a tensor of the gradient's size."""
+    norm: Tensor = torch.linalg.vector_norm(grad, dim=dim, keepdim=True)
+    return norm.square_().div_(grad.shape[dim])
+
+
+def _inverse_root(squares: Tensor) -> Tensor:
+    return squares.clamp(min=_TINY).rsqrt_()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.nn import Parameter
 
 from tandem.optimizers._adam import Adam, FloatMoments
-from tandem.optimizers._slots import FLOAT, Precise, Slot
+from tandem.optimizers._slots import FLOAT, Precise
 from tandem.optimizers.base import Stepper
 
 
@@ -17,9 +17,9 @@ class AdamW(Adam, Precise):
     """AdamW in float32. Narrower weights lose no update, however small: see ``precision``."""
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
-        """Allocate masters and moments; the gradient's buffers come with the first backward pass."""
-        return FloatMoments(self, [Slot(name, parameter, self.precision) for name, parameter in named_parameters])
+        """Allocate masters and moments; gradients come with the first backward pass."""
+        return FloatMoments(self, self.slots(named_parameters))
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """Two moments, the gradient and what ``precision`` keeps beside weights narrower than float32."""
-        return num_parameters * (3 * FLOAT + self.narrow_bytes(parameter_bytes))
+        return num_parameters * (2 * FLOAT + self.gradient_bytes(parameter_bytes) + self.narrow_bytes(parameter_bytes))

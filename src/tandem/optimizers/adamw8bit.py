@@ -16,11 +16,15 @@ from torch.nn.functional import pad
 
 from tandem.optimizers._adam import Adam
 from tandem.optimizers._fused import fused, number
+from tandem.optimizers._narrow import PIECE
 from tandem.optimizers._slots import FLOAT, Precise, Slot, Slots
 from tandem.optimizers.base import Stepper
 
 BLOCK = 256
 """Elements that share a scale."""
+LARGE_PIECE = 4 * PIECE
+"""Elements that are float32 at once on a CUDA device: the host enters compiled code for each piece, which takes it as
+long as the device takes for some millions."""
 SMALL = 4096
 """Tensors of fewer elements (norms, biases) keep float32 moments: they weigh nothing, and need it most."""
 
@@ -34,11 +38,11 @@ class AdamW8bit(Adam, Precise):
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
         """Allocate codes, scales and what ``precision`` needs."""
-        return _ByteMoments(self, [Slot(name, parameter, self.precision) for name, parameter in named_parameters])
+        return _ByteMoments(self, self.slots(named_parameters))
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """Two codes, two scales a block, the gradient and what ``precision`` keeps beside narrow weights."""
-        each = 2 + FLOAT + self.narrow_bytes(parameter_bytes)
+        each = 2 + self.gradient_bytes(parameter_bytes) + self.narrow_bytes(parameter_bytes)
         return num_parameters * each + 2 * FLOAT * math.ceil(num_parameters / BLOCK)
 
 
@@ -61,25 +65,31 @@ class _ByteMoments(Slots):
                 state[f"{moment}.scales"] = torch.zeros(math.ceil(num / BLOCK), device=device)
         return state
 
-    def update(self, slots: Sequence[Slot], lr: float) -> None:
+    def update(self, slots: Sequence[Slot], lr: float, clip: float) -> None:
         """Piece by piece: float32 moments exist for one piece at a time."""
+        numbers: dict[tuple[int, torch.device], _Numbers] = {}  # mostly one: made once, not for each piece
         for slot in slots:
-            state = self.states[slot]
+            state, device = self.states[slot], slot.gradient.device
             state["step"] += 1
-            grad = slot.gradient.reshape(-1)
-            for value, at in slot.pieces():
-                self._piece(value, grad[at], state, at, slot.steps, lr)
+            known = numbers.get((slot.steps, device))
+            if known is None:
+                known = numbers[slot.steps, device] = self._numbers(slot.steps, lr, slot.gradient)
+            size = LARGE_PIECE if device.type == "cuda" else 0
+            for value, grad, at in slot.pieces(size, clip=clip):
+                self._piece(value, grad, state, at, known)
 
-    def _piece(self, value: Tensor, grad: Tensor, state: dict[str, Tensor], at: slice, steps: int, lr: float) -> None:
+    def _numbers(self, steps: int, lr: float, like: Tensor) -> _Numbers:
         options = self._options
-        numbers = _Numbers(
+        return _Numbers(
             options.beta1,
             options.beta2,
             options.eps,
-            number(1 - lr * options.weight_decay, value),
-            number(math.sqrt(1 - options.beta2**steps), value),
-            number(lr / (1 - options.beta1**steps), value),
+            number(1 - lr * options.weight_decay, like),
+            number(math.sqrt(1 - options.beta2**steps), like),
+            number(lr / (1 - options.beta1**steps), like),
         )
+
+    def _piece(self, value: Tensor, grad: Tensor, state: dict[str, Tensor], at: slice, numbers: _Numbers) -> None:
         if "exp_avg" in state:
             _adam(value, grad, state["exp_avg"][at], state["exp_avg_sq"][at], numbers)
         else:

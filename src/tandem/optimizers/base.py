@@ -11,12 +11,15 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
+_WIDENED = 1 << 22
+"""Numbers of a narrow gradient that are widened at once, for its norm."""
+
 
 class Stepper(Protocol):
     """An optimizer bound to parameters."""
 
     def accumulate(self, parameter: Parameter) -> None:
-        """Add ``parameter.grad`` to the float32 gradient of the step and set it to None."""
+        """Add ``parameter.grad`` to the gradient of the step and set it to None."""
         ...
 
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
@@ -88,7 +91,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
-        """Bytes held besides the weights (masters, moments, float32 gradient), for the memory plan."""
+        """Bytes held besides the weights (masters, moments, the step's gradient), for the memory plan."""
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -99,6 +102,13 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """
     import torch
 
-    rows = [torch.linalg.vector_norm(g.reshape(-1, g.shape[-1] if g.dim() else 1), dim=-1) for g in grads]
-    norm: Tensor = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64)
+    norms: list[Tensor] = []
+    for grad in grads:
+        rows = grad.reshape(-1, grad.shape[-1] if grad.dim() else 1)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        # A CPU widens a narrow tensor, all of it, before it reduces it.
+        pieced = wide != grad.dtype and grad.device.type == "cpu"
+        parts = rows.split(max(1, _WIDENED // rows.shape[-1])) if pieced else (rows,)
+        norms += [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts]
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
     return norm

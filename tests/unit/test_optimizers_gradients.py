@@ -1,0 +1,273 @@
+"""Gradients summed in bfloat16: how far off a sum may be, what is held, and that nothing else of a step is narrow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tandem import config
+from tandem.errors import ConfigError
+from tandem.memory.live import Live
+from tandem.memory.updates import update_bytes
+from tandem.optimizers import base
+from tandem.optimizers._slots import Precise, Slot
+from tandem.optimizers.adafactor import Adafactor
+from tandem.optimizers.adamw import AdamW
+from tandem.optimizers.adamw8bit import AdamW8bit
+from tandem.optimizers.base import global_norm
+
+KINDS: tuple[type[Precise], ...] = (AdamW, AdamW8bit, Adafactor)
+PRECISIONS: tuple[Literal["masters", "kahan", "stochastic"], ...] = ("masters", "kahan", "stochastic")
+ROUNDING = 2.0**-8 + 2.0**-23
+"""Most that one sum loses, as a share of itself: rounded to 24 bits and then to 8."""
+
+every = pytest.mark.parametrize(
+    ("kind", "precision"), list(product(KINDS, PRECISIONS)), ids=lambda p: p if isinstance(p, str) else p.__name__
+)
+
+
+def micro_batches(num: int, *shape: int, mean: float = 0.0, seed: int = 0) -> list[Tensor]:
+    """Gradients as backward gives them for bfloat16 weights."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator) + mean).bfloat16() for _ in range(num)]
+
+
+def bound(options: Precise, weight: Tensor) -> tuple[Any, Parameter]:
+    parameter = Parameter(weight.clone())
+    return options.bind([("w", parameter)]), parameter
+
+
+def give(stepper: Any, parameter: Parameter, grads: Iterable[Tensor]) -> None:
+    for grad in grads:
+        parameter.grad = grad.clone()
+        stepper.accumulate(parameter)
+
+
+def start(*shape: int) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.1).bfloat16()
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, -1.0], ids=["random", "positive", "negative"])
+@pytest.mark.parametrize("num", [1, 2, 8, 32])
+def test_a_sum_is_off_by_its_roundings_and_no_more(num: int, mean: float) -> None:
+    grads = micro_batches(num, 300, 70, mean=mean)
+    stepper, weight = bound(AdamW(gradients="bfloat16"), start(300, 70))
+    give(stepper, weight, grads)
+    found = stepper.slots[0].gradient
+    assert found.dtype == torch.bfloat16
+    exact, allowed = grads[0].double(), torch.zeros(300, 70, dtype=torch.float64)
+    for grad in grads[1:]:  # what was off stays so, and what is there is rounded once more
+        exact = exact + grad.double()
+        allowed = allowed + ROUNDING * (exact.abs() + allowed)
+    error = (found.double() - exact).abs()
+    assert bool((error <= allowed).all())
+    if num == 1:
+        assert torch.equal(found, grads[0]), "nothing is lost"
+    else:
+        assert float(error.norm() / exact.norm()) < 0.0025 * math.sqrt(num / 2), "errors are of both signs"
+
+
+def test_the_first_gradient_is_moved_in_and_nothing_is_held_between_steps() -> None:
+    stepper, weight = bound(AdamW8bit(gradients="bfloat16", precision="stochastic"), start(80, 64))
+    slot = stepper.slots[0]
+    for _ in range(2):
+        weight.grad = grad = torch.ones(80, 64, dtype=torch.bfloat16)
+        stepper.accumulate(weight)
+        assert slot.gradient.data_ptr() == grad.data_ptr()
+        give(stepper, weight, [grad * 2])
+        assert slot.gradient.data_ptr() == grad.data_ptr(), "added in place"
+        assert bool((grad == 3).all())
+        stepper.step(1e-3, 1.0)
+        assert slot.buffer is None
+    weight.grad = torch.ones(64, 80, dtype=torch.bfloat16).t()
+    stepper.accumulate(weight)
+    assert slot.gradient.is_contiguous()
+
+
+@every
+def test_beside_weights_and_states_two_bytes_are_held(kind: Any, precision: Any) -> None:
+    """Everything that a bound optimizer refers to, by reflection: no float32 of a model's size hides anywhere."""
+    shape, options = (200, 128), kind(precision=precision, gradients="bfloat16")
+    stepper, weight = bound(options, start(*shape))
+    give(stepper, weight, micro_batches(3, *shape))
+    states = {tensor.data_ptr() for tensor in stepper.state_dict().values()}
+    slot = stepper.slots[0]
+    rest = [t for t in vars(slot).values() if isinstance(t, Tensor) and t.numel() == weight.numel()]
+    rest = [t for t in rest if t is not weight and t.data_ptr() not in states]
+    assert [(t.dtype, t.nbytes) for t in rest] == [(torch.bfloat16, 2 * weight.numel())]
+    wide = kind(precision=precision)
+    assert wide.state_bytes(1000, 2) - options.state_bytes(1000, 2) == 2000
+    assert wide.state_bytes(1000, 4) == options.state_bytes(1000, 4), "float32 weights have float32 gradients"
+
+
+@every
+@pytest.mark.parametrize("rows", [64, 9000])
+def test_an_update_takes_what_is_told(kind: Any, precision: Any, rows: int) -> None:
+    options = kind(precision=precision, gradients="bfloat16")
+    stepper, weight = bound(options, torch.ones(rows, 512, dtype=torch.bfloat16))
+    for _ in range(2):  # the first makes tables that stay
+        give(stepper, weight, [torch.full_like(weight, 1e-3)])
+        live = Live([weight, stepper.slots[0].gradient, *stepper.state_dict().values()])
+        with live:
+            stepper.step(1e-3, 1e-4)
+    (peak,) = live.peaks.values()
+    # Of two pieces at a time two gradients are wide; that of one is told.
+    slack = 4 * (1 << 22) if rows * 512 > 1 << 22 else 0
+    told = update_bytes(options, weight.numel(), 2)
+    assert 0.9 * told - 4096 - slack <= sum(peak.values()) <= 1.1 * told + 4096 + slack
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_the_norm_is_not_narrow(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(base, "_WIDENED", 500)  # several rows at a time, and rows that are longer
+    grads = [*micro_batches(2, 37, 70, mean=0.3), *micro_batches(1, 3, 4, 600), *micro_batches(1, 33)]
+    grads.append(torch.tensor(2.0, dtype=torch.bfloat16))
+    want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    norm = global_norm([g.to(device) for g in grads])
+    assert norm.dtype == torch.float64
+    assert float(norm) == pytest.approx(want, rel=1e-6)
+    assert float(global_norm([g.double() for g in grads])) == pytest.approx(want, rel=1e-12)
+
+
+def updated(options: Precise, shape: tuple[int, ...], num: int, clip: float, steps: int = 4) -> tuple[Tensor, Any]:
+    """A weight in all the bits that are kept of it, and the optimizer."""
+    stepper, weight = bound(options, start(*shape))
+    lr = 0.05 if isinstance(options, Adafactor) else 0.01
+    for step in range(steps):
+        give(stepper, weight, micro_batches(num, *shape, seed=step))
+        stepper.step(lr, clip)
+    return weight.detach().float(), stepper
+
+
+@every
+@pytest.mark.parametrize("shape", [(70, 130), (33,)], ids=str)
+def test_one_micro_batch_updates_as_float32_gradients_do(kind: Any, precision: Any, shape: tuple[int, ...]) -> None:
+    """To the last bits of a float32, clipped or not: what is read is widened before it is scaled."""
+    for clip in (0.0, 0.5):
+        wide, with_wide = updated(kind(precision=precision), shape, 1, clip)
+        narrow, with_narrow = updated(kind(precision=precision, gradients="bfloat16"), shape, 1, clip)
+        for name, tensor in with_wide.state_dict().items():
+            other = with_narrow.state_dict()[name]
+            if tensor.dtype == torch.float32:
+                assert torch.allclose(tensor, other, rtol=2e-6, atol=1e-9), name
+            else:
+                assert int((tensor.int() - other.int()).abs().max()) <= 1 or name == "w/compensation", name
+        assert torch.allclose(wide, narrow, rtol=2**-7, atol=1e-6)
+        assert float((wide == narrow).float().mean()) > 0.99
+        assert with_wide.state_dict().keys() == with_narrow.state_dict().keys(), "a gradient is no state"
+
+
+@every
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_clipped_update_is_near_that_of_float32_gradients(kind: Any, precision: Any, clip: float) -> None:
+    """Eight micro-batches are off by half a percent of the gradient, and so is the way that the weights go."""
+    wide, _ = updated(kind(precision=precision), (70, 130), 8, clip)
+    narrow, _ = updated(kind(precision=precision, gradients="bfloat16"), (70, 130), 8, clip)
+    way = wide - start(70, 130).float()
+    off = float((narrow - wide).norm() / way.norm())
+    # Weights are read here as they are rounded, and Adam's first steps make a whole one of a gradient near 0.
+    assert off < (0.05 if precision == "stochastic" else 0.035)
+    assert float(way.norm()) > 0.1
+
+
+@every
+@pytest.mark.parametrize("summed", ["float32", "bfloat16"])
+def test_clipping_scales_in_float32(kind: Any, precision: Any, summed: Any) -> None:
+    """What the states are told; rounded to bfloat16 again, it would be off by up to 2^-8."""
+    options = kind(precision=precision, gradients=summed)
+    stepper, weight = bound(options, start(1000))
+    grad = micro_batches(1, 1000)[0]
+    give(stepper, weight, [grad])
+    norm = float(stepper.step(0.0, 0.7))
+    states = stepper.state_dict()
+    told = states["w/variance"].sqrt() if kind is Adafactor else states["w/exp_avg"].abs() / (1 - options.beta1)
+    assert torch.allclose(told.double(), grad.double().abs() * (0.7 / norm), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("summed", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_adafactor_waits_for_no_number(precision: Any, summed: Any) -> None:
+    """Its means and sizes stay where they are: the meta device has no numbers to ask for."""
+    named = [(str(shape), Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))) for shape in ((9, 7), 5)]
+    stepper: Any = Adafactor(precision=precision, gradients=summed, weight_decay=0.1).bind(named)
+    for slot, (_, parameter) in zip(stepper.slots, named, strict=True):
+        give(stepper, parameter, [torch.empty_like(parameter)])
+        slot.steps += 1
+    with torch.no_grad():
+        stepper.update(stepper.slots, 1e-3, 0.5)
+    assert all(state["step"] == 1 for state in stepper.states.values())
+
+
+def learned(options: Precise, batches: int) -> tuple[float, float]:
+    """First and last loss of a bfloat16 network that learns to be another, each step in micro-batches."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int, scale: float) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    inputs, teacher = random(512, 24, scale=1.0), random(24, 1, scale=0.4)
+    targets = torch.tanh(inputs @ teacher)
+    net = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 1)).bfloat16()
+    for parameter in net.parameters():
+        parameter.data.copy_(random(*parameter.shape, scale=0.15))
+        parameter.requires_grad_()
+    stepper = options.bind(list(net.named_parameters()))
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(stepper.accumulate)
+    losses = []
+    for _ in range(40):
+        total = 0.0
+        for x, y in zip(inputs.chunk(batches), targets.chunk(batches), strict=True):
+            loss = (net(x.bfloat16()).float() - y).square().mean() / batches
+            loss.backward()
+            total += float(loss.detach())
+        stepper.step(0.1 if isinstance(options, Adafactor) else 0.01, 1.0)
+        losses.append(total)
+    return losses[0], sum(losses[-5:]) / 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_as_with_float32_gradients(kind: Any) -> None:
+    first, wide = learned(kind(), 8)
+    _, narrow = learned(kind(gradients="bfloat16"), 8)
+    assert wide < 0.1 * first
+    assert narrow < 1.05 * wide + 0.002 * first
+
+
+def test_tensors_of_a_mixed_model_have_gradients_of_their_types() -> None:
+    options = AdamW(gradients="bfloat16", precision="stochastic")
+    named = [("narrow", Parameter(start(8, 8))), ("wide", Parameter(start(8, 8).float()))]
+    stepper: Any = options.bind(named)
+    for _ in range(3):
+        for _, parameter in named:
+            give(stepper, parameter, [torch.full_like(parameter, 2.0**-9) for _ in range(2)])
+        assert [slot.gradient.dtype for slot in stepper.slots] == [torch.bfloat16, torch.float32]
+        assert float(stepper.step(1e-2, 0.01)) == pytest.approx(2.0**-8 * math.sqrt(128))
+    moved = [float((parameter.detach().float() - start(8, 8).float()).mean()) for _, parameter in named]
+    assert moved == pytest.approx([-0.03, -0.03], rel=0.02)
+
+
+def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:
+    half = Parameter(torch.ones(3, dtype=torch.float16))
+    with pytest.raises(ConfigError, match=r"gradients: bfloat16 is for bfloat16 weights, and w is torch\.float16"):
+        Slot("w", half, "masters", narrow_gradient=True)
+
+    def read(optimizer: dict[str, str], overrides: Sequence[str] = ()) -> Any:
+        recipe = {"model": "x", "steps": 1, "env": "arithmetic", "optimizer": optimizer}
+        return config.from_options(recipe, overrides, tmp_path).config.optimizer
+
+    assert read({"kind": "adafactor", "gradients": "bfloat16"}).gradients == "bfloat16"
+    with pytest.raises(ConfigError, match=r"optimizer\.gradients changes nothing: dtype: float32 gives float32"):
+        read({"gradients": "bfloat16"}, ["dtype=float32"])
+    with pytest.raises(ConfigError, match="unknown option 'gradients' of optimizer"):
+        read({"kind": "adamw_cpu", "gradients": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"optimizer\.gradients"):
+        read({"gradients": "float16"})
