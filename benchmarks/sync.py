@@ -214,7 +214,7 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
             found["memory"]["bound"] = memory(worker)
             await policy.compute(change.begin)
             instrument(watch, engine, sync)
-            async with link.open(PolicyVersion(step=0, digest="")):
+            async with link, link.open(PolicyVersion(step=0, digest="")):
                 watch.lap()
                 yield live
     except BaseException:

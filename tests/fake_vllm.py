@@ -40,6 +40,7 @@ class SamplingParams:
     detokenize: bool = True
     stop_token_ids: list[int] | None = None
     output_kind: Any = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.temperature < 0:

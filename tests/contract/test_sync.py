@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from scripted import Scripted, Wire, scripted
 from tiny import live_policy
 
-from tandem.engines.base import Probe
-from tandem.errors import EngineError, StaleWeights, TornWeights
+from tandem import run as runs
+from tandem.config import RunConfig
+from tandem.engines.base import CanAttest, CanLend, CanReceive, EngineSpec, Probe
+from tandem.envs.arithmetic import Arithmetic
+from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.policy.policy import Policy
+from tandem.recipe.sections import Evaluate
 from tandem.resolve import find, names
 from tandem.sync import broadcast
 from tandem.sync.base import ATTEMPTS, Link, WeightSync
@@ -28,7 +32,8 @@ from tandem.sync.shared import Shared
 from tandem.trains.base import Trains
 from tandem.trains.full import Full
 from tandem.trains.lora import Lora
-from tandem.types import PolicyVersion
+from tandem.types import PolicyVersion, Sampling
+from tandem.weights import bridge
 from tandem.weights.checksums import checksums, digest
 
 START = PolicyVersion(step=0, digest="")
@@ -339,6 +344,22 @@ def test_an_engine_that_cannot_be_bound_ends_the_run(
 
 
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
+def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+) -> None:
+    with paired(tiny_model, tmp_path, way) as pair:
+
+        async def work() -> None:
+            async with pair.open() as link:
+                pair.engine.dies[asked] = ATTEMPTS - 1
+                await pair.step(link, 1)
+                assert pair.engine.dies[asked] == 0
+                assert pair.engine.serves
+
+        run(work)
+
+
+@pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_and_again_is_given_up(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
 ) -> None:
@@ -570,4 +591,354 @@ def test_the_way_is_left_however_it_ends(
             assert left[1:]
             assert set(left) == {None}
 
+        run(work)
+
+
+# An engine of somebody else's
+
+
+OTHERS = [name for name in WAYS if not name.startswith("restart")]
+"""Ways by which an engine can be published to that was not started by the run."""
+
+
+@contextlib.contextmanager
+def borrowed(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trains]) -> Iterator[Pair]:
+    """It serves its own version, which somebody else published."""
+    with paired(tiny_model, folder, way, revivable=False, serving=True) as pair:
+        yield pair
+
+
+def entered(pair: Pair) -> Link:
+    return Link(sync=pair.sync, policy=pair.policy, engine=pair.engine, trains=pair.trains, folder=pair.folder)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, engine: Scripted, asked: str, error: BaseException) -> None:
+    """It lives on, and answers with this."""
+
+    async def no(*_: Any, **__: Any) -> None:
+        engine.events.append(asked)
+        raise error
+
+    monkeypatch.setattr(engine, asked, no)
+
+
+def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
+    assert engine.serves
+    assert engine.held() == held
+    assert not {"stop", "stamp", "resume"} & set(engine.events)
+
+
+@pytest.mark.parametrize("error", [EngineError("refused"), TransportError("refused"), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("shared weights", "lend"),
+        ("shared adapter", "lend"),
+        ("broadcast weights", "workers"),
+        ("broadcast weights", "connect"),
+        ("broadcast weights", "connected"),
+    ],
+)
+def test_an_engine_that_cannot_be_bound_serves_on(
+    tiny_model: Path, tmp_path: Path, name: str, asked: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
+        held = pair.engine.held()
+
+        async def work() -> None:
+            refusing(monkeypatch, pair.engine, asked, error)
+            with pytest.raises(type(error)):
+                async with entered(pair) as link:
+                    await link.bind(fresh=False)
+            serves_as_before(pair.engine, held)
+            assert pair.engine._joining == [], "nobody is left in a group"
+
+        run(work)
+
+
+@pytest.mark.parametrize("name", ["shared weights", "shared adapter"])
+@pytest.mark.parametrize("lie", ["dtype", "shape", "missing", "more"])
+def test_an_engine_of_another_model_serves_on(
+    tiny_model: Path, tmp_path: Path, name: str, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written before all of it was looked at."""
+    with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
+        with torch.no_grad():
+            pair.engine._base()["model.norm.weight"] += 1
+        held = checksums((n, p.detach()) for n, p in pair.engine._base().items())
+        lend = pair.engine.lend
+
+        async def other() -> dict[str, Any]:
+            found = dict(await lend())
+            last = list(found)[-1]
+            change = {"dtype": found[last].double(), "shape": found[last][:1]}
+            if lie in change:
+                return {**found, last: change[lie]}
+            return {**found, "more": found[last]} if lie == "more" else {n: t for n, t in found.items() if n != last}
+
+        async def work() -> None:
+            monkeypatch.setattr(pair.engine, "lend", other)
+            with pytest.raises(UnsupportedPair):
+                async with entered(pair) as link:
+                    await link.bind(fresh=False)
+            assert pair.engine.events == ["pause", "lend", "release"]
+            assert pair.engine.serves
+            assert checksums((n, p.detach()) for n, p in pair.engine._base().items()) == held
+
+        run(work)
+
+
+@pytest.mark.parametrize("file", ["missing", "broken"])
+def test_a_file_of_the_engines_that_cannot_be_read_is_found_before_it_is_paused(
+    tiny_model: Path, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOGDIR", raising=False)
+    monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "none")
+    path = tmp_path / "vllm_bridge_config.json"
+    if file == "broken":
+        path.write_text("{}")
+    with borrowed(tiny_model, tmp_path, (Shared(bridge=str(path)), Full())) as pair:
+
+        async def work() -> None:
+            with pytest.raises(TransportError):
+                async with entered(pair) as link:
+                    await link.bind(fresh=False)
+            assert pair.engine.events == []
+            assert pair.engine.serves
+
+        run(work)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_fails_between_bind_and_publish_leaves_an_engine_of_these_very_weights_serving(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """The optimizer's states find no room, say."""
+    with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
+        held = pair.engine.held()
+
+        async def fails() -> None:
+            async with entered(pair) as link:
+                await link.bind(fresh=False)
+                raise MemoryError
+
+        async def work() -> None:
+            with pytest.raises(MemoryError):
+                await fails()
+            serves_as_before(pair.engine, held)
+            assert pair.engine._joining == []
+
+        run(work)
+
+
+@pytest.mark.parametrize("change", ["one value", "a zero's sign"])
+def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tmp_path: Path, change: str) -> None:
+    """By its bytes, for a checksum sees every bit."""
+    with borrowed(tiny_model, tmp_path, WAYS["shared weights"]) as pair:
+        with torch.no_grad():
+            mine, theirs = pair.policy.head.weight, pair.engine.inner.head.weight
+            mine[3, 5] = -0.0 if change == "a zero's sign" else theirs[3, 5] + 1
+            if change == "a zero's sign":
+                theirs[3, 5] = 0.0
+
+        async def fails() -> None:
+            async with entered(pair) as link:
+                await link.bind(fresh=False)
+                assert pair.engine.held() == checksums(Full().source(pair.policy.model))
+                raise MemoryError("no room")
+
+        async def work() -> None:
+            with pytest.raises(MemoryError, match="no room"):
+                await fails()
+            assert pair.engine.events[-1] == "stop"
+            assert not pair.engine.serves
+            assert "no room" in pair.engine.reason
+
+        run(work)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("asked", ["move", "checksums", "probe", "stamp"])
+def test_a_first_publish_that_fails_serves_nothing_that_was_written(
+    tiny_model: Path, tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, trains = WAYS[name]
+    if not mortal(sync, trains, asked):
+        pytest.skip("nothing moves")
+    with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
+
+        async def work() -> None:
+            moves = {"hotswap": "swap", "broadcast": "receive", "shared": "adapt"}
+            method = moves[name.split()[0].rstrip(",")] if asked == "move" else asked
+            async with entered(pair) as link:
+                await link.bind(fresh=False)
+                refusing(monkeypatch, pair.engine, method, EngineError("refused"))
+                with pytest.raises((EngineError, TransportError), match="refused"):
+                    async with link.open(START):
+                        raise AssertionError("it must not open")
+                never = sync.pause == "never"
+                assert pair.engine.serves == never
+                assert ("release" if never else "stop") in pair.engine.events
+            assert pair.engine.given == []
+            assert pair.engine.serves == never
+            assert pair.engine.events.count("stop") == (0 if never else 1)
+
+        run(work)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_optimizer_that_fails_leaves_the_last_version_or_nothing(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    """Where it writes what is sampled from, an engine that gives out nothing."""
+    with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
+
+        async def fails() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                async with link.commit(2):
+                    raise MemoryError
+
+        async def work() -> None:
+            with pytest.raises(MemoryError):
+                await fails()
+            assert pair.engine.serves == (pair.sync.pause != "step")
+            assert ("stop" in pair.engine.events) == (pair.sync.pause == "step")
+            assert [step for step, _ in pair.engine.given] == [0, 1]
+
+        run(work)
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if WAYS[name][0].pause != "never"])
+def test_an_engine_that_is_paused_when_nothing_was_written_yet_serves_on(
+    tiny_model: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two engines does not answer, say, when both were asked to stand still."""
+    with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
+        pause = pair.engine.pause
+
+        async def half(*, finish: bool = False) -> None:
+            await pause(finish=finish)
+            raise EngineError("the other does not answer")
+
+        async def fails() -> None:
+            async with pair.open() as link:
+                await pair.step(link, 1)
+                monkeypatch.setattr(pair.engine, "pause", half)
+                await pair.step(link, 2)
+
+        async def work() -> None:
+            with pytest.raises(EngineError, match="the other"):
+                await fails()
+            assert pair.engine.events[-1] == "release"
+            assert pair.engine.serves
+            assert [step for step, _ in pair.engine.given] == [0, 1]
+
+        run(work)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_engines_leave_the_group_when_the_run_ends(tiny_model: Path, tmp_path: Path, fails: bool) -> None:
+    with borrowed(tiny_model, tmp_path, WAYS["broadcast weights"]) as pair:
+
+        async def work() -> None:
+            with contextlib.suppress(MemoryError):
+                async with entered(pair) as link:
+                    await link.bind(fresh=False)
+                    async with link.open(START):
+                        await pair.step(link, 1)
+                        assert len(pair.engine._members) == 2
+                        if fails:
+                            raise MemoryError
+            assert pair.engine._members == []
+            assert pair.engine.serves
+
+        run(work)
+
+
+def test_an_engine_that_cannot_be_told_to_leave_holds_nothing_up(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with borrowed(tiny_model, tmp_path, WAYS["broadcast weights"]) as pair:
+
+        async def work() -> None:
+            with monkeypatch.context() as patch:
+                async with entered(pair) as link:
+                    await link.bind(fresh=False)
+                    async with link.open(START):
+                        await pair.step(link, 1)
+                    refusing(patch, pair.engine, "disconnect", EngineError("gone"))
+            assert pair.engine.events[-1] == "disconnect"
+            await pair.engine.close()
+
+        run(work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theirs(EngineSpec):
+    """An engine of somebody else's, as a part of a recipe."""
+
+    ports: ClassVar[frozenset[type]] = frozenset({CanLend, CanReceive, CanAttest})
+
+    engine: Scripted
+
+    @asynccontextmanager
+    async def open(self, policy: Any, *, context: int, needs: Any = None) -> AsyncIterator[Scripted]:
+        yield self.engine
+        self.engine.events.append("closed")
+
+
+class Adopted(Scripted):
+    @property
+    def adopted(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+@pytest.mark.parametrize("fails", ["bind", "optimizer"])
+@pytest.mark.parametrize("sync", [Shared(), NET], ids=["shared", "broadcast"])
+def test_a_run_that_cannot_begin_leaves_the_engine_serving(
+    tiny_model: Path, tmp_path: Path, verb: str, fails: str, sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (verb, fails) == ("eval", "optimizer"):
+        pytest.skip("it has none")
+    asked = "lend" if isinstance(sync, Shared) else "connected"
+
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    with live_policy(tiny_model) as inner:
+        engine = Adopted(inner, Full(), revivable=False, serving=True)
+        held = engine.held()
+        config = RunConfig(
+            model=str(tiny_model),
+            steps=1,
+            env=Arithmetic(),
+            groups_per_step=1,
+            group_size=2,
+            sampling=Sampling(max_tokens=4),
+            engine=Theirs(engine=engine),
+            sync=sync,
+            dtype="float32",
+            runs=str(tmp_path),
+            threads=1,
+            evaluate=Evaluate(tasks=1),
+        )
+
+        async def work() -> None:
+            if fails == "bind":
+                refusing(monkeypatch, engine, asked, EngineError("refused"))
+            else:
+                monkeypatch.setattr(type(config.optimizer), "bind", full)
+            begin = runs.train(config, resume=None) if verb == "train" else runs.evaluate(config, weights=None)
+            with pytest.raises(EngineError if fails == "bind" else MemoryError):
+                await begin
+            serves_as_before(engine, held)
+            assert engine._joining == []
+
+        # What the engine stands in for needs no model of its own, and its part no kind.
+        monkeypatch.setattr(runs.lifetime, "write_recipe", lambda *_: None)
+        monkeypatch.setattr(runs.recipes, "as_json", lambda *_: {})
+        monkeypatch.setattr(runs.recipes, "digest", lambda *_: "")
         run(work)

@@ -118,7 +118,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("serve")
     model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
-    own = engine(api_key_variable="SERVE_KEY", max_num_seqs=16)
+    own = engine(forks=False, api_key_variable="SERVE_KEY", max_num_seqs=16)
     lora = {"kind": "lora", "rank": 8, "alpha": 16}
     options = recipe(
         model, Path("runs"), engine=own, trains=lora, sync={"kind": "shared"}, rewards={"number": 1.0}, context=512

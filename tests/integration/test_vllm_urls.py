@@ -34,7 +34,11 @@ class Served:
     """``tandem serve engine`` in a process group of its own."""
 
     def __init__(self, place: Path, model: Path, port: int) -> None:
-        own = {"engine": engine(port=port, api_key_variable=KEY), "sync": "broadcast", "rewards": {"number": 1.0}}
+        own = {
+            "engine": engine(forks=False, port=port, api_key_variable=KEY),
+            "sync": "broadcast",
+            "rewards": {"number": 1.0},
+        }
         options = recipe(model, place / "runs", **own)
         self.url = f"http://127.0.0.1:{port}"
         self._recipe = place / f"served-{port}.yaml"

@@ -1,7 +1,8 @@
 """What the tests against a real vLLM share: its options on this machine, a recipe, and runs looked at from outside.
 
-On a CPU the engine has an environment of its own, ``.venv-engine`` or what TANDEM_ENGINE_PYTHON names. Where CUDA and
-vLLM are in this very interpreter, the engine runs on it: with CUDA graphs, in bfloat16, its weights shared by CUDA IPC.
+On a CPU the engine has an environment of its own, ``.venv-engine`` or what TANDEM_ENGINE_PYTHON names; started through
+``forking-python`` it takes half of the time. Where CUDA and vLLM are in this very interpreter, the engine runs on it:
+with CUDA graphs, in bfloat16, its weights shared by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
+FORKING = Path(__file__).with_name("forking-python")
 CUDA = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 DTYPE = "bfloat16" if CUDA else "float32"
 HEAD_DIM = 64 if CUDA else 32
@@ -50,8 +52,8 @@ def engine_python() -> str | None:
     return str(path)
 
 
-def engine(**changes: Any) -> dict[str, Any]:
-    """Options of a small engine on this machine."""
+def engine(*, forks: bool = True, **changes: Any) -> dict[str, Any]:
+    """Options of a small engine on this machine; on a CPU its server forks it unless told otherwise, see there."""
     # On a GPU with CUDA graphs, but without compilation, which would take most of the time of each start; and with so
     # little memory that several tests can run beside each other.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
@@ -67,7 +69,9 @@ def engine(**changes: Any) -> dict[str, Any]:
     )
     # A test must not wait for minutes where something hangs, and leave no engine behind for long.
     waits = {"start_seconds": 240.0, "request_seconds": 60.0, "control_seconds": 60.0, "linger_seconds": 60.0}
-    return {"kind": "vllm", "python": engine_python(), "max_num_seqs": 32, **here, **waits, **changes}
+    python = engine_python()
+    python = str(FORKING) if forks and python else python
+    return {"kind": "vllm", "python": python, "max_num_seqs": 32, **here, **waits, **changes}
 
 
 def recipe(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
@@ -227,10 +231,10 @@ class Trainer:
 
     @classmethod
     def fresh(cls, place: Path, model: Path, **changes: Any) -> Trainer:
-        """A run of several steps whose rewards are slow."""
+        """A run of several steps whose rewards are slow, and of which anything may be killed."""
         place.mkdir(parents=True, exist_ok=True)
         (place / "marks.py").write_text(SLOW)
-        slow = {"rewards": {"marks:letters": 1.0}, "sampling": {"max_tokens": 64}}
+        slow = {"rewards": {"marks:letters": 1.0}, "sampling": {"max_tokens": 64}, "engine": engine(forks=False)}
         options = recipe(model, Path("runs"), **{**slow, **changes})
         (place / "recipe.yaml").write_text(yaml.safe_dump(options))
         return cls(place, "recipe.yaml")
@@ -268,6 +272,22 @@ class Trainer:
         """``kill -9``."""
         self.process.kill()
         assert self.process.wait() == -signal.SIGKILL
+
+    def kill_between_publishes(self, after: int) -> tuple[Left, int]:
+        """``kill -9`` while requests are in flight and no publish is under way, in which an engine would rather stop
+        than serve what it holds; the engine, and the step that it serves."""
+        while True:
+            left = self.sampling(after)
+            self.process.send_signal(signal.SIGSTOP)
+            try:
+                time.sleep(0.2)  # what it had sent by then arrives
+                told = left.ask("/bridge/info")
+                if (told["state"], told["step"]) == ("serving", self.steps()):
+                    self.kill()
+                    return left, told["step"]
+            finally:
+                if self.process.poll() is None:
+                    self.process.send_signal(signal.SIGCONT)
 
     def clean(self) -> None:
         """End what a failed test left running: the trainer, and the engine by its record."""

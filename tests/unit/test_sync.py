@@ -630,7 +630,7 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(policy: Polic
 
     async def work(engine: Watched) -> None:
         async with Shared(tolerance=50.0).open(policy, engine, START, Full()) as link:
-            stale[:] = policy.score(link._probe)
+            stale[:] = policy.score(link._behaviour.tokens)
             with pytest.raises(StaleWeights, match="answers a probe as the version before does"):
                 async with link.commit(1):
                     changed()
@@ -649,7 +649,7 @@ def test_an_engine_that_leaves_the_adapter_out_is_seen_within_the_tolerance(tiny
 
     async def work(engine: Watched) -> None:
         async with Shared(tolerance=50.0).open(policy, engine, START, trains) as link:
-            first = policy.score(link._probe)
+            first = policy.score(link._behaviour.tokens)
             async with link.commit(1):
                 changed()
             base[:] = first  # no longer that of the version before

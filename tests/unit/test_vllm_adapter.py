@@ -21,6 +21,7 @@ from tandem.engines._vllm_slot import SHARED_NAME, Borrowed
 from tandem.engines._vllm_stored import Stored, scale_, scaled, scaling
 from tandem.engines.base import Adapter, Needs
 from tandem.errors import EngineError
+from tandem.types import PolicyVersion
 
 HIDDEN, HEADS, KEYS, HEAD, MLP, SLOTS, MAX_RANK = 16, 8, 2, 4, 24, 2, 8
 CONFIG = {"r": 6, "lora_alpha": 10, "target_modules": ["q_proj"], "bias": "none", "use_dora": False}
@@ -576,3 +577,20 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
         publish(5)
     want = expected(adapter(4))
     assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items()), "nothing was written"
+
+
+@pytest.mark.parametrize("way", ["swap", "load"])
+def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, way: str) -> None:
+    """An engine to which nobody ever published would sample from it before it is proven."""
+    asked: list[Any] = []
+
+    async def every(path: str, body: Any) -> None:
+        asked.append((path, body.served))
+
+    needs = Needs(model="m", dtype="float32", travels="adapter")
+    fleet: Any = SimpleNamespace(servers=[], all=every, epoch=0)
+    engine = Vllm(fleet, seeded=True, context=8, ends=[], needs=needs, patience=1.0)
+    adapter = Adapter(config=CONFIG, tensors=())
+    version = PolicyVersion(step=0, digest="")
+    asyncio.run(engine.swap(tmp_path, version, adapter) if way == "swap" else engine.load(tmp_path, adapter))
+    assert asked == [("/lora/load", False)]

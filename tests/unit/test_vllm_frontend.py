@@ -12,6 +12,7 @@ from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines._vllm_answers import Answer, Answers
 from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_scheduler import ASKED
 from tandem.engines._vllm_wire import IN_PLACE, Refused
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
@@ -233,7 +234,8 @@ def test_a_version_that_a_stop_took_back_is_not_served_later() -> None:
         await front.stamp(2, "")
         await front.stop("no")
         await front.pause()
-        await front.resume()
+        with pytest.raises(Refused, match="stamp"):
+            await front.resume()
         assert front.step == 1
 
     run(body)
@@ -434,6 +436,32 @@ def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause()
     found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=parts), 6)
     assert found.completions[0].eras == [3, 3, 5, 5, 6, 6]
     assert found.completions[1].eras == [3, 3, 3]
+
+
+def test_an_answer_ended_from_without_has_no_token_without_its_logprob() -> None:
+    for finish, tokens in (("abort", [7, 8]), ("length", [7, 8, 9])):
+        logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
+        found = Answers([Answer(marks=[(3, 1)])], [1], None, 0)
+        part = SimpleNamespace(index=0, token_ids=[7, 8, 9], logprobs=logprobs, text="", finish_reason=finish)
+        found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
+        (answer,) = found.completions
+        assert (answer.tokens, answer.eras) == (tokens, [3, 6, 6][: len(tokens)])
+        assert len(answer.logprobs) == len(tokens)
+    part.logprobs, part.finish_reason = None, "abort"
+    found = Answers([Answer()], [1], None, 0)
+    found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
+    assert found.completions[0].tokens == [7, 8, 9], "where none were asked for none are missing"
+
+
+def test_logprobs_come_in_pieces_where_nobody_reads_an_answer_before_its_end() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        for params, wanted in (({}, False), ({"detokenize": True}, False), ({"detokenize": False}, COUNTS["tokens"])):
+            task = asyncio.ensure_future(front.generate([1], {"max_tokens": 1, "logprobs": 0, **params}))
+            await client.step()
+            await task
+            assert bool((client.seen[-1].params.extra_args or {}).get(ASKED)) == wanted
+
+    run(body)
 
 
 async def _marked_by_the_processor() -> list[int]:

@@ -328,6 +328,7 @@ def test_the_environment_is_the_engines_own() -> None:
     assert env == {
         "PATH": "/venv/bin:/bin", "PYTHONPATH": "/y", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": "k",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }  # fmt: skip
     assert environment(base, python="python3")["PATH"] == "/bin"
     assert environment({})["DO_NOT_TRACK"] == "1"

@@ -80,11 +80,11 @@ def trained(seed: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def group() -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor]]:
+def group(**asked: Any) -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor]]:
     receiver = Receiver()
     trainer = Member.host(Rendezvous(host="127.0.0.1", world=2, backend="gloo", seconds=20))
     try:
-        receiver.tandem_connect(json.dumps(asdict(trainer.rendezvous)), 1)
+        receiver.tandem_connect(json.dumps({**asdict(trainer.rendezvous), **asked}), 1)
         trainer.connect()
         assert receiver._tandem_joining is not None
         receiver._tandem_joining.join(20)
@@ -116,6 +116,14 @@ def test_weights_land_in_their_places(bucket: int) -> None:
             assert torch.equal(held.rows, named["rows"][3:10])
             assert torch.equal(held.bias, named["bias"])
             assert all(torch.equal(copy, named["twice"]) for copy in held.copies)
+
+
+def test_who_names_no_backend_gets_that_of_the_device() -> None:
+    with group(backend=None) as (trainer, receiver, pool):
+        sent = pool.submit(trainer.send, [("bias", torch.ones(5))], 1 << 20)
+        receive(receiver, {"bias": torch.ones(5)}, 1 << 20)
+        sent.result()
+        assert receiver.storage.bias.eq(1).all()
 
 
 def test_a_publish_may_bring_other_tensors_than_the_last() -> None:

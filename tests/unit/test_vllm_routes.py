@@ -168,6 +168,13 @@ BAD = [
     ({"prompt": "a", "n": 0}, 400, "at least 1"),
     ({"prompt": "a", "stream": True}, 400, "/v1/completions"),
     ({"prompt": "a", "adapter": "nobody"}, 404, "nobody"),
+    *(
+        ({"prompt": "a", name: 10**20}, 400, f"$.{name}")
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+    ),
+    ({"prompt": "a", "seed": -(2**63) - 1}, 400, "$.seed"),
+    ({"prompt": "a", "stop_token_ids": [2**31]}, 400, "$.stop_token_ids[0]"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, 400, "$.stop_token_ids[0]"),
     (b"x" * 200, 413, "larger"),
 ]
 
@@ -294,7 +301,7 @@ def test_a_control_message_is_done_though_its_client_went_away() -> None:
         gone = asyncio.Event()
         gone.set()
         found = await c.begin("/bridge/pause", {"seconds": 0.01}, gone=gone)
-        assert found.json == {"state": "paused"}
+        assert found.json == {"state": "paused", "before": "serving"}
         await asyncio.sleep(0.05)
         assert (await c.get("/health")).status == 503
         assert "never resumed" in (await c.post("/generate", {"prompt": "a"})).detail
@@ -331,6 +338,11 @@ def test_an_update_may_be_notified_as_by_other_trainers() -> None:
         assert (await c.post("/bridge/notify_update", {"step": 7})).json["step"] == 7
         assert (await c.post("/bridge/stamp", {})).status == 400
         assert (await c.post("/generate", {"prompt": "a", "max_tokens": 1})).json["versions"] == [[[7, 1]]]
+        atropos = {"update_count": 9, "trainer_rank": 0, "timestamp": 1.5}
+        assert (await c.post("/bridge/notify_update", atropos)).json == {"status": "ok", "step": 9, "updates": 3}
+        assert (await c.post("/bridge/notify_update", {"step": 2, "update_count": 10})).json["step"] == 2
+        assert (await c.post("/bridge/notify_update", {"update_count": 2**63})).status == 400
+        assert (await c.post("/bridge/stamp", {"step": 3, **atropos})).status == 400
 
     run(body)
 
@@ -646,6 +658,22 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypat
     run(body, adapters=True)
 
 
+def test_an_adapter_that_a_trainer_loads_is_not_served_before_it_is_stamped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor if nobody stamped anything here before: its proof may fail."""
+    folder = str(adapter(tmp_path / "one"))
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+
+    async def body(c: Client) -> None:
+        await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "one", "served": False})
+        assert (await c.get("/lora/status")).json["served"] is None
+        await c.post("/bridge/stamp", {"step": 3, "adapter": "one"})
+        assert (await c.get("/lora/status")).json["served"] == "one"
+
+    run(body, adapters=True)
+
+
 def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
@@ -691,6 +719,12 @@ def start(**more: Any) -> dict[str, Any]:
     return {"init_method": "tcp://10.0.0.1:29500", "world_size": 2, **more}
 
 
+def listed(**more: Any) -> dict[str, Any]:
+    """What comes, as Atropos' example trainer announces it."""
+    shapes, dtypes = {"w": [2, 3]}, {"w": "torch.float32"}
+    return {"param_names": ["w"], "param_shapes": shapes, "param_dtypes": dtypes, "num_params": 1, **more}
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -702,6 +736,15 @@ def start(**more: Any) -> dict[str, Any]:
         (start(param_metadata={"a": {"shape": [1], "dtype": "float32"}}), "'a'"),
         (start(param_mappings={"b": {}}), "'b'"),
         (start(param_metadata={"w": {"shape": "x", "dtype": "float32"}}), "shape"),
+        (start(param_metadata=listed(param_names=["w", "v"], num_params=2)), "'v'"),
+        (start(param_metadata=listed(param_dtypes={})), "'w'"),
+        (start(param_metadata=listed(num_params=3)), "num_params is 3"),
+        (start(param_metadata=listed(param_names=["a"], param_shapes={"a": [1]}, param_dtypes={"a": "int8"})), "'a'"),
+        (start(param_metadata=listed(param_shapes=None)), "param_shapes"),
+        (start(seconds=-3), "$.seconds"),
+        (start(seconds=0), "$.seconds"),
+        (start(init_method="tcp://10.0.0.1:99999"), "port to 65535"),
+        (start(init_method="tcp://10.0.0.1:0"), "port to 65535"),
     ],
 )
 def test_a_receiver_that_cannot_be_is_refused(asked: Any, says: str) -> None:
@@ -714,10 +757,12 @@ def test_a_receiver_that_cannot_be_is_refused(asked: Any, says: str) -> None:
     run(body)
 
 
-def test_a_receiver_takes_what_was_announced() -> None:
+@pytest.mark.parametrize("form", ["by name", "listed"])
+def test_a_receiver_takes_what_was_announced(form: str) -> None:
+    meta = listed() if form == "listed" else {"w": {"shape": [2, 3], "dtype": "torch.float32"}}
+
     async def body(c: Client) -> None:
         c.vllm.answers |= {"tandem_map": ['{"w": []}'], "tandem_connection": [{"state": "connected", "reason": ""}]}
-        meta = {"w": {"shape": [2, 3], "dtype": "torch.float32"}}
         found = await c.post("/nccl/start_receiver", start(param_metadata=meta))
         assert found.json["status"] == "connected"
         await c.post("/bridge/pause")

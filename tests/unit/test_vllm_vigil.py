@@ -65,9 +65,16 @@ class Answering:
             await runner.cleanup()
 
 
-def fleet(server: Server, *, launch: Launch | None = None, needs: Needs | None = None, restarts: int = 3) -> Fleet:
+def fleet(
+    server: Server,
+    *,
+    launch: Launch | None = None,
+    needs: Needs | None = None,
+    restarts: int = 3,
+    start_seconds: float = 20.0,
+) -> Fleet:
     needs = needs or Needs(model="m", dtype="float32")
-    return Fleet([server], launch=launch, options=Vllm(restarts=restarts, start_seconds=20.0), needs=needs)
+    return Fleet([server], launch=launch, options=Vllm(restarts=restarts, start_seconds=start_seconds), needs=needs)
 
 
 def test_weights_are_brought_to_an_engine_that_came_back_though_nobody_asks_it_for_anything() -> None:
@@ -92,22 +99,89 @@ def test_weights_are_brought_to_an_engine_that_came_back_though_nobody_asks_it_f
     run(go())
 
 
-def test_an_engine_that_is_away_is_left_alone_until_it_answers() -> None:
+@asynccontextmanager
+async def looked_at(engine: Answering, *others: Server) -> AsyncIterator[tuple[Fleet, list[int]]]:
+    """Servers whose first is away; with how often the weights were to be brought to them."""
+    server = Server(f"http://127.0.0.1:{engine.port}", "", control_seconds=5.0, request_seconds=5.0)
+    server.boot = "first"
+    one, published = fleet(server), list[int]()
+    one.servers += others
+
+    async def republish() -> None:
+        published.append(len(published))
+
+    one.watch(republish)
+    try:
+        yield one, published
+    finally:
+        await one.close()
+
+
+def test_an_engine_that_is_away_is_left_alone_while_another_is_there() -> None:
     async def go() -> None:
-        engine = Answering()
-        server = Server(f"http://127.0.0.1:{engine.port}", "", control_seconds=5.0, request_seconds=5.0)
-        server.boot = "first"
-        one, published = fleet(server), asyncio.Event()
+        engine, other = Answering(), Answering()
+        async with other.up() as server, looked_at(engine, server) as (one, published):
+            while len(other.asked) < 10:
+                await asyncio.sleep(0.01)
+            assert not published
+            engine.engine = "second"
+            async with engine.up():
+                while not published:
+                    await asyncio.sleep(0.01)
+            assert one.failure is None
+
+    run(go())
+
+
+def test_all_of_them_that_others_run_are_not_waited_for_in_vain() -> None:
+    """Who brings weights waits for one of them for as long as the recipe says, and then that is told."""
+
+    async def go() -> None:
+        server = Server(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
+        one = fleet(server, start_seconds=0.1)
+
+        async def republish() -> None:
+            await one.recover()
+
+        one.watch(republish)
+        while one.failure is None:
+            await asyncio.sleep(0.01)
+        assert "is it running?" in str(one.failure)
+        assert "engine.start_seconds: 0.1" in str(one.failure)
+        await one.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["refused", "hanging"])
+def test_one_of_ours_that_does_not_answer_is_dead_only_when_its_process_is(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is at once, even where a child of it keeps the socket and a question would wait for long."""
+    looks: list[str] = []
+
+    class Mute(Server):
+        async def get(self, path: str, *words: Any) -> Any:
+            looks.append(path)
+            if hangs:
+                await asyncio.Event().wait()
+            raise Unreachable("it does not answer")
+
+    async def go() -> None:
+        server = Mute("http://127.0.0.1:1", "", control_seconds=5.0, request_seconds=5.0)
+        launch = Launch(command=lambda *_: [], environment=lambda *_: {}, trainer="", log=Path(), records=None)
+        one, published = fleet(server, launch=launch), asyncio.Event()
 
         async def republish() -> None:
             published.set()
 
+        one.ready.set()
         one.watch(republish)
-        await asyncio.sleep(0.1)
+        while len(looks) < (1 if hangs else 5):
+            await asyncio.sleep(0.01)
         assert not published.is_set()
-        engine.engine = "second"
-        async with engine.up():
-            await published.wait()
+        monkeypatch.setattr(one, "dead", lambda: [0])
+        await published.wait()
         await one.close()
 
     run(go())

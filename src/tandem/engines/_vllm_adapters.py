@@ -89,7 +89,7 @@ class Adapters:
         if name in self._loaded:
             raise Refused(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
-        if self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
+        if asked.served and self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
             self._frontend.adapter = self._loaded[name]
         return {"status": "ok", "adapter_name": name, "id": self._loaded[name].lora_int_id}
 

@@ -45,7 +45,9 @@ class Answers:
         self.cached = max(self.cached, output.num_cached_tokens or 0)
         for part in output.outputs:
             answer = self.completions[part.index]
-            answer.tokens.extend(part.token_ids)
+            # Ended from without, it may lack the logprobs of its last tokens, which the scheduler still had.
+            told = len(part.logprobs) if part.finish_reason == "abort" and part.logprobs is not None else None
+            answer.tokens.extend(part.token_ids[:told])
             for ended, count in answer.marks:
                 answer.eras.extend([ended] * (min(count, len(answer.tokens)) - len(answer.eras)))
             answer.eras.extend([era] * (len(answer.tokens) - len(answer.eras)))

@@ -142,10 +142,10 @@ class Server:
                 raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
 
     def _last_words(self) -> str:
-        """The end of its log, if it is our child and dead."""
+        """What its log says, if it is our child and dead."""
         if self.process is None or self.process.alive():
             return ""
-        return f"; it {self.process.exit_reason()}. Its log ends:\n{self.process.tail()}"
+        return f"; it {self.process.exit_reason()}{self.process.obituary()}"
 
     async def gone(self) -> bool:
         """True if the engine itself has ended, or is about to, rather than one connection."""

@@ -14,9 +14,11 @@ from tandem import waits
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_client import Replaced, Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
+from tandem.engines._vllm_inherit import inherit
+from tandem.engines._vllm_pauses import Pauses
 from tandem.engines._vllm_slot import Borrowed
 from tandem.engines._vllm_stored import Stored
-from tandem.engines.base import Adapter, CanSwap, Engine, Health, Needs, Probe
+from tandem.engines.base import Adapter, Engine, Health, Needs, Probe
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 from tandem.weights import sharing
@@ -58,6 +60,7 @@ class Vllm(Engine):
         self._bridge: Path | None = None
         self._told: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._republish: Callable[[], Awaitable[None]] | None = None
+        self._pauses = Pauses()
 
     # Life and death
 
@@ -70,8 +73,10 @@ class Vllm(Engine):
         """Start or find the servers."""
         await self.fleet.start()
         if self.fleet.adopted:
-            await self.wake()  # its trainer may have died while it slept
-            await self._take_over()
+            again = self.recover if self.fleet.ours else self.fleet.start
+            self._swapped = await inherit(
+                lambda: self.servers, self._needs, patience=self._patience, wake=self.wake, again=again
+            )
         self._context = self.fleet.least = min(self._context, self.fleet.context)
 
     async def recover(self) -> bool:
@@ -79,6 +84,10 @@ class Vllm(Engine):
         if found:
             self._swapped.clear()
         return found
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.fleet.failure
 
     @property
     def epoch(self) -> int:
@@ -225,10 +234,14 @@ class Vllm(Engine):
         self._pending = None
 
     async def pause(self, *, finish: bool = False) -> None:
-        await self.fleet.all("/bridge/pause", wire.Pause(finish=finish, seconds=self._patience))
+        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience))
+
+    async def release(self, reason: str) -> None:
+        await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._patience)
 
     async def resume(self) -> float:
         answers, told = await self.fleet.all("/bridge/resume"), self._version
+        self._pauses.over()
         for server, answer in zip(self.servers, answers, strict=True):
             if told.digest and (answer["step"], answer["digest"]) != (told.step, told.digest):
                 raise StaleWeights(
@@ -250,6 +263,7 @@ class Vllm(Engine):
             await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._patience))
 
     async def stop(self, reason: str) -> None:
+        self._pauses.over()
         await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))
 
     async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
@@ -301,29 +315,10 @@ class Vllm(Engine):
         return int(sum(t.numel() * t.element_size() for _, t in adapter.tensors)) * len(self.servers)
 
     async def _load(self, folder: Path, name: str) -> None:
-        await self.fleet.all("/lora/load", wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name))
+        asked = wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name, served=False)
+        await self.fleet.all("/lora/load", asked)
         self._pending = name
         self._swapped.append(name)
-
-    async def _take_over(self) -> None:
-        """Have servers that earlier trainers used let go of adapters that would be in the way of ours.
-
-        Versions by name are served on, and unloaded when ours have taken their place.
-        """
-        weights, swaps = self._needs.travels == "weights", self._needs.port is CanSwap
-        names = []
-        for server in self.servers:
-            held = await server.get("/lora/status", dict)
-            loaded = [entry["name"] for entry in held["loaded"]]
-            if (weights and (loaded or held["in_place"])) or (swaps and held["in_place"]):
-                await server.post("/bridge/pause", wire.Pause(finish=True, seconds=self._patience))
-                only = None if weights else wire.IN_PLACE
-                await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
-                await server.post("/bridge/resume")
-            names.append(loaded)
-        if swaps:
-            everywhere = set(names[0]).intersection(*names)
-            self._swapped = [name for name in names[0] if name.startswith("step-") and name in everywhere]
 
     async def _forget_old(self) -> None:
         """Unload versions that no request can need any more; one still in use is asked about again next time."""

@@ -237,7 +237,7 @@ class Fleet:
                 if self._restarts > self._options.restarts:
                     raise EngineError(
                         f"{server.name} {fate}, and engine.restarts allows "
-                        f"{self._options.restarts} restarts. Its log ends:\n{server.process.tail()}"
+                        f"{self._options.restarts} restarts{server.process.obituary()}"
                     )
                 log.warning("%s %s; starting it again", server.name, fate)
                 await server.process.stop()

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.engines._vllm_answers import Answer, Answers
+from tandem.engines._vllm_scheduler import ASKED as IN_PIECES
 from tandem.engines._vllm_wire import IN_PLACE, Refused
 
 log = logging.getLogger("vllm.tandem")
@@ -77,16 +78,17 @@ class Frontend:
 
     async def pause(
         self, *, finish: bool = False, reason: str = "its weights were replaced before they were proven"
-    ) -> None:
-        """Return once nothing is sampled and all that was sampled is filed. Twice is once.
+    ) -> State:
+        """Return the state until now, once nothing is sampled and all that was sampled is filed. Twice is once.
 
         Args:
             finish: let requests in flight end first.
             reason: told to those that were sampled by weights that are being proven; nobody gets such tokens.
         """
         async with self._control:
-            if self.state == "paused":
-                return
+            before = self.state
+            if before == "paused":
+                return before
             if self.state == "proving":
                 self._break_off(reason)
             await self._turn("paused")
@@ -95,6 +97,7 @@ class Frontend:
                     await self._changed.wait_for(lambda: self.running == 0)
             await self._halt()
             self._paused_at = self._paused_at or time.monotonic()
+            return before
 
     async def still(self) -> None:
         """Have a scheduler that something else may have set going stand still again; the state is as it was."""
@@ -218,7 +221,7 @@ class Frontend:
             await self.pause(reason=reason)
         async with self._control:
             self._end_lease()
-            self._stamped = None
+            self._stamped, self.written = None, True
             self._break_off(reason)
             await self._turn("stopped")
 
@@ -323,7 +326,8 @@ class Frontend:
             await self.admitted()
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.DELTA if self._states is None else RequestOutputKind.FINAL_ONLY
-        params_ = SamplingParams(**params, output_kind=kind)
+        whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
+        params_ = SamplingParams(**params, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
         found = Answers([Answer() for _ in range(params_.n)], list(prompt), None, 0)
         served, adapter = adapter is None, adapter or self.adapter
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
@@ -335,7 +339,8 @@ class Frontend:
             self._live[key] = found
         try:
             async with self.counted(adapter):
-                asked = {"prompt_token_ids": list(prompt), "cache_salt": self.salt}
+                # With its type it is what vLLM makes of a prompt, so nothing is left to be done in a thread of its own.
+                asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": self.salt}
                 async for output in self.client.generate(asked, params_, key, lora_request=adapter):
                     found.add(output, self.era if era is None else era)
         finally:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib.util
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tandem.engines._processes import Identity, alive_after, family, gone, identity, kill
-from tandem.errors import Deadline, EngineError
+from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.weights.sharing import remove_orphans
 
 _POLL_SECONDS = 0.1
@@ -25,6 +27,9 @@ _POLL_SECONDS = 0.1
 
 _ANSWER_SECONDS = 5.0
 """How long one look at ``/health`` may take."""
+
+_LOOK_SECONDS = 60.0
+"""How long an interpreter may take to say whether it has vLLM; off a slow disk that is seconds."""
 
 _STRAGGLER_SECONDS = 2.0
 """What the engine's own children get to end by themselves once the engine is gone."""
@@ -55,6 +60,7 @@ _SET = {
     "DO_NOT_TRACK": "1",
     "PYTHONUNBUFFERED": "1",  # else the last lines of an engine that is killed never reach its log
     "NO_COLOR": "1",  # its output is a file
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # what is forked holds the socket of a server that is dead
 }
 
 
@@ -197,13 +203,13 @@ class EngineProcess:
         while True:
             answer = await asyncio.to_thread(_health, url)
             if not self.alive():  # looked at after the question: a stranger on the same port does not count
-                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self._obituary()}")
+                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.obituary()}")
             if answer == "200":
                 return
             if time.monotonic() >= deadline:
                 raise Deadline(
                     f"the engine (pid {self.pid}) was not healthy after {seconds:g} s: {url}/health: {answer}; a large "
-                    f"model or a first compilation takes minutes: allow more, or look into its log{self._obituary()}"
+                    f"model or a first compilation takes minutes: allow more, or look into its log{self.obituary()}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -270,7 +276,7 @@ class EngineProcess:
             return []
         return _COLOUR.sub("", text).rstrip().splitlines()
 
-    def _obituary(self) -> str:
+    def obituary(self) -> str:
         """What the log says, for the end of a message.
 
         vLLM's processes each print a traceback as they fall, so the cause stands far above the last lines.
@@ -338,6 +344,30 @@ def import_path(folder: Path) -> Path:
     if others:
         raise EngineError(f"{folder} must hold nothing but a link to this package, but has {', '.join(others)}")
     return folder.absolute()
+
+
+def has_vllm(python: str | None) -> None:
+    """See, without importing it, that an interpreter (None: this one) has vLLM.
+
+    Raises:
+        ConfigError: it has none, or is no interpreter.
+    """
+    fix = "let engine.python name one that has it; tandem doctor looks for one"
+    if python is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(f"engine.python is not set, and {sys.executable} has no vLLM; {fix}")
+        return
+    code = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+    env = environment(os.environ, python=python)
+    try:
+        done = subprocess.run(
+            [python, "-c", code], env=env, capture_output=True, text=True, timeout=_LOOK_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.python: {python} cannot be run: {error}; {fix}") from error
+    if done.stdout.split()[-1:] != ["True"]:
+        why = (done.stderr.strip().splitlines() or ["there is none in it"])[-1]
+        raise ConfigError(f"engine.python: {python} cannot run vLLM: {why}; {fix}")
 
 
 def free_port(host: str = "127.0.0.1") -> int:

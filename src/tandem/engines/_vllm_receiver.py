@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_adapters import SLOT, Adapters
@@ -30,9 +33,11 @@ class Receiver:
         return await self.status(b"")
 
     def _meeting(self, asked: wire.StartReceiver) -> dict[str, Any]:
-        found = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d+)", asked.init_method)
-        if not found:
-            raise Refused(400, f"init_method must be tcp://host:port of rank 0, not {asked.init_method!r}")
+        found = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d{1,5})", asked.init_method)
+        if not found or not 0 < int(found[2]) < 2**16:
+            raise Refused(
+                400, f"init_method must be tcp://host:port of rank 0, with a port to 65535, not {asked.init_method!r}"
+            )
         if asked.backend not in (None, "nccl", "gloo"):
             raise Refused(400, f"backend must be nccl or gloo, not {asked.backend!r}")
         if not 1 <= asked.first_rank < asked.world_size:
@@ -48,8 +53,8 @@ class Receiver:
 
     async def _known(self, asked: wire.StartReceiver) -> list[wire.Entry]:
         """What param_metadata announces, if all of it has a place here."""
-        entries = [(name, meta.shape, meta.dtype.removeprefix("torch.")) for name, meta in asked.param_metadata.items()]
-        weights = {*asked.param_metadata, *asked.param_mappings}
+        entries = _entries(asked.param_metadata)
+        weights = {*(name for name, _, _ in entries), *asked.param_mappings}
         weights = {name for name in weights if ".lora_A." not in name and ".lora_B." not in name}
         if weights:
             held = json.loads((await self._frontend.rpc("tandem_map"))[0])
@@ -99,3 +104,24 @@ class Receiver:
         if slot:
             self._adapters.written()
         return {"status": "ok", "tensors": len(self._announced)}
+
+
+def _entries(metadata: Mapping[str, Any]) -> list[wire.Entry]:
+    """What ``param_metadata`` announces.
+
+    Raises:
+        Refused: it is of neither form, or its parts do not agree; the message says where.
+    """
+    try:
+        if "param_names" not in metadata:
+            named = msgspec.convert(metadata, dict[str, wire.Metadata])
+            return [(name, meta.shape, meta.dtype.removeprefix("torch.")) for name, meta in named.items()]
+        listed = msgspec.convert(metadata, wire.Listed)
+    except msgspec.ValidationError as error:
+        raise Refused(400, f"param_metadata is not as expected: {error}") from error
+    names, shapes, dtypes = listed.param_names, listed.param_shapes, listed.param_dtypes
+    if listed.num_params not in (None, len(names)):
+        raise Refused(400, f"param_metadata: num_params is {listed.num_params}, and param_names has {len(names)}")
+    if missing := [name for name in names if name not in shapes or name not in dtypes]:
+        raise Refused(400, f"param_metadata: {missing[0]!r} is missing from param_shapes or param_dtypes")
+    return [(name, shapes[name], dtypes[name].removeprefix("torch.")) for name in names]

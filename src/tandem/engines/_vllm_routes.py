@@ -268,16 +268,17 @@ class _Live:
         }
 
     async def notify_update(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Stamp)
-        step = self.frontend.step + 1 if asked.step is None else asked.step
+        asked = parsed(body, wire.Notify)
+        told = asked.update_count if asked.step is None else asked.step
+        step = self.frontend.step + 1 if told is None else told
         await self.frontend.stamp(step, asked.digest, self.frontend.adapter)
         return {"status": "ok", "step": step, "updates": self.frontend.updates}
 
     async def pause(self, body: bytes) -> Any:
         asked = parsed(body, wire.Pause)
-        await self.frontend.pause(finish=asked.finish)
+        before = await self.frontend.pause(finish=asked.finish)
         self.frontend.expect_back(asked.seconds)
-        return {"state": self.frontend.state}
+        return {"state": self.frontend.state, "before": before}
 
     async def resume(self, body: bytes) -> Any:
         parsed(body, wire.Body)

@@ -12,6 +12,13 @@ from tandem.types import Sampling
 T = TypeVar("T")
 
 
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What vLLM's processes can tell each other; a larger number would fail on the way, as an error of the server's."""
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""A token id; that it is the model's is checked with its vocabulary."""
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+"""A time that something may take."""
+
 IN_PLACE = "tandem"
 """Name of the adapter whose tensors are overwritten by each publish."""
 
@@ -42,9 +49,9 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaul
 
 
 class Ids(Body):
-    """A prompt as token ids; that they are the model's is checked with its vocabulary."""
+    """A prompt as token ids."""
 
-    prompt_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    prompt_token_ids: list[Token]
 
 
 class Generate(Body):
@@ -52,25 +59,25 @@ class Generate(Body):
 
     prompt: str | Ids
     """Text, or token ids."""
-    n: int = 1
-    max_tokens: int = 16
-    min_tokens: int = 0
+    n: Whole = 1
+    max_tokens: Whole = 16
+    min_tokens: Whole = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Whole = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None
+    seed: Whole | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     """0 and 1 tell that of the sampled token; more, those of as many of the likeliest too; null tells none at all."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     detokenize: bool = True
     """False spares the text."""
     adapter: str | None = None
@@ -139,7 +146,7 @@ class Pause(Body):
 
     finish: bool = False
     """Let requests in flight end first."""
-    seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    seconds: Seconds = 600.0
     """How long it may last, proof included: an engine that nobody resumes by then is stopped instead of hanging."""
 
 
@@ -153,7 +160,7 @@ class Sleep(Body):
 class Wake(Body):
     """POST /bridge/wake."""
 
-    seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    seconds: Seconds = 600.0
     """How long the pause that goes on may last, as that of /bridge/pause."""
 
 
@@ -167,12 +174,23 @@ class Lend(Body):
 class Stamp(Body):
     """POST /bridge/stamp and /bridge/notify_update."""
 
-    step: int | None = None
+    step: Whole | None = None
     """Policy step of the weights held now; by default one more than the last."""
     digest: str = ""
     """Of their bytes."""
     adapter: str | None = None
     """Name of the loaded adapter that this step is."""
+
+
+class Notify(Stamp):
+    """POST /bridge/notify_update, also as Atropos' example trainer sends it."""
+
+    update_count: Whole | None = None
+    """Updates so far: the step, where that is not said."""
+    trainer_rank: int = 0
+    """Who sends it; nothing depends on it."""
+    timestamp: float = 0.0
+    """When it was sent; nothing depends on it."""
 
 
 class Stop(Body):
@@ -197,11 +215,11 @@ class Checksums(Body):
 class Probe(Body):
     """POST /bridge/probe."""
 
-    tokens: list[int]
+    tokens: list[Token]
     temperature: float = 0.7
-    max_tokens: int = 8
-    seed: int = 0
-    stop_token_ids: list[int] = []
+    max_tokens: Whole = 8
+    seed: Whole = 0
+    stop_token_ids: list[Token] = []
     adapter: str | None = None
 
 
@@ -241,6 +259,8 @@ class LoadAdapter(Body):
     adapter_path: str
     adapter_name: str | None = None
     """By default the folder's name."""
+    served: bool = True
+    """Sample from it at once, if nobody has ever stamped a step here; a trainer stamps what it has proven."""
 
 
 class UnloadAdapter(Body):
@@ -262,8 +282,19 @@ class Adopt(Body):
 class Metadata(msgspec.Struct, kw_only=True):
     """One tensor that will be sent."""
 
-    shape: list[int]
+    shape: list[Whole]
     dtype: str
+
+
+class Listed(Body):
+    """All tensors that will be sent, as Atropos' example trainer says it."""
+
+    param_names: list[str]
+    """In the order in which they come."""
+    param_shapes: dict[str, list[Whole]]
+    param_dtypes: dict[str, str]
+    num_params: int | None = None
+    """How many; checked."""
 
 
 Entry = tuple[str, list[int], str]
@@ -275,17 +306,18 @@ class StartReceiver(Body):
 
     init_method: str
     """tcp://host:port of rank 0."""
-    world_size: int
-    param_metadata: dict[str, Metadata] = {}
-    """What comes with each publish, in this order; otherwise every /nccl/receive says it."""
+    world_size: Whole
+    param_metadata: dict[str, Any] = {}
+    """What comes with each publish, in this order, as ``Metadata`` by name or as ``Listed``; otherwise every
+    /nccl/receive says it."""
     param_mappings: dict[str, Any] = {}
     """The engine's names of it; checked, for the engine knows where its tensors lie."""
-    first_rank: int = 1
+    first_rank: Whole = 1
     """Rank of this engine's first worker."""
     backend: str | None = None
     """nccl or gloo; by default what the device has."""
     name: str = "tandem"
-    seconds: float = 120.0
+    seconds: Seconds = 120.0
     """Deadline of joining and of each transfer."""
 
 
@@ -294,7 +326,7 @@ class Receive(Body):
 
     manifest: list[Entry] = []
     """Each tensor, in the order in which they come; by default what came last, or what start_receiver announced."""
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)] = 64 << 20
     """Most bytes of one transfer, as rank 0 sends them."""
     config: dict[str, Any] | None = None
     """PEFT's configuration, where it is an adapter that comes."""
@@ -311,6 +343,8 @@ class Workers(msgspec.Struct, kw_only=True):
     """UUID of the GPU; nothing on a host."""
     torch: str
     backend: str
+    peak_bytes: int = 0
+    """Most that torch has held of a GPU at a time: weights, keys and values, working memory; 0 on a host."""
 
 
 class Info(msgspec.Struct, kw_only=True):

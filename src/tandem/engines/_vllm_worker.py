@@ -58,13 +58,19 @@ class Worker:
             "device": str(device),
             "accelerator": accelerator(device),
             "torch": str(torch.__version__),
-            "backend": "nccl" if device.type == "cuda" else "gloo",
+            "backend": self.tandem_backend,
+            "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         }
 
     @property
     def tandem_device(self) -> torch.device:
         """Where its weights are."""
         return next(self.tandem_model.parameters()).device
+
+    @property
+    def tandem_backend(self) -> str:
+        """What moves bytes between devices such as its own."""
+        return "nccl" if self.tandem_device.type == "cuda" else "gloo"
 
     @property
     def tandem_rank(self) -> int:
@@ -185,9 +191,13 @@ class Worker:
         return slots
 
     def tandem_connect(self, rendezvous: str, first: int) -> None:
-        """Begin to join the trainer's process group as rank ``first`` + our own; sampling goes on meanwhile."""
+        """Begin to join the trainer's process group as rank ``first`` + our own; sampling goes on meanwhile.
+
+        Where ``rendezvous`` names no backend, it is that of the device.
+        """
         self.tandem_disconnect()
-        meeting = Rendezvous(**json.loads(rendezvous))
+        asked = json.loads(rendezvous)
+        meeting = Rendezvous(**{**asked, "backend": asked["backend"] or self.tandem_backend})
         device = self.tandem_device
         who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = _Joining(meeting, first + self.tandem_rank, device, who)

@@ -109,6 +109,13 @@ class Engine(ABC):
         """Give out nothing until a publish succeeds: the weights are in doubt."""
         await self.pause()
 
+    async def release(self, reason: str) -> None:
+        """Take back a pause under which nothing was written: what was served before it is served on.
+
+        One that served nothing then, since its weights were in doubt, gives out nothing again, and says ``reason``.
+        """
+        await self.resume()
+
     async def recover(self) -> bool:
         """Start what died again, if it was ours; True if something was, and has no published weights yet."""
         return False
@@ -127,6 +134,11 @@ class Engine(ABC):
 
         After a sleep of 2 the weights are garbage until they are published, and not served before that is proven.
         """
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nobody can sample from it any more, for those who do not ask it for anything; None while somebody can."""
+        return None
 
     @property
     def epoch(self) -> int:
@@ -263,6 +275,18 @@ class EngineSpec(ABC):
     def refuses(self, port: type) -> str:
         """Why, with these options, its engines cannot be used through one of the ports; empty if they can."""
         return ""
+
+    def check(self, *, trains: Any, folder: Path) -> str:
+        """See, before anything is loaded, that a run can have this engine here; what was seen, for a person.
+
+        Args:
+            trains: the recipe's.
+            folder: the run's, which need not exist yet.
+
+        Raises:
+            ConfigError: it cannot, and what to do.
+        """
+        return "in the trainer's process"
 
     @abstractmethod
     def open(self, policy: Any, *, context: int, needs: Needs | None = None) -> AbstractAsyncContextManager[Engine]:

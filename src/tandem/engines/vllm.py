@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -14,9 +13,11 @@ from typing import Any, ClassVar, Literal
 
 from tandem.engines import _vllm_process as processes
 from tandem.engines._processes import identity
+from tandem.engines._vllm_arguments import flag, not_free
 from tandem.engines._vllm_client import Server
 from tandem.engines._vllm_engine import Vllm as LiveVllm
 from tandem.engines._vllm_fleet import Fleet, Launch
+from tandem.engines._vllm_process import has_vllm
 from tandem.engines.base import (
     CanAdapt,
     CanAttest,
@@ -36,6 +37,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has room for."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a Llama-like model."""
+LAST_PORT = 65535
 CPU_CACHE_GB = 1.0
 """KV cache on a CPU where kv_cache_gb does not say."""
 
@@ -57,11 +59,12 @@ class Vllm(EngineSpec):
     host: str = "127.0.0.1"
     """Address that started engines listen on."""
     port: int = 0
-    """Port of the first started engine, the next ones follow; 0 takes free ones."""
+    """Port of the first started engine, the next ones follow; 0 takes free ones, and 65535 is the last."""
     gpu_memory_utilization: float = 0.5
     """Share of the accelerator that a started engine fills, weights included; the rest is the trainer's."""
     kv_cache_gb: float = 0.0
-    """Room for keys and values in GB instead of what gpu_memory_utilization leaves; on a CPU 0 means 1."""
+    """Room for keys and values in GB instead of what gpu_memory_utilization leaves; that share must be free at
+    a start all the same. On a CPU 0 means 1."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its answer together; null: the recipe's context."""
     max_num_seqs: int = 256
@@ -75,7 +78,8 @@ class Vllm(EngineSpec):
     limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
     """Most images, videos and so on of one prompt, by kind."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Other options of vLLM's server by name, such as {attention_backend: FLASH_ATTN}; true gives a bare flag."""
+    """Other options of vLLM's server by name, such as {attention_backend: FLASH_ATTN}; true gives a bare flag, false
+    one that begins with no-."""
     sleep: Literal[0, 1, 2] = 0
     """Release the accelerator's memory while a step is trained: 1 keeps the weights in the host's memory, 2 keeps
     nothing, so that every publish brings them all. For a started engine on the trainer's own accelerator."""
@@ -106,14 +110,17 @@ class Vllm(EngineSpec):
         for name in ("kv_cache_gb", "restarts", "linger_seconds", "port"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+        last = LAST_PORT - self.replicas + 1
+        if self.port > last:
+            raise ValueError(f"port must be at most {last}, as each of replicas ({self.replicas}) takes one")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices names {len(self.devices)} sets of accelerators for {self.replicas} replicas")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls: {url!r} must begin with http:// or https://")
-        owned = [name for name in self.args if f"--{name.replace('_', '-')}" in _OURS]
-        if owned:
-            raise ValueError(f"args: {owned[0]} is set by Tandem or is an option of its own; remove it from args")
+        for name, value in self.args.items():
+            if reason := not_free(name, value):
+                raise ValueError(f"args: {name} {reason}")
 
     def inert(self) -> Mapping[str, str]:
         """Options of starting an engine, where none is started."""
@@ -152,6 +159,20 @@ class Vllm(EngineSpec):
             return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
         return ""
 
+    def check(self, *, trains: Any, folder: Path) -> str:
+        """See that an engine can be started here for this run, or say that it is not ours to start.
+
+        Raises:
+            ConfigError: the adapter is too large, the interpreter has no vLLM, or the folder's name cannot be told it.
+        """
+        if trains.travels == "adapter":
+            _rank(getattr(trains, "rank", 0))
+        if self.urls:
+            return f"runs already, at {', '.join(self.urls)}"
+        _separable(folder)
+        has_vllm(self.python)
+        return f"vLLM, by {self.python or sys.executable}"
+
     @asynccontextmanager
     async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
         """Start the engines or find them, and check that they can do what the run needs."""
@@ -187,6 +208,7 @@ class Vllm(EngineSpec):
             adapters: folder that adapters may be loaded from.
         """
         key = self._key()
+        _separable(adapters)
         launch = self._launch(needs, context)
         own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": str(adapters.absolute()), "TANDEM_LINGER": "0"}
         fleet = Fleet(
@@ -225,6 +247,7 @@ class Vllm(EngineSpec):
     def _launch(self, needs: Needs, context: int) -> Launch:
         """How each engine is started; the model folder may differ from start to start."""
         folder = (needs.folder or Path.cwd()).absolute()
+        _separable(folder)
         return Launch(
             command=lambda model, port, number: self.command(needs, context, model=model, port=port, number=number),
             environment=lambda index, key: self._environment(needs, folder, index, key),
@@ -248,9 +271,10 @@ class Vllm(EngineSpec):
             "logprobs-mode": "processed_logprobs",
             "worker-extension-cls": "tandem.engines._vllm_worker.Worker",
             "middleware": "tandem.engines._vllm_routes.Routes",
+            "scheduler-cls": "tandem.engines._vllm_scheduler.scheduler",
             "uvicorn-log-level": "warning",
             "enforce-eager": self.enforce_eager,
-            "enable-prefix-caching" if self.enable_prefix_caching else "no-enable-prefix-caching": True,
+            "enable-prefix-caching": self.enable_prefix_caching,
         }
         cache = self.kv_cache_gb
         if _has_cuda():
@@ -264,17 +288,15 @@ class Vllm(EngineSpec):
         if self.limit_mm_per_prompt:
             given["limit-mm-per-prompt"] = self.limit_mm_per_prompt
         if needs.travels == "adapter":
-            rank = next((rank for rank in RANKS if rank >= needs.rank), None)
-            if rank is None:
-                raise ConfigError(f"trains.rank: vLLM has room for ranks up to {RANKS[-1]}, not {needs.rank}")
             slots = needs.versions if needs.port is CanSwap else 1
-            given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": slots, "max-cpu-loras": slots}
+            room = {"max-lora-rank": _rank(needs.rank), "max-loras": slots, "max-cpu-loras": slots}
+            given |= {"enable-lora": True, **room}
             # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
             # requests' places, which ends the engine (vLLM 0.32 on a CPU) or reads past a buffer's end (0.26).
             given["lora-target-modules"] = needs.targets or LINEAR
         command = [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for name, value in {**given, **self.args}.items():
-            command += _flag(name, value)
+            command += flag(name, value)
         return command
 
     def _environment(self, needs: Needs, folder: Path, index: int, key: str) -> dict[str, str]:
@@ -321,15 +343,29 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    option = f"--{name.replace('_', '-')}"
-    if value is True:
-        return [option]
-    if value is False or value is None:
-        return []
-    if isinstance(value, tuple):
-        return [option, *map(str, value)]
-    return [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+def _rank(asked: int) -> int:
+    """The smallest rank that vLLM has room for and that an adapter of rank ``asked`` fits into.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    rank = next((rank for rank in RANKS if rank >= asked), None)
+    if rank is None:
+        raise ConfigError(f"trains.rank: vLLM has room for ranks up to {RANKS[-1]}, not {asked}")
+    return rank
+
+
+def _separable(folder: Path) -> None:
+    """See that an engine can be told of a folder: by variables in which this character begins the next one.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if os.pathsep in str(folder.absolute()):
+        raise ConfigError(
+            f"an engine that is started here cannot be told of {folder.absolute()}, which has a {os.pathsep!r} in it; "
+            "choose another name= or runs="
+        )
 
 
 _STARTING = (
@@ -337,11 +373,3 @@ _STARTING = (
     "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
     "restarts", "linger_seconds",
 )  # fmt: skip
-_OURS = frozenset((
-    "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",
-    "--tensor-parallel-size", "--logprobs-mode", "--worker-extension-cls", "--middleware", "--enforce-eager",
-    "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
-    "--lora-target-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count",
-    "--data-parallel-size", "--pipeline-parallel-size",
-    "--enable-sleep-mode",
-))  # fmt: skip

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
 from tandem.engines.base import CanAttest, Engine, Probe
 from tandem.errors import EngineError, StaleWeights, TornWeights
 from tandem.policy.policy import Policy
+from tandem.types import PolicyVersion
 from tandem.weights.checksums import checksums
 
 log = logging.getLogger(__name__)
@@ -62,6 +66,59 @@ async def compare_frozen(
                 f"{len(wrong)} of {len(mine)} weights that are not trained differ between the trainer and {name}, "
                 f"first {wrong[0]!r}; both must start from the same model in the same type"
             )
+
+
+class Behaviour:
+    """What an engine answers to a probe, against what the trainer computes itself, publish after publish."""
+
+    def __init__(self, policy: Policy, trains: Any, tolerance: float):
+        self.tokens: list[int] = []
+        """The probe."""
+        self._policy = policy
+        self._trains = trains
+        self._allowed = tolerance or (1e-3 if policy.dtype.itemsize == 4 else 0.3)
+        self._others: dict[str, list[float]] = {}
+
+    async def compare(self, engine: Engine, version: PolicyVersion) -> float:
+        """Largest difference of a logprob, in nats, over all engines.
+
+        Raises:
+            StaleWeights: it is more than is allowed, or speaks of other weights than those of ``version``.
+        """
+        policy = self._policy
+        if not self.tokens:
+            self.tokens = policy.tokenizer.encode(PROBE)[:64]
+            if off := self._trains.untrained(policy.model):
+                self._others["the model without its adapter"] = await policy.compute(self._within, off)
+        mine, probes = await asyncio.gather(policy.compute(policy.score, self.tokens), engine.probe(self.tokens))
+        worst = 0.0
+        for probe in probes:
+            if probe.cached:
+                raise StaleWeights(
+                    f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
+                    "their keys and values are of older weights"
+                )
+            gaps = await policy.compute(probe_gap, policy.score, self.tokens, probe, mine)
+            for what, found in gaps.items():
+                if not found <= self._allowed:
+                    raise StaleWeights(
+                        f"version {version.step} was moved, but {what} {probe.name} and the trainer differ by "
+                        f"{found:.3g} nats (allowed {self._allowed:g}): it does not sample from these weights as they "
+                        "are, or is noisier than this model should be (deep ones with random weights are: "
+                        "sync.tolerance)"
+                    )
+                worst = max(worst, found)
+            if other := mistaken_for(probe.scored, mine, self._others):
+                raise StaleWeights(
+                    f"version {version.step} was moved, but {probe.name} answers a probe as {other} does, and samples "
+                    "from that"
+                )
+        self._others["the version before"] = mine
+        return worst
+
+    def _within(self, off: AbstractContextManager[None]) -> list[float]:
+        with off:
+            return self._policy.score(self.tokens)
 
 
 def probe_gap(

@@ -8,18 +8,18 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
 from tandem import waits
 from tandem.engines.base import Adapter, Engine, EngineSpec
-from tandem.errors import EngineError, StaleWeights, TornWeights, UnsupportedPair
+from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
 from tandem.policy.policy import Policy
-from tandem.sync._proof import PROBE, Checksums, compare_frozen, differing, mistaken_for, probe_gap
+from tandem.sync._proof import Behaviour, Checksums, compare_frozen, differing
 from tandem.sync._published import Handoff as Handoff
 from tandem.sync._published import Published as Published
 from tandem.sync._trained import Trained
@@ -91,14 +91,17 @@ class WeightSync(ABC):
             raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
 
     async def bind(self, link: Link) -> None:  # noqa: B027 - most ways have nothing to bind
-        """Called once for every start of the engine, before anything is published to it."""
+        """Called once for every start of the engine, before anything is published to it.
+
+        One that lets it stand still does so by ``link.hold``, and sets ``link.written`` before it writes there.
+        """
 
     @abstractmethod
     async def move(self, link: Link, version: PolicyVersion) -> int:
         """Make the engine hold the policy's weights; returns the bytes copied."""
 
     async def unbind(self, link: Link) -> None:  # noqa: B027
-        """Called when the run ends."""
+        """Called when the run ends, however it does; again does nothing."""
 
     async def compare(self, link: Link, mine: Checksums) -> None:
         """Compare the trainer's checksums with those of the engine's own bytes.
@@ -127,15 +130,18 @@ class WeightSync(ABC):
         Raises:
             StaleWeights, TornWeights: the proof failed.
         """
-        link = Link(sync=self, policy=policy, engine=engine, trains=trains, folder=folder)
-        await link.bind(fresh=True)
-        async with link.open(start):
-            yield link
+        async with Link(sync=self, policy=policy, engine=engine, trains=trains, folder=folder) as link:
+            await link.bind(fresh=True)
+            async with link.open(start):
+                yield link
 
 
 @dataclass(slots=True, kw_only=True)
 class Link:
-    """A live way between one policy and one engine."""
+    """A live way between one policy and one engine.
+
+    Entered before it is bound: what ends it then leaves the old version serving, or an engine that gives out nothing.
+    """
 
     sync: WeightSync
     """Its options."""
@@ -155,16 +161,43 @@ class Link:
     """The trainer's place in a process group, where one is used."""
     fresh: bool = False
     """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
+    written: bool = False
+    """The engine may hold values that it does not serve yet, in memory that it samples from."""
+    _held: bool = False
     _current: PolicyVersion | None = None
     _publishes: int = 0
     _bound: int = -1
     _served: int = -1
-    _probe: list[int] = field(default_factory=list)
-    _others: dict[str, list[float]] = field(default_factory=dict)
+    _behaviour: Behaviour = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.trained = Trained(self.trains, self.policy)
+        self._behaviour = Behaviour(self.policy, self.trains, self.sync.tolerance)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            await self._give_up(f"its trainer ended before it had published: {error or 'it was stopped'}")
+        finally:
+            await self.sync.unbind(self)
+
+    async def _give_up(self, reason: str) -> None:
+        """Leave the old version serving; where values may have been written, an engine that gives out nothing."""
+        held, written = self._held, self.written
+        self._held = self.written = False
+        with contextlib.suppress(TandemError):  # what led here is the one to tell
+            if written:
+                await self.engine.stop(reason)
+            elif held:
+                await self.engine.release(reason)
+
+    async def hold(self, *, finish: bool = False) -> None:
+        """Have the engine stand still until a publish succeeds, or is given up."""
+        self._held = True
+        await self.engine.pause(finish=finish)
 
     def adapter(self) -> Adapter:
         """The adapter that is trained, live."""
@@ -188,12 +221,9 @@ class Link:
             StaleWeights, TornWeights: the proof failed.
         """
         self.engine.on_revival(self._revived)
-        try:
-            async with self._lock:
-                await self._persist(start)
-            yield self
-        finally:
-            await self.sync.unbind(self)
+        async with self._lock:
+            await self._persist(start)
+        yield self
 
     @asynccontextmanager
     async def commit(self, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
@@ -211,6 +241,7 @@ class Link:
             if self.sync.pause == "step":
                 paused_at = time.monotonic()
                 await self._stand_still()
+                self.written = True
             optimizer_at = time.monotonic()
             yield handoff
             optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
@@ -223,6 +254,11 @@ class Link:
                 self._current = PolicyVersion(step=step, digest=found)
                 handoff.published = Published(version=self._current, moved=False)
 
+    @property
+    def stands_still(self) -> bool:
+        """True if the engine samples nothing within the block of ``commit``, nor after it until weights are moved."""
+        return self.sync.pause == "step"
+
     async def rest(self) -> None:
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
         if self.engine.sleeps:
@@ -230,7 +266,7 @@ class Link:
                 await self._insist(self._rest, "the engine is put to sleep again")
 
     async def _rest(self) -> None:
-        await self.engine.pause(finish=True)
+        await self.hold(finish=True)
         await self.engine.sleep()
 
     async def _wake(self) -> None:
@@ -292,23 +328,22 @@ class Link:
         return await self.engine.recover() or self.engine.epoch != epoch
 
     async def _stand_still(self) -> None:
-        epoch = self.engine.epoch
-        try:
-            async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
-                await self.engine.pause(finish=self.sync.finishes)
-        except EngineError:
-            if not await self._recovered(epoch):
-                raise
-            await self.engine.pause()
+        await self._insist(self._halt, "the engine is asked to stand still again")
+
+    async def _halt(self) -> None:
+        async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
+            await self.hold(finish=self.sync.finishes)
         if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
             await self._bind(fresh=False)
 
     async def _publish(self, version: PolicyVersion, *, paused_at: float | None, optimizer: float) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
-            await self._stand_still()
+            await self._halt()
         elif self._bound != self.engine.epoch:
             await self._bind(fresh=False)
+        # A way that never pauses lays the new version beside the old one, which is served on.
+        self._held, self.written = True, self.sync.pause != "never"
         try:
             await self._wake()
             await self.policy.compute(self.trains.fold, self.policy.model)
@@ -320,12 +355,10 @@ class Link:
             found = await self._prove(version, mine) if prove else None
             await self.engine.stamp(version)
         except BaseException as error:
-            with contextlib.suppress(EngineError):  # the first failure is the one to tell
-                if self.sync.pause == "never":  # the old version lies where it lay, and is served on
-                    raise
-                await self.engine.stop(f"the publish of version {version.step} failed: {error}")
+            await self._give_up(f"the publish of version {version.step} failed: {error}")
             raise
         paused = await self.engine.resume()
+        self._held = self.written = False
         self._current, self._served, self._bound = version, self.engine.epoch, self.engine.epoch
         self.fresh = False
         self._publishes += 1
@@ -351,41 +384,7 @@ class Link:
             names = self.trains.base_names(self.policy.model)
             await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
         await self.sync.compare(self, mine)
-        if not self._probe:
-            self._probe = self.policy.tokenizer.encode(PROBE)[:64]
-            if off := self.trains.untrained(self.policy.model):
-                self._others["the model without its adapter"] = await self.policy.compute(self._within, off)
-        mine_scored, probes = await asyncio.gather(
-            self.policy.compute(self.policy.score, self._probe), self.engine.probe(self._probe)
-        )
-        allowed = self.sync.tolerance or (1e-3 if self.policy.dtype.itemsize == 4 else 0.3)
-        worst = 0.0
-        for probe in probes:
-            if probe.cached:
-                raise StaleWeights(
-                    f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
-                    "their keys and values are of older weights"
-                )
-            gaps = await self.policy.compute(probe_gap, self.policy.score, self._probe, probe, mine_scored)
-            for what, found in gaps.items():
-                if not found <= allowed:
-                    raise StaleWeights(
-                        f"version {version.step} was moved, but {what} {probe.name} and the trainer differ by "
-                        f"{found:.3g} nats (allowed {allowed:g}): it does not sample from these weights as they are, "
-                        "or is noisier than this model should be (deep ones with random weights are: sync.tolerance)"
-                    )
-                worst = max(worst, found)
-            if other := mistaken_for(probe.scored, mine_scored, self._others):
-                raise StaleWeights(
-                    f"version {version.step} was moved, but {probe.name} answers a probe as {other} does, and samples "
-                    "from that"
-                )
-        self._others["the version before"] = mine_scored
-        return worst
-
-    def _within(self, off: AbstractContextManager[None]) -> list[float]:
-        with off:
-            return self.policy.score(self._probe)
+        return await self._behaviour.compare(self.engine, version)
 
 
 def _name(thing: object) -> str:

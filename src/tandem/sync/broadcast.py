@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import torch
 
 from tandem import waits
 from tandem.engines.base import CanReceive
-from tandem.errors import EngineError, TransportError
+from tandem.errors import EngineError, TandemError, TransportError
 from tandem.sync._periodic import Periodic
 from tandem.sync.base import Link
 from tandem.types import PolicyVersion
@@ -24,6 +25,9 @@ from tandem.weights.collective import Member
 from tandem.weights.rendezvous import Rendezvous, accelerator
 
 T = TypeVar("T")
+
+LEAVING = 60.0
+"""Seconds that an end of the group may take to leave it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class Broadcast(Periodic):
             raise ValueError("bucket_mb must be at least 1")
         if self.seconds <= 0:
             raise ValueError("seconds must be above 0")
+        if not 0 <= self.port_number < 1 << 16:
+            raise ValueError("port_number must be from 0 to 65535; 0 takes a free one")
 
     @property
     def finishes(self) -> bool:
@@ -65,7 +71,7 @@ class Broadcast(Periodic):
         Raises:
             TransportError: names who did not join in time.
         """
-        await self.unbind(link)
+        await _leave(link)
         engine = link.engine
         assert isinstance(engine, CanReceive)
         accelerators = await engine.workers()
@@ -136,11 +142,25 @@ class Broadcast(Periodic):
         member.send(named, self.bucket_mb << 20)
 
     async def unbind(self, link: Link) -> None:
-        """Leave the group."""
-        member, link.member = link.member, None
-        if member is not None:
-            leaving = _on_daemon(member.close)
-            await waits.wait(leaving, owner="trainer", reason="to leave it", on="process group", deadline=60)
+        """Leave the group, and have the engines leave it."""
+        if link.member is not None:
+            await asyncio.gather(_leave(link), _dismissed(link.engine))
+
+
+async def _leave(link: Link) -> None:
+    """The trainer leaves the group."""
+    member, link.member = link.member, None
+    if member is not None:
+        leaving = _on_daemon(member.close)
+        await waits.wait(leaving, owner="trainer", reason="to leave it", on="process group", deadline=LEAVING)
+
+
+async def _dismissed(engine: Any) -> None:
+    """The engines leave it; one that is gone, or does not answer, is not waited for."""
+    assert isinstance(engine, CanReceive)
+    with contextlib.suppress(TandemError):
+        leaving = engine.disconnect()
+        await waits.wait(leaving, owner="trainer", reason="them to leave it", on="engine workers", deadline=LEAVING)
 
 
 def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:

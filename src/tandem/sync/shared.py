@@ -60,14 +60,14 @@ class Shared(WeightSync):
         """
         if not isinstance(link.engine, CanAttest):
             return  # in process: it samples from the very module
-        await link.engine.pause()
         assert isinstance(link.engine, CanLend)
         if self.bridge is None:
+            await link.hold()
             lent = await link.engine.lend()
         else:
             lent = VllmBridge.read(find(Path(self.bridge))).attach()
-        model = link.policy.model
-        await link.policy.compute(_attach, model, link.trains.base_names(model), lent, link.fresh)
+            await link.hold()
+        await link.policy.compute(_attach, link, lent)
         if link.fresh:  # else it may be one that was started again, and whose publish has begun
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
                 await self._rehearse(link)
@@ -104,14 +104,18 @@ class Shared(WeightSync):
             await super().compare(link, mine)
 
 
-def _attach(model: nn.Module, own: Mapping[str, nn.Parameter], lent: Mapping[str, Any], fresh: bool) -> None:
+def _attach(link: Link, lent: Mapping[str, Any]) -> None:
     """Point every parameter at the engine's storage, and bring what else the model has to the engine's device."""
+    model = link.policy.model
+    own: Mapping[str, nn.Parameter] = link.trains.base_names(model)
     _check(own, lent)
     with torch.no_grad():
         for name, parameter in own.items():
             view: Tensor = lent[name]
-            if not fresh:  # an engine that was started anew, or that served on without us: it gets our values
-                view.copy_(parameter)
+            if not link.fresh:  # an engine that was started anew, or that served on without us: it gets our values
+                if not _same_bits(view, parameter.to(view.device)):
+                    link.written = True
+                    view.copy_(parameter)
             elif not torch.equal(view, parameter.to(view.device)):
                 raise UnsupportedPair(
                     f"sync shared: the engine's {name!r} has other values than the model's: it is laid out otherwise, "
@@ -121,6 +125,12 @@ def _attach(model: nn.Module, own: Mapping[str, nn.Parameter], lent: Mapping[str
     device = next(iter(lent.values())).device
     if any(p.device != device for p in [*model.parameters(), *model.buffers()]):
         model.to(device)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Two tensors of one type and shape, by their bytes: a negative zero is not a zero, and a NaN is itself."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
 
 
 def _check(own: Mapping[str, nn.Parameter], lent: Mapping[str, Any]) -> None:

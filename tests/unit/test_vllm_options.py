@@ -1,0 +1,198 @@
+"""What a recipe asks of vLLM: refused before anything is loaded where it cannot be, and else told to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem import config, run
+from tandem.engines.base import Needs
+from tandem.engines.embedded import Embedded
+from tandem.engines.vllm import LAST_PORT, RANKS, Vllm
+from tandem.errors import ConfigError
+from tandem.trains.full import Full
+from tandem.trains.lora import Lora
+from tandem.verbs.check import check
+
+SCHEDULER = "tandem.engines._vllm_scheduler.scheduler"
+THERE = "echo warning; echo True"
+"""What an interpreter that has vLLM does when it is asked."""
+
+
+def interpreter(folder: Path, script: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(
+        yaml.safe_dump({"model": "m", "steps": 1, "env": "arithmetic", "runs": str(folder / "runs"), **changes})
+    )
+    return path
+
+
+def command(**options: Any) -> list[str]:
+    return Vllm(**options).command(Needs(model="m", dtype="float32"), 64, model="m", port=1)
+
+
+def pairs(command: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(command, [*command[1:], ""], strict=True))
+
+
+# Ports
+
+
+@pytest.mark.parametrize("options", [{"port": -1}, {"port": 70_000}, {"port": LAST_PORT, "replicas": 2}])
+def test_a_port_that_there_is_not_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="port must"):
+        Vllm(**options)  # type: ignore[arg-type]
+
+
+def test_the_last_port_may_be_had() -> None:
+    assert Vllm(port=LAST_PORT).port == 65535
+    assert Vllm(port=LAST_PORT - 1, replicas=2).replicas == 2
+
+
+# Other options of the server
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"max_model_len": 5}, "set by Tandem"),
+        ({"max-model-len": 5}, "set by Tandem"),
+        ({"no_enable_prefix_caching": True}, "set by Tandem"),
+        ({"kv_cache_memory_bytes": 5}, "set by Tandem"),
+        ({"gpu_memory_util": 0.9}, "set by Tandem"),
+        ({"limit_mm_per_prompt.image": 1}, "set by Tandem"),
+        ({"--block-size": 16}, "name it block-size"),
+        ({"block_size": None}, "leave it out"),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_free_are_refused(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"args: {next(iter(args))} .*{says}"):
+        Vllm(args=args)
+
+
+def test_options_reach_the_server_also_those_that_are_off() -> None:
+    args = {
+        "enable_chunked_prefill": False,
+        "async_scheduling": True,
+        "block_size": 16,
+        "compilation_config": {"mode": 0},
+    }
+    found = command(args=args)
+    assert {"--no-enable-chunked-prefill", "--async-scheduling"} <= set(found)
+    assert "--enable-chunked-prefill" not in found
+    assert {("--block-size", "16"), ("--compilation-config", '{"mode": 0}')} <= set(pairs(found))
+
+
+def test_a_scheduler_of_somebody_elses_takes_the_place_of_ours() -> None:
+    for args, last in (({}, SCHEDULER), ({"scheduler_cls": "mine.Scheduler"}, "mine.Scheduler")):
+        assert [value for name, value in pairs(command(args=args)) if name == "--scheduler-cls"][-1] == last
+
+
+@pytest.mark.parametrize("option", ["enforce_eager", "enable_prefix_caching"])
+def test_options_of_ours_are_on_or_off(option: str) -> None:
+    name = option.replace("_", "-")
+    for wanted, there, absent in ((True, f"--{name}", f"--no-{name}"), (False, f"--no-{name}", f"--{name}")):
+        found = command(**{option: wanted})
+        assert there in found
+        assert absent not in found
+
+
+# What this machine lacks
+
+
+def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
+    cases = {
+        "echo False": "there is none in it",
+        "echo no such file >&2; exit 127": "no such file",
+        "exit 1": "there is none",
+    }
+    for script, why in cases.items():
+        python = interpreter(tmp_path, script)
+        with pytest.raises(ConfigError, match=rf"engine\.python: {python} cannot run vLLM: {why}.*tandem doctor"):
+            Vllm(python=python).check(trains=Full(), folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"engine\.python: /nowhere/python cannot be run.*tandem doctor"):
+        Vllm(python="/nowhere/python").check(trains=Full(), folder=tmp_path)
+    python = interpreter(tmp_path, THERE)
+    assert Vllm(python=python).check(trains=Full(), folder=tmp_path) == f"vLLM, by {python}"
+
+
+def test_the_interpreter_is_asked_as_the_engine_would_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM on the trainer's own path is not one that an interpreter of its own finds."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Vllm().check(trains=Full(), folder=tmp_path) == f"vLLM, by {sys.executable}"
+    bare = interpreter(tmp_path, f'exec {sys.executable} -S "$@"')
+    with pytest.raises(ConfigError, match="there is none in it"):
+        Vllm(python=bare).check(trains=Full(), folder=tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
+def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.python is not set.*has no vLLM; let engine\.python name one"):
+        Vllm().check(trains=Full(), folder=tmp_path)
+
+
+def test_an_adapter_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, THERE)
+    for engine in (Vllm(python=python), Vllm(urls=("http://x:1",))):
+        engine.check(trains=Lora(rank=RANKS[-1]), folder=tmp_path)
+        engine.check(trains=Lora(rank=999, merged=True), folder=tmp_path)
+        with pytest.raises(ConfigError, match=r"trains\.rank: .*up to 512, not 999"):
+            engine.check(trains=Lora(rank=999), folder=tmp_path)
+
+
+def test_a_folder_that_an_engine_cannot_be_told_of_is_refused(tmp_path: Path) -> None:
+    python, folder = interpreter(tmp_path, THERE), tmp_path / f"a{os.pathsep}b"
+    with pytest.raises(ConfigError, match=r"':' in it; choose another name= or runs="):
+        Vllm(python=python).check(trains=Full(), folder=folder)
+    with pytest.raises(ConfigError, match="choose another"):
+        Vllm(python=python)._launch(Needs(model="m", dtype="float32", folder=folder), 64)
+    assert "http://x:1" in Vllm(urls=("http://x:1",)).check(trains=Full(), folder=folder)
+    Embedded().check(trains=Full(), folder=folder)
+
+
+BEFORE: dict[str, tuple[dict[str, Any], str]] = {
+    "no vLLM": ({"engine": {"kind": "vllm", "python": "/nowhere/python"}}, "/nowhere/python cannot be run"),
+    "its rank": (
+        {
+            "engine": {"kind": "vllm", "urls": ["http://x:1"]},
+            "trains": {"kind": "lora", "rank": 999},
+            "sync": "hotswap",
+        },
+        "not 999",
+    ),
+    "its name": ({"engine": "vllm", "name": "a:b"}, "choose another name="),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE)
+def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, says = BEFORE[case]
+    path = recipe(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(run.train(config.load(path).config, resume=None))
+    assert not (tmp_path / "runs").exists()
+    assert check(path, [], 1) == ConfigError.exit_code
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"problem engine {'engine.python' if case == 'no vLLM' else ''}" in told
+    assert says.split()[-1] in told

@@ -1,0 +1,185 @@
+"""A pause that is taken back leaves an engine as it was found; the frontends are the real ones, vLLM is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from fake_vllm import FakeClient, Models, install
+
+from tandem.engines import _vllm_wire as wire
+from tandem.engines._vllm_client import Unreachable
+from tandem.engines._vllm_frontend import Stopped
+from tandem.engines._vllm_pauses import Pauses
+from tandem.engines._vllm_routes import _Live
+from tandem.engines._vllm_wire import Refused
+from tandem.errors import EngineError
+
+ASKED = wire.Pause(seconds=50.0)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+
+
+class Server:
+    """An engine and the trainer's client of it, without the wire between."""
+
+    def __init__(self) -> None:
+        self.vllm = FakeClient()
+        self._live = _Live(self.vllm, SimpleNamespace(openai_serving_models=Models()), None)
+        self.front = self._live.frontend
+        self.boot = self.front.id
+        self.away = False
+
+    async def info(self) -> Any:
+        return await self._ask(self._live.info, b"")
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        return await self._ask(self._live.handlers[path]["POST"], msgspec.json.encode({} if body is None else body))
+
+    async def _ask(self, handler: Callable[[bytes], Coroutine[Any, Any, Any]], body: bytes) -> Any:
+        if self.away:
+            raise Unreachable("it does not answer")
+        try:
+            return await handler(body)
+        except (Refused, Stopped) as error:
+            raise EngineError(str(error)) from error
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(work(), 20)
+
+    asyncio.run(main())
+
+
+async def taken_back(*servers: Any, sleeps: int = 0, times: int = 1) -> None:
+    pauses = Pauses()
+    for _ in range(times):
+        await pauses.pause(servers, ASKED)
+    await pauses.release(servers, "the trainer ended", sleeps=sleeps, seconds=50.0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_that_served_goes_on_under_its_version(times: int) -> None:
+    async def work() -> None:
+        server = Server()
+        await server.front.stamp(7, "d")
+        await taken_back(server, times=times)
+        front = server.front
+        assert (front.state, front.step, front.digest) == ("serving", 7, "d")
+        assert front._lease is None, "nobody stops it later"
+        assert not server.vllm.paused
+
+    run(work)
+
+
+def test_one_whose_weights_were_in_doubt_gives_out_nothing_again() -> None:
+    async def work() -> None:
+        server = Server()
+        await server.front.stop("half a publish")
+        await taken_back(server)
+        assert server.front.state == "stopped"
+        assert server.front.reason == "the trainer ended"
+        assert server.vllm.paused
+
+    run(work)
+
+
+def test_nobody_talks_a_stopped_engine_into_serving() -> None:
+    """Not by a pause and its end: a stamp says whose its weights are."""
+
+    async def work() -> None:
+        server = Server()
+        await server.front.stop("half a publish")
+        await server.front.pause()
+        with pytest.raises(EngineError, match="stamp them first"):
+            await server.post("/bridge/resume")
+        await server.post("/bridge/stamp", wire.Stamp(step=3, digest="d"))
+        await server.post("/bridge/resume")
+        assert (server.front.state, server.front.step) == ("serving", 3)
+
+    run(work)
+
+
+def test_what_somebody_else_had_paused_is_left_to_them() -> None:
+    async def work() -> None:
+        server = Server()
+        await server.front.pause()
+        await taken_back(server)
+        assert server.front.state == "paused"
+
+    run(work)
+
+
+def test_weights_that_are_being_proven_are_not_held_back_for_ever() -> None:
+    """A way that never pauses had an engine prove its version that was stopped before."""
+
+    async def work() -> None:
+        server = Server()
+        await server.front.stop("half a publish")
+        await server.front.prove()
+        await Pauses().release([server], "the proof failed", sleeps=0, seconds=50.0)  # type: ignore[list-item]
+        assert server.front.state == "stopped"
+
+    run(work)
+
+
+def test_one_that_never_stood_still_is_left_alone() -> None:
+    async def work() -> None:
+        server = Server()
+        await Pauses().release([server], "the trainer ended", sleeps=0, seconds=50.0)  # type: ignore[list-item]
+        assert server.front.state == "serving"
+        assert server.front.era == 0
+
+    run(work)
+
+
+def test_the_first_of_two_goes_on_where_the_second_did_not_answer() -> None:
+    async def work() -> None:
+        here, gone = Server(), Server()
+        gone.away = True
+        pauses = Pauses()
+        servers: Any = [gone, here]
+        with pytest.raises(Unreachable):
+            await pauses.pause(servers, ASKED)
+        assert here.front.state == "paused"
+        await pauses.release(servers, "the trainer ended", sleeps=0, seconds=50.0)
+        assert here.front.state == "serving"
+
+    run(work)
+
+
+def test_a_pause_that_is_over_is_not_remembered() -> None:
+    async def work() -> None:
+        server: Any = Server()
+        pauses = Pauses()
+        await pauses.pause([server], ASKED)
+        await server.post("/bridge/resume")
+        pauses.over()
+        await server.front.pause()
+        await pauses.release([server], "the trainer ended", sleeps=0, seconds=50.0)
+        assert server.front.state == "paused", "that pause is another's"
+
+    run(work)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_one_that_sleeps_is_woken_and_serves_if_it_kept_its_weights(level: int) -> None:
+    async def work() -> None:
+        server: Any = Server()
+        await server.front.stamp(7, "d")
+        pauses = Pauses()
+        await pauses.pause([server], ASKED)
+        await server.post("/bridge/sleep", wire.Sleep(level=level))  # type: ignore[arg-type]
+        await pauses.release([server], "the trainer ended", sleeps=level, seconds=50.0)
+        assert server.vllm.asleep == [level, None]
+        assert server.front.state == ("serving" if level == 1 else "stopped")
+
+    run(work)
