@@ -26,6 +26,8 @@ from integration.vllm_runs import (
     same_logprobs,
 )
 
+from tandem.policy.policy import load_tokenizer
+
 REWARDS = '''
 import re
 import signal
@@ -155,6 +157,38 @@ def test_an_unchanged_project_trains(tiny_model: Path, tmp_path: Path) -> None:
     assert recipe["env"]["cfg"]["trl"]["reward_weights"] == [1.0, 0.5]
     # From another folder, where there is no rewards.py.
     assert "mean@" in tandem(tmp_path, "eval", str(run), "evaluate.tasks=2", "env.cfg.val_set_size=0.3")
+
+
+TEXTS = """
+def digits(completions, prompts, **kwargs):
+    assert all(isinstance(text, str) for text in [*prompts, *completions])
+    assert set(prompts) <= {f"{n % 4}+1? {n}" for n in range(24)}
+    return [sum(c in "0123456789" for c in text) / max(1, len(text)) for text in completions]
+
+def ask(cfg, *args, **kwargs):
+    return lambda row: {"prompt": row["question"]}, {"remove_columns": ["question"]}
+"""
+
+
+def test_texts_are_gone_on_with_by_several_steps_of_one_policy(tiny_model: Path, tmp_path: Path) -> None:
+    """As in TRL no chat template is put around them, rewards get texts, and ratios to the sampler are clipped."""
+    one = {"use_vllm": False, "vllm_lora_sync": False, "reward_funcs": ["texts.digits"], "reward_weights": [1.0]}
+    folder = project(tmp_path / "project", tiny_model, **one, generation_batch_size=192, epsilon=0.01)
+    (folder / "texts.py").write_text(TEXTS)
+    file = folder / "config.yaml"
+    file.write_text(file.read_text().replace("rewards.prompt_transform", "texts.ask"))
+    tandem(folder, "train", "config.yaml", "threads=1", "steps=4")
+    run = folder / "grpo-output" / "run"
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    assert (recipe["old_logprobs"], recipe["max_lag"], recipe["loss"]["clip_high"]) == ("sampled", 2, 0.01)
+    tokenizer = load_tokenizer(str(tiny_model))
+    for line in (run / "rollouts" / "000001.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (text,) = row["prompt"]
+        assert (text["role"], row["prompts"][0]) == ("text", [0, tokenizer.encode(text["content"])])
+    clipped = [step["clip_fraction"] for step in metrics(run).values()]
+    assert len(clipped) == 4
+    assert max(clipped) > 0
 
 
 @contextmanager

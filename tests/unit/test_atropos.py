@@ -24,6 +24,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.run import check_pairs
 from tandem.sinks.base import RunInfo
 from tandem.verbs import atropos as verb
+from tandem.weights.bridge import NCCL_FILE, NcclBridge
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -372,6 +373,13 @@ def test_show_prints_the_recipe(run: Run) -> None:
     assert not list(Path().iterdir())
 
 
+def test_show_refuses_what_training_would(run: Run) -> None:
+    code, out, err = run("--model", "m", "--env", "gsm8k", "--lr", "-1", "--warmup-steps", "-3", "--show")
+    assert (code, out) == (2, "")
+    assert "optimizer.lr must" in err
+    assert "optimizer.warmup_steps must" in err
+
+
 def test_zeros_are_given_values(run: Run) -> None:
     start = ["--model-name", "m", "--env", "gsm8k", "--weight-bridge-mode", "lora_only", "--show"]
     code, out, _ = run(*start, "--lora-dropout", "0", "--checkpoint-interval", "0")
@@ -501,6 +509,25 @@ def test_the_sink_copies_while_the_run_goes_on(tmp_path: Path) -> None:
     assert (save / "step_2" / "model.safetensors").is_file()  # before the first may be pruned
     writer.close()
     assert names(save) == {"step_2", "step_4", "final_model", "tokenizer"}
+
+
+def test_the_file_of_the_process_group_is_copied_as_it_is_formed_anew(tmp_path: Path) -> None:
+    folder, save = fake_run(tmp_path / "run", 2, 4), tmp_path / "my sa ve"
+    config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
+    writer = Layout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
+    for port in (1, 2):
+        group = NcclBridge(
+            nccl_init_method=f"tcp://here:{port}", world_size=2, param_metadata={"w": {"shape": [1]}}, param_mappings={}
+        )
+        group.write(folder)
+        writer.event("published", {"step": port})
+        assert NcclBridge.read(save) == group
+    writer.close()
+    NcclBridge.read(save)
+    (save / NCCL_FILE).unlink()
+    assert save / NCCL_FILE in lay_out(folder, save)
+    assert NcclBridge.read(save) == group
+    assert save / NCCL_FILE not in lay_out(folder, save)
 
 
 def test_the_sink_tells_what_it_could_not_copy(tmp_path: Path) -> None:

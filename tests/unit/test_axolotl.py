@@ -145,11 +145,12 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj"]},
         {"trains/target_modules": ["q_proj"]},
     ),
-    "peft_layers_to_transform": ({"peft_layers_to_transform": [1]}, {"trains/layers": [1]}),
+    "peft_layers_to_transform": ({**LORA, "peft_layers_to_transform": [1]}, {"trains/layers": [1]}),
     "val_set_size": ({"val_set_size": 0.2}, {"evaluate": "absent", "env/cfg/val_set_size": 0.2}),
     "test_datasets": ({"test_datasets": [{"path": "rows.jsonl"}]}, {"evaluate": "absent"}),
     "eval_steps": ({"val_set_size": 0.2, "eval_steps": 10}, {"evaluate": {"every": 10}}),
-    "sequence_len": ({"sequence_len": 1024}, {"context": 1024, "micro_batch_tokens": 8192}),
+    "evals_per_epoch": ({"val_set_size": 0.2, "evals_per_epoch": 5}, {"evaluate": {"every": 20}}),
+    "sequence_len": ({"sequence_len": 1024}, {"micro_batch_tokens": 8192}),
     "micro_batch_size": ({"micro_batch_size": 4}, {"groups_per_step": 1, "micro_batch_tokens": 2048}),
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, {"groups_per_step": 4}),
     "max_steps": ({"max_steps": 7}, {"steps": 7, "optimizer/warmup_steps": 1}),
@@ -172,6 +173,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradient_checkpointing": ({"gradient_checkpointing": True}, {"checkpointing": "full"}),
     "output_dir": ({"output_dir": "o"}, {"runs": "o"}),
     "save_steps": ({"save_steps": 9}, {"checkpoint": {"every": 9}}),
+    "saves_per_epoch": ({"saves_per_epoch": 10}, {"checkpoint": {"every": 10}}),
     "save_total_limit": ({"save_total_limit": 3}, {"checkpoint": {"keep": 3}}),
     "seed": ({"seed": 42}, {"seed": 42}),
     "wandb_project": ({"wandb_project": "p"}, {"sinks": ["console", {"kind": "wandb", "project": "p"}]}),
@@ -185,7 +187,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "use_tensorboard": ({"use_tensorboard": True}, {"sinks": ["console", "tensorboard"]}),
     "trl.use_vllm": (
         trl(use_vllm=True),
-        {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:8000"]}, "sync": {"kind": "broadcast"}},
+        {
+            "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:8000"], "start_seconds": 240.0},
+            "sync": {"kind": "broadcast"},
+        },
     ),
     "trl.vllm_mode": (
         trl(**COLOCATE),
@@ -208,7 +213,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "trl.vllm_max_model_len": (trl(**SERVER, vllm_max_model_len=99), {"context": 99}),
     "trl.num_generations": (trl(num_generations=4), {"group_size": 4, "groups_per_step": 4}),
-    "trl.generation_batch_size": (trl(generation_batch_size=48), {"max_lag": 2}),
+    "trl.generation_batch_size": (
+        trl(generation_batch_size=48, epsilon=0.1, epsilon_high=0.3),
+        {"max_lag": 2, "old_logprobs": "sampled", "loss/clip_low": 0.1, "loss/clip_high": 0.3, "loss/dual_clip": None},
+    ),
     "trl.max_completion_length": (trl(max_completion_length=64), {"sampling/max_tokens": 64}),
     "trl.beta": (trl(beta=0.1), {"reference": {"kind": "start", "beta": 0.1, "ratio_corrected": True}}),
     "trl.num_iterations": (
@@ -473,6 +481,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups": (trl(num_generations=5), "trl.num_generations: a step has micro_batch_size 8 x gradient_acc"),
     "no batch": ({"micro_batch_size": 0}, "micro_batch_size: it must be at least 1"),
     "generation": (trl(generation_batch_size=12), "12 is no multiple of both num_generations 8 and micro"),
+    "answers of several steps, weighed": (
+        trl(**SERVER, generation_batch_size=48),
+        "trl.generation_batch_size: of 3 steps it needs ratios to the policy that generated, apart from the weights of",
+    ),
+    "half a step, twice": (
+        trl(generation_batch_size=8, num_iterations=2),
+        "trl.generation_batch_size: with 8 of a step's 16 completions and num_iterations 2 a step would train the same",
+    ),
+    "a share of steps above 1": ({"save_steps": 1.5}, "save_steps: expected a number of steps, or a share of all"),
+    "saves below 0": ({"saves_per_epoch": -2}, "saves_per_epoch: expected how often in an epoch, got -2"),
+    "saves both ways": ({"save_steps": 5, "saves_per_epoch": 1}, "saves_per_epoch: Axolotl takes it or save_steps"),
+    "steps below 0": ({"val_set_size": 0.2, "eval_steps": -1}, "eval_steps: expected a number of steps, or a share"),
     "a part of a step": (trl(generation_batch_size=24), "24 is no multiple of the 16 completions of a step"),
     "an optimizer": ({"optimizer": "muon"}, "optimizer: there is no muon here"),
     "a schedule": ({"lr_scheduler": "rex"}, "lr_scheduler: there is no rex here"),
@@ -551,18 +571,91 @@ def test_mistakes_name_their_lines(read: Read) -> None:
 
 
 def test_leftovers_are_told(read: Read) -> None:
-    told = "\n".join(read({"lora_r": 8, "vllm.port": 1, **trl(epsilon=0.3, prefetch_depth=2)}).notes)
-    told += "\n".join(read(trl(**COLOCATE, vllm_enable_sleep_mode=True)).notes)
+    top = {"lora_r": 8, "peft_layers_to_transform": [0], "eval_steps": 5, "wandb_entity": "e", "wandb_mode": "offline"}
+    told = "\n".join(read({**top, "vllm.port": 1, **trl(epsilon=0.3, prefetch_depth=2)}).notes)
+    told += "\n".join(read(trl(**COLOCATE, vllm_enable_sleep_mode=True, vllm_server_timeout=9)).notes)
     told += "\n".join(read(trl(**SERVER, vllm_enable_sleep_mode=True)).notes)
     for start in (
         "trl.vllm_enable_sleep_mode: changes nothing: shared weights are one copy",
         "trl.vllm_enable_sleep_mode: changes nothing with vllm_mode: server",
         "lora_r: changes nothing without adapter: lora",
+        "peft_layers_to_transform: changes nothing without adapter: lora",
+        "eval_steps: changes nothing: val_set_size and test_datasets hold no rows out",
+        "wandb_entity: changes nothing without wandb_project or use_wandb",
+        "wandb_mode: changes nothing without wandb_project or use_wandb",
+        "trl.vllm_server_timeout: changes nothing with vllm_mode: colocate",
         "vllm.port: changes nothing: trl.use_vllm is false",
         "trl.epsilon: changes nothing: with num_iterations 1",
         "trl.prefetch_depth: changes nothing without async_prefetch",
     ):
         assert start in told
+
+
+def test_what_is_sampled_together_is_of_an_older_policy(read: Read) -> None:
+    """TRL clips ratios to the policy of the generation: here that is the sampler, and nothing else weighs it."""
+    without = trl(**SERVER, vllm_importance_sampling_correction=False, epsilon=0.1, generation_batch_size=32)
+    for changes in (trl(generation_batch_size=32, epsilon=0.1), without):
+        loaded = read(changes)
+        expected = {"old_logprobs": "sampled", "corrections": "absent", "max_lag": 1, "loss/clip_low": 0.1}
+        assert {path: at(loaded.options, path) for path in expected} == expected
+        assert not [note for note in loaded.notes if "epsilon" in note]
+        assert "2 steps are sampled together, and ratios are to the sampler's" in "\n".join(loaded.notes)
+    for changes in (trl(generation_batch_size=16), trl(generation_batch_size=8), trl(**SERVER)):
+        assert at(read(changes).options, "old_logprobs") == "recomputed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved", "evaluated"),
+    [
+        ({"save_steps": 0.5, "eval_steps": 0.2}, 50, 20),
+        ({"save_steps": 0.125, "eval_steps": 0.001}, 13, 1),
+        ({"save_steps": 1.0, "eval_steps": 20}, 1, 20),
+        ({"save_steps": 0.5, "eval_steps": 0.2, **trl(num_iterations=2)}, 25, 10),
+        ({"save_steps": 0.25, "eval_steps": 0.5, "max_steps": None, "num_epochs": 4}, 20, 40),
+        ({"saves_per_epoch": 1, "evals_per_epoch": 2, "max_steps": None, "num_epochs": 4}, 20, 10),
+        ({"saves_per_epoch": 0.5, "evals_per_epoch": 3}, 100, 34),
+        ({"saves_per_epoch": 4, "evals_per_epoch": 10, **trl(num_iterations=2)}, 13, 5),
+    ],
+)
+def test_steps_below_1_are_a_share_of_all(changes: dict[str, Any], saved: int, evaluated: int, read: Read) -> None:
+    options = read({"test_datasets": [{"path": "rows.jsonl"}], **changes}).options
+    assert (at(options, "checkpoint/every"), at(options, "evaluate/every")) == (saved, evaluated)
+
+
+def test_the_adapters_layers_bound_no_full_training(read: Read) -> None:
+    assert at(read({"peft_layers_to_transform": [0]}).options, "trains") == {"kind": "full"}
+
+
+def test_sequence_len_bounds_no_answer(read: Read) -> None:
+    """Neither a short one nor one that has room for a prompt; what Axolotl serves with does."""
+    for changes in ({"sequence_len": 600}, {"sequence_len": 100}):
+        loaded = read(changes)
+        assert at(loaded.options, "context") == "absent"
+        assert "sequence_len: bounds no prompt and no answer, as in Axolotl: the model's own limit" in str(loaded.notes)
+    loaded = read({"sequence_len": 600, "vllm.max_model_len": 700, **trl(**COLOCATE)})
+    assert at(loaded.options, "context") == 700
+    assert "as in Axolotl: max_model_len does" in str(loaded.notes)
+    alone = read({"vllm.max_model_len": 700})
+    assert at(alone.options, "context") == "absent"
+    assert "vllm.max_model_len: changes nothing: trl.use_vllm is false" in alone.notes
+
+
+def test_null_is_as_good_as_nothing_for_any_name(read: Read) -> None:
+    """Cookbooks leave options empty that no Axolotl knows any more."""
+    assert read({"gptq": None, "trl.old": None, "vllm.old": None, "wandb_run_id": None}).options is not None
+    with pytest.raises(ConfigError, match="gptq is no option of Axolotl's"):
+        read({"gptq": 1})
+
+
+def test_merge_keys_are_merged(read: Read) -> None:
+    """As by ``yaml.safe_load``, so that several sets share their options."""
+    read()
+    text = Path("a.yaml").read_text().replace("- path: rows.jsonl\n", "- &one\n  path: rows.jsonl\n")
+    more = text.replace("learning_rate:", "- {<<: *one, path: few.jsonl}\nlearning_rate:")
+    assert text.count("&one") == more.count("*one") == 1
+    Path("a.yaml").write_text(more)
+    both = [{"path": path, "type": "axolotl_rewards.ask"} for path in ("rows.jsonl", "few.jsonl")]
+    assert at(load(Path("a.yaml")).options, "env/cfg/datasets") == both
 
 
 @pytest.mark.parametrize(
@@ -601,6 +694,12 @@ def test_ways_to_scale(scale: Any, kind: str, read: Read) -> None:
 )
 def test_losses(named: str, reduction: str, read: Read) -> None:
     assert at(read(trl(loss_type=named)).options, "loss/reduction") == reduction
+
+
+def test_a_server_is_waited_for_as_long_as_in_trl(read: Read) -> None:
+    assert at(read(trl(**SERVER)).options, "engine/start_seconds") == 240.0
+    assert at(read(trl(**SERVER), serving=True).options, "engine/start_seconds") == "absent"
+    assert at(read(trl(**COLOCATE, vllm_server_timeout=9)).options, "engine/start_seconds") == "absent"
 
 
 def test_the_server(read: Read) -> None:

@@ -15,6 +15,7 @@ from tandem.compat._axolotl_env import Options, Rows
 from tandem.compat._axolotl_options import DATASET
 from tandem.envs import _rows
 from tandem.errors import ConfigError, EnvError
+from tandem.types import TEXT, Message
 
 Write = Callable[[str], str]
 
@@ -66,6 +67,17 @@ def test_a_transform_makes_prompts_and_keeps_columns(write: Write) -> None:
     assert {key: value for key, value in task.meta.items() if key != "prompt"} == {"answer": "0", "extra": 0}
     assert (task.id, task.env, task.answer, len(others)) == ("train/1", "axolotl", "0", 2)
     assert env({"path": "r.jsonl", "type": f"{write(ASK)}.ask"}).check(task) is None
+
+
+def test_a_text_is_gone_on_with_and_messages_are_answered(write: Write) -> None:
+    """TRL puts no chat template around a prompt that is a text."""
+    name = write(
+        "def ask(cfg):\n    return lambda row: {'prompt': row['question']}\n"
+        "def chat(cfg):\n    return lambda row: {'prompt': [{'role': 'user', 'content': row['question']}]}\n"
+    )
+    path = rows("r.jsonl", 1)
+    made = env(*({"path": path, "type": f"{name}.{kind}"} for kind in ("ask", "chat"))).tasks("train")
+    assert [task.prompt for task in made] == [(Message(role=role, content="0?"),) for role in (TEXT, "user")]
 
 
 def test_what_is_returned_lies_over_the_row(write: Write) -> None:

@@ -14,9 +14,8 @@ from tandem import cli
 from tandem.compat import swift
 from tandem.compat._swift_arguments import DEPLOY, RLHF
 from tandem.compat._swift_data import Rows, row
-from tandem.compat._swift_plugin import Plugin
 from tandem.config import from_options
-from tandem.errors import ConfigError, EnvError, RewardError
+from tandem.errors import ConfigError, EnvError
 from tandem.run import check_pairs
 from tandem.sinks.base import RunInfo
 
@@ -32,6 +31,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"query": f"{i}+2=", "solution": str(i + 2)} for i in range(20)]
     Path("d.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    Path("mine.py").write_text("from swift.plugin import orms\norms['mine'] = lambda completions, **_: completions\n")
+    Path("system.txt").write_text("Think.\n")
 
 
 def words(line: str) -> dict[str, list[str]]:
@@ -119,6 +120,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
      {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3}),
     ('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-5}', {"optimizer.min_lr_ratio": 0.1}),
     ("--warmup_ratio 0.15", {"optimizer.warmup_steps": 2}),
+    ("--lr_scheduler_type constant --warmup_ratio 0.15", {"optimizer.schedule": "constant",
+                                                          "optimizer.warmup_steps": None}),
     ("--weight_decay 0", {"optimizer.weight_decay": 0.0}),
     ("--adam_beta1 0.8 --adam_beta2 0.9 --adam_epsilon 1e-6",
      {"optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "optimizer.eps": 1e-6}),
@@ -130,6 +133,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--beta 0.001", {"reference.beta": 0.001}),
     ("--sync_ref_model true --ref_model_mixup_alpha 0.5 --ref_model_sync_steps 4",
      {"reference.kind": "average", "reference.mixup": 0.5, "reference.every": 4}),
+    ("--sync_ref_model true --ref_model_sync_steps 7 --num_iterations 2 --split_dataset_ratio 0.2 --eval_steps 5",
+     {"steps": 5, "updates": 2, "reference.kind": "average", "reference.every": 4, "evaluate.every": 3}),
     ("--ref_model m", {}),
     ("--epsilon 0.1", {"loss.clip_low": 0.1, "loss.clip_high": 0.1}),
     ("--epsilon_high 0.28", {"loss.clip_low": 0.2, "loss.clip_high": 0.28}),
@@ -161,7 +166,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--dataset org/rows:main#500", {"env.path": "org/rows", "env.subset": "main", "env.max_rows": 500}),
     ("--val_dataset other.jsonl --eval_steps 5", {"env.test_path": "other.jsonl", "evaluate.every": 5}),
     ("--split_dataset_ratio 0.2", {"env.test_share": 0.2, "evaluate.every": 500, "evaluate.samples": 8}),
-    ("--system Think.", {"env.system": "Think."}),
+    ("--system Think.\\nAnswer.", {"env.system": "Think.\nAnswer."}),
+    ("--system system.txt", {"env.system": "Think.\n"}),
     ("--reward_funcs accuracy format --reward_weights 2 0.5", {"rewards.accuracy.weight": 2.0,
      "rewards.format.weight": 0.5, "env.gold_reply": "<think></think>\n<answer>\n{answer}\n</answer>"}),
     ("--reward_funcs cosine --cosine_min_len_value_wrong -1 --cosine_max_len_value_wrong -2 "
@@ -171,9 +177,11 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--reward_funcs repetition --repetition_n_grams 4 --repetition_max_penalty -0.5",
      {"rewards.repetition": {"kind": "repetition", "ngram": 4, "weight": 0.5}}),
     ("--reward_funcs soft_overlong --soft_max_length 100 --soft_cache_length 20",
-     {"rewards.soft_overlong": {"kind": "overlong", "max_tokens": 100, "cache": 20, "weight": 1.0}}),
-    ("--reward_funcs mine --external_plugins a.py b.py", {"rewards.mine": {
-        "kind": "tandem.compat._swift_plugin:Plugin", "registered": "mine", "files": ["a.py", "b.py"], "weight": 1.0}}),
+     {"rewards.soft_overlong": {"kind": "tandem.compat._swift_rewards:SoftOverlong", "max_tokens": 100, "cache": 20,
+                                "weight": 1.0}}),
+    ("--reward_funcs mine --external_plugins mine.py", {"rewards.mine.kind": "tandem.compat._swift_plugin:Plugin",
+     "rewards.mine.registered": "mine", "rewards.mine.files": ["mine.py"], "rewards.mine.weight": 1.0,
+     "rewards.mine.arguments.max_steps": 10}),
     ("--reward_model rm --reward_model_plugin default --reward_weights 1 3",
      {"rewards.reward_model": {"kind": "reward_model", "model": "rm", "weight": 3.0}}),
     ("--max_completion_length 64", {"sampling.max_tokens": 64}),
@@ -226,6 +234,10 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--output_dir x/y --add_version false", {"runs": "x", "name": "y"}),
     ("--save_steps 4 --save_total_limit 2", {"checkpoint": {"every": 4, "keep": 2}}),
     ("--save_steps 4", {"checkpoint": {"every": 4, "keep": 3}}),
+    ("--save_steps 0.25", {"checkpoint": {"every": 3, "keep": 4}}),
+    ("--split_dataset_ratio 0.2 --save_steps 0.3", {"env.test_share": 0.2, "evaluate.every": 3}),
+    ("--split_dataset_ratio 0.2 --eval_steps 0.45", {"env.test_share": 0.2, "evaluate.every": 5}),
+    ("--split_dataset_ratio 0.2 --eval_steps 1", {"env.test_share": 0.2, "evaluate.every": 1}),
     ("--save_strategy no", {"checkpoint": {"every": 10, "keep": 1}}),
     ("--log_completions false", {"sinks": ["console"]}),
     ("--report_to none", {}),
@@ -247,7 +259,6 @@ def test_every_argument_changes_the_recipe(line: str, changes: dict[str, Any]) -
     "line", ["", *(line for line, _ in CHANGES if "adafactor" not in line and "sleep_level 2" not in line)]
 )
 def test_the_recipe_loads_and_its_parts_go_together(line: str) -> None:
-    Path("a.py").touch()
     check_pairs(from_options(options(line), ("checkpoint.keep=1",), Path("x")).config)
 
 
@@ -264,6 +275,19 @@ def test_several_data_sets() -> None:
     assert envs["d-1"]["rewards"] == {"accuracy": {"kind": "math_verify", "weight": 1.0}}
     assert "rewards" not in options("--dataset d.jsonl#3 e.jsonl#1")
     from_options(options("--dataset d.jsonl e.jsonl"), (), Path("x"))
+
+
+def test_several_data_sets_are_drawn_from_as_one() -> None:
+    """Each row as often as any other, with what is held out left out."""
+    Path("e.jsonl").write_text("".join(json.dumps({"query": f"{i}", "solution": "2"}) + "\n" for i in range(7)))
+    found = options("--dataset d.jsonl e.jsonl#5 --max_steps -1 --num_train_epochs 2")
+    assert [source["weight"] for source in found["envs"].values()] == [20, 5]
+    assert found["steps"] == 50
+    held = options("--dataset d.jsonl e.jsonl --split_dataset_ratio 0.3")["envs"]
+    assert [source["weight"] for source in held.values()] == [
+        len(Rows(path=path, test_share=0.3).tasks("train")) for path in ("d.jsonl", "e.jsonl")
+    ]
+    assert held["d-1"]["weight"] < 20
 
 
 REFUSED: list[tuple[str, str]] = [
@@ -312,8 +336,20 @@ REFUSED: list[tuple[str, str]] = [
     ("--num_generations 1", "--num_generations: it must be at least 2"),
     ("--generation_batch_size 32", "--generation_batch_size: the engine shares the trainer's weights"),
     (f"{SERVER} --generation_batch_size 12", "12 completions are no whole number of steps of 8"),
+    *((f"{SERVER} --{size} --rollout_importance_sampling_mode token_truncate --epsilon 0.1",
+       "--rollout_importance_sampling_mode: with --" + size.partition(" ")[0] + " of 2 steps it needs ratios to the "
+       "policy that generated") for size in ("steps_per_generation 16", "generation_batch_size 16")),
     ("--eval_steps 3", "--eval_steps: it changes nothing without --val_dataset"),
+    ("--split_dataset_ratio 0.2 --eval_steps 2.5", "--eval_steps: it is a whole number of steps, or a share"),
+    ("--save_steps 1.5", "--save_steps: it is a whole number of steps, or a share"),
+    ("--split_dataset_ratio 0.2 --eval_steps 0", "--eval_steps: it must be above 0"),
+    ("--system nothere.txt", "--system: there is no file nothere.txt"),
     ("--reward_funcs nothing", "there is no 'nothing'; choose from accuracy"),
+    ("--reward_funcs nothing mine --external_plugins mine.py",
+     "there is no 'nothing'; choose from accuracy, format, cosine, repetition, soft_overlong, mine"),
+    ("--external_plugins nothere.py", "--external_plugins: there is no plug-in file nothere.py"),
+    ("--external_plugins mine.py", "--external_plugins: mine.py registers none of --reward_funcs (mine)"),
+    ("--custom_register_path mine.py", "--external_plugins: mine.py registers none of --reward_funcs (mine)"),
     ("--reward_weights 1 2", "--reward_weights: there are 2 for 1 rewards"),
     ("--reward_model rm --reward_model_plugin genrm", "--reward_model_plugin: the reward is the model's own output"),
     ("--truncation_strategy left", "--truncation_strategy: a prompt is never cut"),
@@ -334,6 +370,13 @@ def test_what_cannot_take_effect_is_refused_by_name(line: str, message: str) -> 
     assert message in refusal(line)
 
 
+def test_ratios_of_a_round_of_several_steps_are_not_said_to_be_one() -> None:
+    """Later steps of a round have left the policy that generated, so that clips count."""
+    mode = "--rollout_importance_sampling_mode token_truncate --epsilon 0.1"
+    assert "--epsilon" not in refusal(f"{SERVER} --steps_per_generation 16 {mode}")
+    assert "makes every ratio 1" in refusal(f"{SERVER} --steps_per_generation 8 {mode}")
+
+
 @pytest.mark.parametrize("argument", [a for a in RLHF if a.refused], ids=lambda a: a.name)
 def test_what_is_refused_says_why(argument: Any) -> None:
     value = {"whole": "3", "number": "0.3", "truth": str(not argument.default), "mapping": '{"a":1}'}
@@ -342,7 +385,7 @@ def test_what_is_refused_says_why(argument: Any) -> None:
 
 @pytest.mark.parametrize("argument", [a for a in RLHF if a.idle and not a.where], ids=lambda a: a.name)
 def test_what_changes_nothing_is_told(argument: Any) -> None:
-    value = {"whole": "3", "truth": "true", "mapping": '{"a":1}'}.get(argument.takes, "x")
+    value = {"whole": "3", "number": "0.3", "truth": "true", "mapping": '{"a":1}'}.get(argument.takes, "x")
     found = translated(f"--{argument.name} {value}")
     assert found.options == options()
     assert f"--{argument.name}: changes nothing: {argument.idle}" in found.notes
@@ -361,6 +404,19 @@ def test_what_changes_nothing_is_told_where_it_belongs_and_refused_elsewhere(arg
     assert found.options == options(PLACES[argument.where])
     assert f"--{argument.name}: changes nothing: {argument.idle}" in found.notes
     assert f"--{argument.name}: it changes nothing" in refusal(f"{ELSEWHERE[argument.where]} {said}")
+
+
+def test_what_means_something_else_here_is_told() -> None:
+    for name in ("warmup_steps", "warmup_ratio"):
+        told = translated(f"--lr_scheduler_type constant --{name} 1").notes
+        assert any(note.startswith(f"--{name}: changes nothing with --lr_scheduler_type constant") for note in told)
+    (told,) = (n for n in translated(f"{SERVER} --steps_per_generation 16").notes if "sampled together" in n)
+    assert told == "--steps_per_generation: 2 steps are sampled together, and ratios are to the engine's logprobs"
+    assert not any("sampled together" in note for note in translated(f"{SERVER} --steps_per_generation 8").notes)
+    told = translated("--reward_funcs cosine --cosine_max_len 511").notes
+    assert any(note.startswith("--cosine_max_len: a longer answer gets what one of that length") for note in told)
+    told = translated("--reward_funcs cosine --cosine_max_len 512").notes
+    assert not any(note.startswith("--cosine_max_len") for note in told)
 
 
 def test_a_default_in_the_wrong_place_is_told() -> None:
@@ -483,14 +539,18 @@ def test_the_others_of_deploy_are_refused_or_told(argument: Any) -> None:
 def test_rows_in_every_form() -> None:
     asked = {"role": "user", "content": "q"}
     said = {"role": "assistant", "content": "a"}
-    assert row({"messages": [asked, said]}) == {"messages": [asked, said], "prompt": [asked], "solution": "a"}
-    assert row({"messages": [asked], "solution": 4, "answer": "5"})["solution"] == "4"
+    assert row({"messages": [asked, said]}) == {
+        "messages": [asked, said], "prompt": [asked], "solution": "a", "gold answer": "a",
+    }  # fmt: skip
+    for gold in (4, ["4", "four"], {"value": 4}):  # rewards get it as it is in the data
+        found = row({"messages": [asked], "solution": gold, "answer": "5"})
+        assert (found["solution"], found["gold answer"]) == (gold, str(gold))
     assert row({"query": "q", "response": "a"})["prompt"] == [asked]
     assert row({"query": "q", "response": "a"})["solution"] == "a"
     full = row({"query": "q", "history": [["q", "a"]], "system": "s", "answer": "x"})
     assert full["prompt"] == [{"role": "system", "content": "s"}, asked, said, asked]
     assert full["solution"] == "x"
-    assert row({"prompt": [asked]})["solution"] == ""
+    assert row({"prompt": [asked]})["gold answer"] == ""
     with pytest.raises(ValueError, match="it has images"):
         row({"query": "q", "images": ["a.png"]})
     with pytest.raises(ValueError, match="no messages"):
@@ -515,18 +575,6 @@ class Long(ORM):
 
 orms["long"] = Long
 """
-
-
-def test_a_plug_in_registers_its_rewards() -> None:
-    Path("plugin.py").write_text(PLUGIN)
-    reward = Plugin(registered="long", files=("plugin.py",))
-    reward.prepare()
-    assert reward.called().call(completions=["abc", "d"], solution=["x", "y"]) == [4, 2]
-    assert reward.called().text
-    with pytest.raises(RewardError, match="no reward 'other'; in orms is: long"):
-        Plugin(registered="other", files=("plugin.py",)).prepare()
-    with pytest.raises(RewardError, match=r"there is no plug-in file none\.py"):
-        Plugin(registered="long", files=("none.py",)).prepare()
 
 
 # The command line
@@ -565,6 +613,21 @@ def test_show_prints_the_recipe(run: Run) -> None:
     assert "# --sleep_level: trainer and engine hold one copy" in out
     code, out, _ = run("rollout", "--model", "m", "--show")
     assert (code, yaml.safe_load(out)["engine"]["port"]) == (0, 8000)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--temperature", "0"), "sampling.temperature"),
+        (("--top_p", "1.5"), "sampling.top_p"),
+        (("sampling.top_p=2",), "sampling.top_p"),
+    ],
+)
+def test_show_refuses_what_a_run_would(run: Run, words: tuple[str, ...], message: str) -> None:
+    refused = [run("rlhf", *START.split(), *words, *show) for show in ((), ("--show",))]
+    for code, out, err in refused:
+        assert (code, out) == (2, "")
+        assert message in err
 
 
 def test_a_misspelt_argument_is_corrected(run: Run) -> None:

@@ -10,19 +10,17 @@ if TYPE_CHECKING:
 HOST, PORT = "0.0.0.0", 8000
 """Axolotl's defaults of where the server is."""
 
+TIMEOUT = 240.0
+"""TRL's trl.vllm_server_timeout, in seconds."""
+
 _ANYWHERE = ("0.0.0.0", "::", "")
 """Addresses to listen at that mean this machine to who connects."""
 
 _STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
 
 
-def put(recipe: Recipe, completions: int) -> None:
-    """Engine, sync, context and lag.
-
-    Args:
-        recipe: the recipe in the making.
-        completions: those of one step.
-    """
+def put(recipe: Recipe) -> None:
+    """Engine, sync, context and lag."""
     file = recipe.file
     mode = file.get("trl.vllm_mode", "server")
     if mode not in ("server", "colocate"):
@@ -41,7 +39,7 @@ def put(recipe: Recipe, completions: int) -> None:
     else:
         _served(recipe)
     _context(recipe)
-    lag = _ahead(recipe, completions) + (_every(recipe) - 1 if vllm and mode == "server" else 0)
+    lag = _ahead(recipe) + (_every(recipe) - 1 if vllm and mode == "server" else 0)
     if lag:
         recipe.put("max_lag", lag, "trl.prefetch_depth", "trl.async_prefetch", "trl.vllm_sync_interval")
 
@@ -58,7 +56,8 @@ def _served(recipe: Recipe) -> None:
         host = file.get("trl.vllm_server_host", HOST)
         url = f"http://{'127.0.0.1' if host in _ANYWHERE else host}:{file.get('trl.vllm_server_port', PORT)}"
         recipe.put("engine.urls", [url], "trl.vllm_server_port", "trl.vllm_server_host")
-        recipe.copy("trl.vllm_server_timeout", "engine.start_seconds")
+        patience = file.get("trl.vllm_server_timeout", TIMEOUT)
+        recipe.put("engine.start_seconds", patience, "trl.vllm_server_timeout")
         file.note("vllm", f"the engine is expected at {url}; it is started by: tandem serve engine FILE")
     for option in ("vllm_gpu_memory_utilization", "vllm_enable_prefix_caching", "vllm_enable_sleep_mode"):
         if f"trl.{option}" in file and file.get(f"trl.{option}") is not False:
@@ -87,10 +86,12 @@ def _colocated(recipe: Recipe) -> None:
         file.note("trl.vllm_enable_sleep_mode", "changes nothing: shared weights are one copy, so none is put to sleep")
     if file.get("trl.vllm_lora_sync"):
         file.wrong("trl.vllm_lora_sync", "it needs vllm_mode: server, in Axolotl too; leave it out")
-    for option in ("vllm_server_host", "vllm_server_port", "vllm_sync_interval"):
+    if file.get("trl.vllm_sync_interval"):
+        why = "changes nothing with vllm_mode: colocate; weights are shared after every step"
+        file.note("trl.vllm_sync_interval", why)
+    for option in ("vllm_server_host", "vllm_server_port", "vllm_server_timeout"):
         if file.get(f"trl.{option}"):
-            file.note(f"trl.{option}", "changes nothing with vllm_mode: colocate; weights are shared after every step")
-    recipe.copy("trl.vllm_server_timeout", "engine.start_seconds")
+            file.note(f"trl.{option}", "changes nothing with vllm_mode: colocate; there is no server")
 
 
 def _started(recipe: Recipe, share: float) -> None:
@@ -105,17 +106,13 @@ def _started(recipe: Recipe, share: float) -> None:
 def _context(recipe: Recipe) -> None:
     """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
     file = recipe.file
-    longest = file.get("sequence_len", 0)
-    if "vllm.max_model_len" in file or "trl.vllm_max_model_len" in file:
-        recipe.copy("vllm.max_model_len", "context")
-        recipe.copy("trl.vllm_max_model_len", "context")
-    elif longest > file.get("trl.max_completion_length", 512):
-        recipe.copy("sequence_len", "context")
-    elif longest:
-        file.note(
-            "sequence_len",
-            "it leaves no room for a prompt before max_completion_length: the model's own limit is taken",
-        )
+    named = ("vllm.max_model_len", "trl.vllm_max_model_len") if file.get("trl.use_vllm") else ()
+    bounds = [path for path in named if path in file]
+    for path in bounds:
+        recipe.copy(path, "context")
+    if "sequence_len" in file:
+        whose = "max_model_len does" if bounds else "the model's own limit does, or with use_vllm vllm.max_model_len"
+        file.note("sequence_len", f"bounds no prompt and no answer, as in Axolotl: {whose}")
 
 
 def _every(recipe: Recipe) -> int:
@@ -126,9 +123,9 @@ def _every(recipe: Recipe) -> int:
     return recipe.per_step(every)
 
 
-def _ahead(recipe: Recipe, completions: int) -> int:
+def _ahead(recipe: Recipe) -> int:
     """Steps by which generation is ahead of training."""
-    file = recipe.file
+    file, completions = recipe.file, recipe.completions
     depth = file.get("trl.prefetch_depth", 1) if file.get("trl.async_prefetch") else 0
     if depth < 1 and file.get("trl.async_prefetch"):
         file.wrong("trl.prefetch_depth", "it must be at least 1")
@@ -143,9 +140,15 @@ def _ahead(recipe: Recipe, completions: int) -> int:
         )
     elif batch > completions and batch % completions:
         file.wrong("trl.generation_batch_size", f"{batch} is no multiple of the {completions} completions of a step")
+    elif batch < completions and recipe.updates > 1:
+        file.wrong(
+            "trl.generation_batch_size",
+            f"with {batch} of a step's {completions} completions and num_iterations {recipe.updates} a step would "
+            "train the same completions twice; leave it out",
+        )
     elif batch < completions:
         file.note("trl.generation_batch_size", "changes nothing: all of a step is sampled by the same weights anyway")
-    ahead: int = max(0, depth) + max(0, batch // completions - 1)
+    ahead: int = max(0, depth) + recipe.generated - 1
     return ahead
 
 

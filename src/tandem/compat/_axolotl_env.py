@@ -15,7 +15,7 @@ from tandem.envs._split import some
 from tandem.envs.base import Environment, Split
 from tandem.envs.dataset import Dataset
 from tandem.errors import ConfigError, EnvError
-from tandem.types import Json, Task
+from tandem.types import TEXT, Json, Message, Task
 
 _HARMLESS = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "cache_file_name", "writer_batch_size"}
 """Options of a data set's map that change no row."""
@@ -120,12 +120,17 @@ class Rows(Environment):
 
 @dataclass(frozen=True, kw_only=True)
 class _Part(Dataset):
-    """Makes a row with a ``prompt`` a task."""
+    """Makes a row with a ``prompt`` a task: messages, or a text that the policy goes on with, as in TRL."""
 
     def task(self, row: Row, split: Split) -> Task:
         task = self._task(row, split)
         answer = row.columns.get("answer")
         return replace(task, answer=answer) if isinstance(answer, str) else task
+
+    def _prompt(self, row: Row) -> tuple[Message, ...]:
+        if isinstance(row.value(self.prompt), list):
+            return super()._prompt(row)
+        return (Message(role=TEXT, content=row.text(self.prompt)),)
 
 
 def _sources(entry: Mapping[str, Any], share: float) -> list[Source]:

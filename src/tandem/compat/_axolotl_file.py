@@ -75,11 +75,13 @@ class File:
     def _read(self, prefix: str, branch: Branch, options: Mapping[str, Option]) -> None:
         for name, tree in branch.entries.items():
             path, place = prefix + name, branch.key_where[name]
-            if name not in options:
-                self.problems.add(place, f"{path} is no option of Axolotl's that Tandem knows{_meant(name, options)}")
-            elif not (isinstance(tree, Leaf) and tree.value is None):
+            if isinstance(tree, Leaf) and tree.value is None:
+                continue
+            if name in options:
                 self.places[path] = place
                 self._take(path, tree, options[name])
+            else:
+                self.problems.add(place, f"{path} is no option of Axolotl's that Tandem knows{_meant(name, options)}")
 
     def _take(self, path: str, tree: Tree, option: Option) -> None:
         value = plain(tree)

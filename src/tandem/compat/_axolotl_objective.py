@@ -130,11 +130,8 @@ def _loss(recipe: Recipe) -> None:
                 file.note(option, "changes nothing: with num_iterations 1 every ratio to the step's own policy is 1")
         if file.get("trl.num_iterations", 1) < 1:
             file.wrong("trl.num_iterations", "it must be at least 1")
-    recipe.put(
-        "old_logprobs",
-        "sampled" if sampled else "recomputed",
-        "trl.replay_buffer_size" if sampled else "trl.vllm_importance_sampling_correction",
-    )
+    whence = ("trl.generation_batch_size", "trl.replay_buffer_size", "trl.vllm_importance_sampling_correction")
+    recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
     _corrections(recipe)
 
 
@@ -144,12 +141,24 @@ def _weighed(recipe: Recipe) -> bool:
 
 
 def _against_the_sampler(recipe: Recipe) -> bool:
-    """Whether ratios are to the logprobs that were sampled with, since only they tell how old a replayed answer is."""
-    file, recompute = recipe.file, "trl.replay_recompute_logps"
+    """Whether ratios are to the logprobs that were sampled with.
+
+    Only they tell how old an answer is that is replayed, or that was sampled together with those of earlier steps.
+    """
+    file, recompute, together = recipe.file, "trl.replay_recompute_logps", "trl.generation_batch_size"
+    if recipe.generated > 1 and _weighed(recipe):
+        file.wrong(
+            together,
+            f"of {recipe.generated} steps it needs ratios to the policy that generated, apart from the weights of "
+            "vllm_importance_sampling_correction, and here both would be to the sampler; leave it out, or write "
+            "vllm_importance_sampling_correction: false, which lets epsilon clip ratios to the sampler",
+        )
+    elif recipe.generated > 1:
+        file.note(together, f"{recipe.generated} steps are sampled together, and ratios are to the sampler's logprobs")
     if not file.get("trl.replay_buffer_size", 0):
         if not file.get(recompute, True):
             file.note(recompute, "changes nothing: nothing is replayed")
-        return False
+        return recipe.generated > 1
     if not _weighed(recipe):
         if file.get(recompute, True):
             why = "replayed answers are of an older policy, and no correction weighs that"

@@ -71,20 +71,50 @@ class Recipe:
         iterations: int = self.file.get("trl.num_iterations", 1)
         return max(1, iterations)
 
+    @property
+    def completions(self) -> int:
+        """Those that one step trains on."""
+        size: int = self.file.get("micro_batch_size", 1) * self.file.get("gradient_accumulation_steps", 1)
+        return size
+
+    @property
+    def generated(self) -> int:
+        """Steps whose completions are sampled together, before the first of them is trained."""
+        batch: int = self.file.get("trl.generation_batch_size", self.completions)
+        return max(1, batch // max(1, self.completions))
+
     def per_step(self, count: float) -> int:
         """A number of Axolotl's steps as Tandem's."""
         return max(1, math.ceil(count / self.updates)) if count > 0 else 0
+
+    def every(self, option: str, by_epoch: str, steps: int) -> int:
+        """Steps from one time to the next of something that the file wants every so many steps; 0: never.
+
+        Below 1 it is a share of the run's ``steps``, as transformers takes it, and so is what is wanted so often
+        ``by_epoch``, as Axolotl hands it on.
+        """
+        asked: float = self.file.get(option, 0)
+        if often := self.file.get(by_epoch, 0):
+            if often < 0:
+                self.file.wrong(by_epoch, f"expected how often in an epoch, got {often:g}")
+            if option in self.file:
+                self.file.wrong(by_epoch, f"Axolotl takes it or {option}, not both; leave one of them out")
+            times: float = often * self.file.get("num_epochs", 1)
+            return math.ceil(steps / max(1.0, times))
+        if asked < 0 or (asked > 1 and asked != int(asked)):
+            self.file.wrong(option, f"expected a number of steps, or a share of all below 1, got {asked:g}")
+        return math.ceil(asked * steps) if 0 < asked < 1 else self.per_step(asked)
 
     def make(self) -> None:
         """All of it."""
         self.tree.where = self.file.tree.where
         _model(self)
-        groups, size = _batch(self)
+        groups = _batch(self)
         objective.put(self)
-        engine.put(self, groups * size)
+        engine.put(self)
         steps = _steps(self, groups)
         _optimizer(self, steps)
-        _run(self)
+        _run(self, steps)
         order = [option.name for option in fields(RunConfig)]
         self.tree.entries = dict(sorted(self.tree.entries.items(), key=lambda entry: order.index(entry[0])))
 
@@ -143,12 +173,12 @@ def _adapter(recipe: Recipe) -> None:
         file.wrong("adapter", f"{adapter} is not trained here; write lora with bfloat16 weights, or leave it out")
         return
     recipe.put("trains.kind", adapter or "full", "adapter")
-    recipe.copy("peft_layers_to_transform", "trains.layers")
     if not adapter:
-        for option in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules"):
+        for option in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules", "peft_layers_to_transform"):
             if file.get(option):
                 file.note(option, "changes nothing without adapter: lora")
         return
+    recipe.copy("peft_layers_to_transform", "trains.layers")
     for option, path in {"lora_r": "trains.rank", "lora_alpha": "trains.alpha"}.items():
         if option not in file:
             file.wrong("adapter", f"lora needs {option}")
@@ -186,11 +216,11 @@ def _precision(recipe: Recipe) -> None:
         recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
 
 
-def _batch(recipe: Recipe) -> tuple[int, int]:
-    """Groups of a step and answers of a group."""
+def _batch(recipe: Recipe) -> int:
+    """Groups of a step."""
     file = recipe.file
     micro, accumulated = file.get("micro_batch_size", 1), file.get("gradient_accumulation_steps", 1)
-    size = file.get("trl.num_generations", 8)
+    size: int = file.get("trl.num_generations", 8)
     tokens = max(file.get("sequence_len", 512), file.get("trl.max_completion_length", 512))
     for path, number in {
         "micro_batch_size": micro,
@@ -200,20 +230,20 @@ def _batch(recipe: Recipe) -> tuple[int, int]:
     }.items():
         if number < 1:
             file.wrong(path, "it must be at least 1")
-            return 1, 1
-    groups, rest = divmod(micro * accumulated, size)
+            return 1
+    groups, rest = divmod(recipe.completions, size)
     if size < 2:
         file.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
     elif rest or not groups:
         file.wrong(
             "trl.num_generations",
-            f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated} = {micro * accumulated} "
+            f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated} = {recipe.completions} "
             f"completions, which are no whole number of groups of {size}; change one of the three",
         )
     recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
     recipe.put("group_size", size, "trl.num_generations")
     recipe.put("micro_batch_tokens", micro * tokens, "micro_batch_size")
-    return max(groups, 1), size
+    return max(groups, 1)
 
 
 def _steps(recipe: Recipe, groups: int) -> int:
@@ -291,7 +321,7 @@ def _warmup(recipe: Recipe, steps: int) -> int:
     return warmup
 
 
-def _run(recipe: Recipe) -> None:
+def _run(recipe: Recipe, steps: int) -> None:
     """Data, what is measured and written down."""
     file = recipe.file
     if "datasets" not in file:
@@ -301,19 +331,34 @@ def _run(recipe: Recipe) -> None:
     for entry in [*file.get("datasets", []), *file.get("test_datasets", [])]:
         if isinstance(entry, dict) and entry.get("name") and Path(str(entry.get("path"))).exists():
             file.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")
+    evaluated = recipe.every("eval_steps", "evals_per_epoch", steps)
+    saved = recipe.every("save_steps", "saves_per_epoch", steps)
     if not (file.get("val_set_size") or file.get("test_datasets")):
         recipe.put("evaluate.tasks", 0, "val_set_size")
-    elif file.get("eval_steps"):
-        recipe.put("evaluate.every", recipe.per_step(file.get("eval_steps")), "eval_steps")
-    if file.get("save_steps"):
-        recipe.put("checkpoint.every", recipe.per_step(file.get("save_steps")), "save_steps")
+        if evaluated:
+            by = "evals_per_epoch" if file.get("evals_per_epoch") else "eval_steps"
+            file.note(by, "changes nothing: val_set_size and test_datasets hold no rows out")
+    elif evaluated:
+        recipe.put("evaluate.every", evaluated, "eval_steps")
+    if saved:
+        recipe.put("checkpoint.every", saved, "save_steps")
     recipe.copy("save_total_limit", "checkpoint.keep")
     recipe.copy("trl.reward_num_workers", "grading.workers")
     recipe.copy("seed", "seed")
     recipe.copy("wandb_name", "name")
     recipe.put("runs", file.get("output_dir", "model-out"), "output_dir")
+    _sinks(recipe)
+
+
+def _sinks(recipe: Recipe) -> None:
+    """Where numbers go."""
+    file = recipe.file
     sinks: list[Json] = ["console"]
-    if (file.get("use_wandb") or file.get("wandb_project")) and file.get("wandb_mode") != "disabled":
+    wandb = file.get("use_wandb") or file.get("wandb_project")
+    for option in ("wandb_entity", "wandb_mode"):
+        if file.get(option) and not wandb:
+            file.note(option, "changes nothing without wandb_project or use_wandb: true")
+    if wandb and file.get("wandb_mode") != "disabled":
         named = {key: file.get(f"wandb_{key}") for key in ("project", "entity", "mode")}
         sinks.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
     if file.get("use_tensorboard"):

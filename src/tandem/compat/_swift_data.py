@@ -10,6 +10,8 @@ from tandem.types import Json, Task
 
 KIND = f"{__name__}:Rows"
 """How a recipe names the environment."""
+GOLD = "gold answer"
+"""Column that the gold answer is put into, as text."""
 TAGGED = "<think></think>\n<answer>\n{answer}\n</answer>"
 """A gold reply that ms-swift's format reward likes."""
 
@@ -24,8 +26,8 @@ _MEDIA = ("images", "videos", "audios")
 class Rows(Dataset):
     """Rows with messages, or with query and response; solution or answer is the gold answer."""
 
-    answer: str = "solution"
-    """Column with the gold answer."""
+    answer: str = GOLD
+    """Column with the gold answer; that of ``transform`` is made of solution, answer, response or the last turn."""
     transform: str = f"{__name__}:row"
     """What brings ms-swift's forms into one."""
     gold_reply: str = "{answer}"
@@ -41,7 +43,7 @@ class Rows(Dataset):
 
 
 def row(columns: dict[str, Json]) -> dict[str, Json]:
-    """A row with ``prompt`` (messages) and ``solution`` (text) besides its own columns.
+    """A row with ``prompt`` (messages), ``solution`` and the gold answer as text besides its own columns.
 
     The last answer of a conversation is the gold one where there is no column with it, and never in the prompt.
 
@@ -56,7 +58,7 @@ def row(columns: dict[str, Json]) -> dict[str, Json]:
         said = messages.pop().get("content")
     answers = [columns.get(name) for name in ("solution", *_ANSWERS)]
     found = next((answer for answer in [*answers, said] if answer is not None), "")
-    return {**columns, "prompt": messages, "solution": found if isinstance(found, str) else str(found)}
+    return {**columns, "prompt": messages, "solution": found, GOLD: found if isinstance(found, str) else str(found)}
 
 
 def _messages(columns: dict[str, Json]) -> list[dict[str, Any]]:

@@ -47,6 +47,11 @@ class Given:
         """True if it was given."""
         return name in self._values
 
+    @property
+    def values(self) -> dict[str, Json]:
+        """What was given, by name."""
+        return dict(self._values)
+
     def wrong(self, name: str, message: str) -> None:
         """Note that an argument cannot be obeyed."""
         self.problems.add(f"--{name}", message)

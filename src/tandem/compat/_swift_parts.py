@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from tandem.compat._swift_data import KIND as ROWS
-from tandem.compat._swift_data import TAGGED
+from tandem.compat._swift_data import TAGGED, Rows
 from tandem.compat._swift_given import Given
 from tandem.compat._swift_plugin import KIND as PLUGIN
+from tandem.compat._swift_plugin import registered
+from tandem.compat._swift_rewards import NAMES, built_in
+from tandem.errors import RewardError
+from tandem.rewards._calls import raised
 from tandem.types import Json
 
-_FORMAT = r"(?s)^<think>.*?</think>\s*<answer>.*?</answer>\Z"
 _STARTING = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     "vllm_tensor_parallel_size": "tensor_parallel_size",
@@ -27,7 +32,7 @@ _PASSED = ("disable_custom_all_reduce", "disable_cascade_attn", "enable_expert_p
 
 
 def datasets(given: Given) -> dict[str, Json]:
-    """``env``, or ``envs`` of several data sets, drawn from in proportion to their ``#N`` where all have one."""
+    """``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
     names = given["dataset"] or []
     if not names:
         given.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
@@ -37,20 +42,39 @@ def datasets(given: Given) -> dict[str, Json]:
         given.wrong("val_dataset", "one data set has one other to be evaluated on")
     if validation and given["split_dataset_ratio"]:
         given.wrong("split_dataset_ratio", "it changes nothing beside --val_dataset, which is held out; leave it out")
-    found = [_dataset(given, name, validation) for name in names]
+    system = _system(given)
+    found = [_dataset(given, name, validation) | ({"system": system} if system else {}) for name in names]
     if len(found) == 1:
         return {"env": found[0]}
-    counts = [env.get("max_rows") for env in found]
-    if not all(counts):
-        given.note("dataset", "each is drawn from as often as the others; PATH#N for all draws in proportion to N")
-        counts = [1] * len(found)
     own = rewards(given)
+    if given.problems:
+        return {}
     return {
         "envs": {
-            f"{Path(env['path']).stem}-{i}": {"env": env, "weight": count, "rewards": own}
-            for i, (env, count) in enumerate(zip(found, counts, strict=True), 1)
+            f"{Path(env['path']).stem}-{i}": {"env": env, "weight": rows(env), "rewards": own}
+            for i, env in enumerate(found, 1)
         }
     }
+
+
+def rows(env: Mapping[str, Json]) -> int:
+    """Rows that a data set trains on.
+
+    Raises:
+        EnvError: it cannot be read.
+    """
+    return len(Rows(**{name: value for name, value in env.items() if name != "kind"}).tasks("train"))
+
+
+def _system(given: Given) -> str:
+    r"""The system message: a text, in which \n is a line's end, or what is in a .txt file; empty: none."""
+    said = str(given["system"] or "")
+    if not said.endswith(".txt"):
+        return said.replace("\\n", "\n")
+    if not Path(said).is_file():
+        given.wrong("system", f"there is no file {said}")
+        return ""
+    return Path(said).read_text(encoding="utf-8")
 
 
 def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
@@ -67,11 +91,6 @@ def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
         env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
     env |= {"max_rows": int(count)} if count and int(count) else {}
     env |= {"test_path": validation[0]} if validation else {"test_share": given["split_dataset_ratio"]}
-    if given["system"]:
-        file = Path(given["system"])
-        env["system"] = (
-            file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else given["system"]
-        )
     return env | ({"gold_reply": TAGGED} if "format" in given["reward_funcs"] else {})
 
 
@@ -84,7 +103,8 @@ def rewards(given: Given) -> dict[str, Json]:
     if weights is not None and len(weights) != total:
         given.wrong("reward_weights", f"there are {len(weights)} for {total} rewards; write one for each")
         weights = None
-    kinds = {name: _reward(given, name) for name in names}
+    plugged = _plugged(given)
+    kinds = {name: _reward(given, name, plugged) for name in names}
     if len(kinds) < len(names):
         given.wrong("reward_funcs", "a reward is named twice; give it a greater weight instead")
     for i, model in enumerate(models):
@@ -99,39 +119,46 @@ def rewards(given: Given) -> dict[str, Json]:
     return found
 
 
-def _reward(given: Given, name: str) -> dict[str, Json]:
+def _reward(given: Given, name: str, plugged: Collection[str]) -> dict[str, Json]:
     """One reward function's kind and options; ``scale`` multiplies its weight."""
-    longest = given["max_completion_length"]
-    match name:
-        case "accuracy":
-            return {"kind": "math_verify"}
-        case "format":
-            return {"kind": "format", "pattern": _FORMAT}
-        case "cosine":
-            return {
-                "kind": "cosine_length",
-                "accuracy": "math_verify",
-                "max_tokens": given["cosine_max_len"] or longest,
-                "right_short": given["cosine_min_len_value_correct"],
-                "right_long": given["cosine_max_len_value_correct"],
-                "wrong_short": given["cosine_min_len_value_wrong"],
-                "wrong_long": given["cosine_max_len_value_wrong"],
-            }
-        case "repetition":
-            return {"kind": "repetition", "ngram": given["repetition_n_grams"],
-                    "scale": -given["repetition_max_penalty"]}  # fmt: skip
-        case "soft_overlong":
-            if given["soft_cache_length"] is None:
-                given.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
-            most = given["soft_max_length"] or longest
-            return {"kind": "overlong", "max_tokens": most, "cache": given["soft_cache_length"]}
-    if not given["external_plugins"]:
-        known = "accuracy, format, cosine, repetition, soft_overlong"
-        given.wrong(
-            "reward_funcs", f"there is no {name!r}; choose from {known}, or name its file by --external_plugins"
-        )
+    if name in plugged:  # a plug-in may put one of its own in the place of a built-in one
+        files = list(given["external_plugins"])
+        return {"kind": PLUGIN, "registered": name, "files": files, "arguments": given.values}
+    if name not in NAMES:
+        known = ", ".join(dict.fromkeys((*NAMES, *plugged)))
+        more = "" if given["external_plugins"] else ", or name its file by --external_plugins"
+        given.wrong("reward_funcs", f"there is no {name!r}; choose from {known}{more}")
         return {}
-    return {"kind": PLUGIN, "registered": name, "files": list(given["external_plugins"])}
+    longest = given["max_completion_length"]
+    if name == "soft_overlong" and given["soft_cache_length"] is None:
+        given.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
+    if name == "cosine" and (given["cosine_max_len"] or longest) < longest:
+        why = "a longer answer gets what one of that length gets; the wave of ms-swift turns back there"
+        given.note("cosine_max_len", why)
+    return built_in(name, given)
+
+
+def _plugged(given: Given) -> Collection[str]:
+    """Names of rewards that plug-in files register; a file of which none is asked for would change nothing."""
+    files, names = list(given["external_plugins"]), list(given["reward_funcs"])
+    if not files:
+        return ()
+    try:
+        with redirect_stdout(sys.stderr):  # what it prints is no part of a recipe
+            found = registered(files)
+    except RewardError as error:
+        given.wrong("external_plugins", str(error))
+        return names
+    except Exception as error:  # user code may raise anything while it is run
+        given.wrong("external_plugins", f"running {', '.join(files)} {raised(error)}")
+        return names
+    asked = {found[name].file for name in names if name in found}
+    for file in files:
+        if file not in asked:
+            own = ", ".join(name for name, one in found.items() if one.file == file) or "nothing"
+            why = f"{file} registers none of --reward_funcs ({own}), so it would change nothing; leave it out"
+            given.wrong("external_plugins", why)
+    return tuple(found)
 
 
 def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int) -> dict[str, Json]:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import logging
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from tandem.compat._swift_library import Arguments, orms
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._calls import Adapter, Called, plain, said
+from tandem.rewards._calls import Adapter, Called, said
+from tandem.types import Json, Rollout
 
 KIND = f"{__name__}:Plugin"
 """How a recipe names the reward."""
+
+
+class Registered(NamedTuple):
+    """What a plug-in file has put into ``orms``."""
+
+    file: str
+    """The file."""
+    thing: Callable[..., Any]
+    """A class of rewards, or a function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +38,16 @@ class Plugin(Adapter):
     """Its name in ``orms``."""
     files: tuple[str, ...]
     """The plug-in files, run in order."""
+    arguments: dict[str, Json] = field(default_factory=dict)
+    """Arguments of ms-swift's command line, which its class may look at; others have their defaults."""
 
     def __post_init__(self) -> None:
         if not self.files:
             raise ConfigError("files must name the plug-in's files")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: what was made of the files stays in the process that ran them."""
+        return {name: value for name, value in vars(self).items() if name != "_called"}
 
     def prepare(self) -> None:
         """Run the files.
@@ -47,63 +63,98 @@ class Plugin(Adapter):
             raise RewardError(f"reward {self.registered!r} of {', '.join(self.files)} fails: {said(error)}") from error
 
     def called(self) -> Called:
+        return self._called
+
+    @cached_property
+    def _called(self) -> Called:
         rewards = registered(self.files)
         if self.registered not in rewards:
             known = ", ".join(sorted(rewards)) or "nothing"
             raise RewardError(f"{', '.join(self.files)} registers no reward {self.registered!r}; in orms is: {known}")
-        thing = rewards[self.registered]
-        return plain(thing() if isinstance(thing, type) else thing, text=True)
+        reward = _made(rewards[self.registered].thing, self.arguments)
+        parameters = inspect.signature(reward).parameters.values()
+        accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+        def call(completions: Sequence[str], **columns: Any) -> Any:
+            """Completions come first, whatever the reward calls them."""
+            return reward(completions, **columns)
+
+        return Called(
+            call=call,
+            shape="columns",
+            is_async=any(inspect.iscoroutinefunction(one) for one in (reward, type(reward).__call__)),
+            accepts=None if any_name else frozenset(accepts | {"completions"}),
+            text=True,
+            more=_columns,
+        )
 
     @property
     def full_marks(self) -> None:
         return None
 
 
-def registered(files: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """Every reward that plug-in files register, by name; raises whatever they raise."""
-    with _library() as rewards:
-        for file in files:
-            path = Path(file).absolute()
-            if not path.is_file():
-                raise RewardError(f"there is no plug-in file {file}")
-            name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-            if str(path.parent) not in sys.path:
-                sys.path.append(str(path.parent))  # modules beside it
-            spec = importlib.util.spec_from_file_location(name, path)
-            if spec is None or spec.loader is None:
-                raise RewardError(f"{file} is no Python file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module  # classes are looked up by the module they say
-            spec.loader.exec_module(module)
-        return dict(rewards)
+def registered(files: Sequence[str]) -> Mapping[str, Registered]:
+    """Every reward that plug-in files register, by name; in one process they are run once.
+
+    Raises:
+        RewardError: there is no such file.
+    """
+    for file in files:
+        if not Path(file).is_file():
+            raise RewardError(f"there is no plug-in file {file}")
+    return _run(tuple((file, str(Path(file).absolute())) for file in files))
 
 
-@contextmanager
-def _library() -> Iterator[dict[str, Callable[..., Any]]]:
-    """What plug-ins import of ms-swift: its own where it is installed, else as much as registering needs."""
-    if importlib.util.find_spec("swift") is not None:
-        yield importlib.import_module("swift.plugin").orms
-        return
-    orms: dict[str, Callable[..., Any]] = {}
-    # ``rm_plugins`` and ``multi_turns`` may be written to in the same file; nothing reads them.
-    names = {"ORM": _Reward, "AsyncORM": _Reward, "orms": orms, "rm_plugins": {}, "multi_turns": {}}
-    made = {name: ModuleType(name) for name in ("swift", "swift.plugin", "swift.plugin.orm", "swift.rewards",
-                                                "swift.rewards.orm", "swift.utils")}  # fmt: skip
-    for name, module in made.items():
-        module.__path__ = []
-        if name != "swift.utils":
-            module.__dict__.update(names)
-    made["swift.utils"].__dict__["get_logger"] = lambda *_, **__: logging.getLogger("swift")
-    sys.modules.update(made)
-    try:
-        yield orms
-    finally:
-        for name in made:
-            sys.modules.pop(name, None)
+@cache
+def _run(files: tuple[tuple[str, str], ...]) -> Mapping[str, Registered]:
+    """By name, as given and in full: what they register; raises whatever they raise."""
+    registry = orms()
+    found: dict[str, Registered] = {}
+    for file, place in files:
+        before = dict(registry)
+        path = Path(place)
+        name = f"{path.stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # modules beside it
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise RewardError(f"{file} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # classes are looked up by the module they say
+        spec.loader.exec_module(module)
+        own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
+        found |= {key: Registered(file, thing) for key, thing in own.items()}
+    return found
 
 
-class _Reward:
-    """What reward classes of plug-ins derive from."""
+def _made(thing: Callable[..., Any], given: Mapping[str, Json]) -> Callable[..., Any]:
+    """The reward itself; its class is given ``args``, and single arguments and the tokenizer if it names them."""
+    if not isinstance(thing, type):
+        return thing
+    if "__init__" not in {name for base in thing.__mro__[:-1] for name in vars(base)}:
+        return thing()  # type: ignore[no-any-return]
+    parameters = inspect.signature(thing).parameters
+    asked = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    arguments = Arguments(given)
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in asked if hasattr(arguments, name)}
+    if "args" in asked or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        options["args"] = arguments
+    if "tokenizer" in asked:
+        from tandem.policy.policy import load_tokenizer
 
-    def __init__(self, args: Any = None, **_: Any) -> None:
-        self.args = args
+        options["tokenizer"] = load_tokenizer(arguments["model"])
+    return thing(**options)  # type: ignore[no-any-return]
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What ms-swift hands on beside the columns of the data: the conversation has the completion as its last turn."""
+    return {
+        "messages": [[{"role": m.role, "content": m.content} for m in r.messages] for r in rollouts],
+        "response_token_ids": [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts],
+        "prompt_id": [r.task.id for r in rollouts],
+        "request_id": [r.id for r in rollouts],
+        "finish_reason": [r.turns[-1].completion.finish if r.turns else None for r in rollouts],
+        "is_truncated": [r.truncated for r in rollouts],
+        "rollout_infos": [{} for _ in rollouts],
+    }

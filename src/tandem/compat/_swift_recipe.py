@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from tandem.compat._swift_given import Given
-from tandem.compat._swift_parts import datasets, engine, rewards
+from tandem.compat._swift_parts import datasets, engine, rewards, rows
 from tandem.compat._swift_running import (
     OPTIMIZERS,
     SCHEDULES,
@@ -95,7 +95,7 @@ class Reading:
             **({"context": context, "micro_batch_tokens": batch * context} if context else {}),
             **({"checkpointing": "full"} if given["gradient_checkpointing"] else {}),
             "seed": given["seed"],
-            "evaluate": evaluated(given),
+            "evaluate": evaluated(given, steps),
             "checkpoint": checkpoint(given, steps),
             "sinks": sinks(given),
             **folder(given),
@@ -126,13 +126,13 @@ class Reading:
         size = given["generation_batch_size"]
         if given["steps_per_generation"]:
             size = given["steps_per_generation"] * given["per_device_train_batch_size"]
-        return max(1, (size or self._completions) // self._completions)
+        return max(1, (size or self._completions) // max(1, self._completions))
 
     @cached_property
     def _at_ratio_one(self) -> bool:
         """True if every ratio to the old policy is 1, which is then the policy itself."""
         corrected = self.given["rollout_importance_sampling_mode"] is not None
-        return bool(corrected and self.given["num_iterations"] == 1)
+        return bool(corrected and self.given["num_iterations"] == 1 and self._rounds == 1)
 
     def _places(self) -> dict[str, str]:
         """Why arguments of each place change nothing; empty where they count."""
@@ -223,7 +223,7 @@ class Reading:
                 )
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
-                 "generation_batch_size", "steps_per_generation")  # fmt: skip
+                 "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps")  # fmt: skip
         if not given.positive(*names):
             return
         if "generation_batch_size" in given and "steps_per_generation" in given:
@@ -247,16 +247,25 @@ class Reading:
                 "the engine shares the trainer's weights, so that each step's answers are of the newest; leave it out, "
                 "or use --num_iterations, a server or --vllm_device",
             )
+        elif self._rounds > 1 and given["rollout_importance_sampling_mode"] is not None:
+            given.wrong(
+                "rollout_importance_sampling_mode",
+                f"with --{name} of {self._rounds} steps it needs ratios to the policy that generated, apart from the "
+                "weights of this correction, and here both would be to the engine; leave one of them out (without this "
+                "one epsilon clips ratios to the engine's logprobs, which hold both)",
+            )
+        elif self._rounds > 1:
+            given.note(name, f"{self._rounds} steps are sampled together, and ratios are to the engine's logprobs")
 
     def _steps(self, data: Mapping[str, Json]) -> int:
         """Steps of the run; each is as many optimizer updates as num_iterations."""
         given = self.given
         if given["max_steps"] > 0:
             return per_step(given, given["max_steps"])
-        from tandem.compat._swift_data import Rows
-
-        sources = [data["env"]] if "env" in data else [source["env"] for source in data["envs"].values()]
-        count = sum(len(Rows(**{k: v for k, v in env.items() if k != "kind"}).tasks("train")) for env in sources)
+        if "env" not in data and "envs" not in data:
+            return 1
+        sources = data.get("envs", {}).values()
+        count = sum(source["weight"] for source in sources) if sources else rows(data["env"])
         return max(
             1, math.ceil(float(given["num_train_epochs"]) * count * int(given["num_generations"]) / self._completions)
         )
@@ -324,7 +333,7 @@ class Reading:
         own = {"beta": given["beta"], "estimator": "k3", "ratio_corrected": False}
         if not given["sync_ref_model"]:
             return {"reference": {"kind": "start", **own}}
-        moving = {"mixup": given["ref_model_mixup_alpha"], "every": given["ref_model_sync_steps"]}
+        moving = {"mixup": given["ref_model_mixup_alpha"], "every": per_step(given, given["ref_model_sync_steps"])}
         return {"reference": {"kind": "average", **own, **moving}}
 
 

@@ -28,6 +28,14 @@ def per_step(given: Given, updates: float) -> int:
     return max(1, math.ceil(updates / int(given["num_iterations"])))
 
 
+def _every(given: Given, name: str, steps: int) -> int:
+    """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
+    asked = float(given[name])
+    if asked > 1 and asked != int(asked):
+        given.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {asked:g}")
+    return per_step(given, asked) if asked >= 1 else math.ceil(asked * steps)
+
+
 def optimizer(given: Given, steps: int) -> Json:
     """``optimizer`` of a run of so many steps."""
     kind = OPTIMIZERS[given["optim"]]
@@ -38,7 +46,7 @@ def optimizer(given: Given, steps: int) -> Json:
     usual = 1e-4 if given["train_type"] == "lora" else 1e-5
     rate = given["learning_rate"] if given["learning_rate"] is not None else usual
     schedule = SCHEDULES[given["lr_scheduler_type"]]
-    warmup = math.ceil(given["warmup_steps"] / given["num_iterations"]) or math.ceil(given["warmup_ratio"] * steps)
+    warmup = _warmup(given, steps)
     adam = {"beta1": given["adam_beta1"], "beta2": given["adam_beta2"], "eps": given["adam_epsilon"]}
     found: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
     found |= {"warmup_steps": warmup} if warmup else {}
@@ -55,6 +63,18 @@ def optimizer(given: Given, steps: int) -> Json:
     return found | adam
 
 
+def _warmup(given: Given, steps: int) -> int:
+    """Steps in which the learning rate rises."""
+    if given["lr_scheduler_type"] == "constant":
+        for name in ("warmup_steps", "warmup_ratio"):
+            if given[name]:
+                why = "changes nothing with --lr_scheduler_type constant, which has no warm-up in ms-swift, too"
+                given.note(name, f"{why} (constant_with_warmup has)")
+        return 0
+    updates, share = int(given["warmup_steps"]), float(given["warmup_ratio"])
+    return math.ceil(updates / int(given["num_iterations"])) or math.ceil(share * steps)
+
+
 def trained(given: Given, mode: str) -> dict[str, Json]:
     """``trains``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
     if given["train_type"] != "lora":
@@ -69,11 +89,11 @@ def trained(given: Given, mode: str) -> dict[str, Json]:
     }
 
 
-def evaluated(given: Given) -> Json:
-    """``evaluate``: nothing without held-out rows."""
+def evaluated(given: Given, steps: int) -> Json:
+    """``evaluate`` of a run of so many steps: nothing without held-out rows."""
     if not given["split_dataset_ratio"] and not given["val_dataset"]:
         return {"tasks": 0}
-    every = given["eval_steps"] or per_step(given, given["save_steps"])
+    every = _every(given, "eval_steps" if "eval_steps" in given else "save_steps", steps)
     samples = given["num_generations_eval"] or given["num_generations"]
     greedy = {"temperature": given["temperature"], "top_p": given["top_p"]}
     return {"every": every, "samples": samples, **greedy, "before": False}
@@ -81,10 +101,9 @@ def evaluated(given: Given) -> Json:
 
 def checkpoint(given: Given, steps: int) -> Json:
     """``checkpoint`` of a run of so many steps."""
-    saves = given["save_steps"]
     if given.only("save_strategy", {"steps": "steps", "no": "no"}) == "no":
         return {"every": steps, "keep": 1}
-    every = min(steps, max(1, round(saves * steps)) if saves < 1 else per_step(given, saves))
+    every = min(steps, _every(given, "save_steps", steps))
     return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
 
 

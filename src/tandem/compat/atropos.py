@@ -1,7 +1,8 @@
 """Atropos' example trainer: its flags as a recipe, and its names for checkpoints.
 
 ``Flags`` declares every flag once; ``translate`` says what they come to. A flag that cannot take effect is
-refused with the reason, never accepted and ignored. ``lay_out`` copies a run's checkpoints under Atropos' names.
+refused with the reason, never accepted and ignored. ``lay_out`` copies a run's checkpoints under Atropos' names, and
+the file that tells what its broadcasts carry.
 """
 
 from __future__ import annotations
@@ -155,15 +156,16 @@ def translate(flags: Flags, given: frozenset[str], environ: Mapping[str, str]) -
 def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
     """Copy a run's checkpoints to where Atropos' trainer would have written them; what is there already is kept.
 
-    ``step_N/`` and ``final_model/``, or ``adapter_step_N/`` and ``final_adapter/``, and ``tokenizer/``. Each is copied
-    aside and renamed, so that what bears its name is whole. A folder of that name from another run is replaced.
+    ``step_N/`` and ``final_model/``, or ``adapter_step_N/`` and ``final_adapter/``, and ``tokenizer/``; with broadcast
+    ``nccl_bridge_config.json``. Each is copied aside and renamed, so that what bears its name is whole. What has that
+    name from another run is replaced.
 
     Args:
         run_folder: the run's.
         save_path: made if it is not there.
 
     Returns:
-        The folders that were written, in order.
+        What was written, in order.
 
     Raises:
         CheckpointError: a checkpoint cannot be copied.
@@ -174,7 +176,8 @@ def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
     naming = _Naming.of(load(run_folder).config)
     folders = {int(path.name): path for path in (run_folder / "checkpoints").glob("*") if path.name.isdigit()}
     written = [path for step in sorted(folders) for path in naming.place(step, folders[step], save_path)]
-    return written + (naming.place_tokenizer(folders[max(folders)], save_path) if folders else [])
+    written += naming.place_tokenizer(folders[max(folders)], save_path) if folders else []
+    return [*written, *_place_bridge(run_folder, save_path)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +231,29 @@ def _not_of_the_tokenizer(folder: str, names: list[str]) -> set[str]:
     return set(ignored) - {"tokenizer_config.json"}
 
 
+def _place_bridge(run_folder: Path, save_path: Path) -> list[Path]:
+    """Copy the file of a run's process group, if it has one; returns the copy if it was written.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    from tandem.weights.bridge import NCCL_FILE  # only now: it needs torch, and flags are read without
+
+    source, target = run_folder / NCCL_FILE, save_path / NCCL_FILE
+    aside = target.with_name(f".{target.name}.tmp")
+    try:
+        if not source.is_file() or (target.is_file() and target.read_bytes() == source.read_bytes()):
+            return []
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, aside)
+        aside.replace(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{source} cannot be copied to {target}: {error}; free disk space or mend the folder, then copy it by hand"
+        ) from error
+    return [target]
+
+
 def _place(source: Path, target: Path, leave: Callable[[str, list[str]], set[str]] | None = None) -> Path | None:
     """Copy a folder to its final name, unless it is there; returns where it was written, or None.
 
@@ -268,7 +294,7 @@ class Layout(Sink):
     """Copy every checkpoint to a folder under the names that Atropos' trainer gives them, while the run goes on."""
 
     save_path: str
-    """Where step_N/, final_model/ and their like go."""
+    """Where step_N/, final_model/ and their like go, and nccl_bridge_config.json."""
 
     def open(self, info: RunInfo) -> Writer:
         """Copies are made in a thread of their own."""
@@ -278,6 +304,7 @@ class Layout(Sink):
 class _LayoutWriter:
     def __init__(self, info: RunInfo, save_path: Path) -> None:
         self._naming = _Naming.of(info.config)
+        self._run_folder = info.folder
         self._save_path = save_path
         self._thread = ThreadPoolExecutor(1, "layout")
         self._copying: Future[None] | None = None
@@ -289,6 +316,8 @@ class _LayoutWriter:
         return
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        if name == "published":  # through a group that may have been formed anew
+            _place_bridge(self._run_folder, self._save_path)
         if name == "checkpoint_saved":
             self._finish()  # before the checkpoint that is being copied may be pruned
             checkpoint = Path(str(fields["path"]))

@@ -1,0 +1,83 @@
+"""ms-swift's built-in rewards: what each comes to in a recipe, and those that Tandem's own would score otherwise."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from tandem.errors import ConfigError
+from tandem.rewards._answers import final_message
+from tandem.rewards.base import Reward
+from tandem.types import Json, Rollout
+
+NAMES = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
+"""By which ``reward_funcs`` knows them."""
+
+_TAGGED = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+
+
+class Arguments(Protocol):
+    """The arguments of a command line, by name."""
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument's value, or its default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(Reward):
+    """1 for a thought in think tags, then an answer in answer tags, and nothing before or after, be it a space."""
+
+    pure: ClassVar[bool] = True
+
+    def __call__(self, rollout: Rollout) -> float:
+        return float(_TAGGED.fullmatch(final_message(rollout)) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftOverlong(Reward):
+    """0 up to ``max_tokens - cache`` tokens, then a straight line through -1 at ``max_tokens`` that goes on beyond."""
+
+    pure: ClassVar[bool] = True
+
+    max_tokens: int
+    """Sampled tokens at which the punishment is 1."""
+    cache: int
+    """Tokens before that over which it grows."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cache < self.max_tokens:
+            raise ConfigError(f"cache must be from 1 to below max_tokens ({self.max_tokens}), got {self.cache}")
+
+    def __call__(self, rollout: Rollout) -> float:
+        return -max(0.0, (rollout.num_tokens - (self.max_tokens - self.cache)) / self.cache)
+
+    @property
+    def full_marks(self) -> None:
+        return None
+
+
+def built_in(name: str, given: Arguments) -> dict[str, Json]:
+    """Kind and options of the built-in reward of that name; ``scale`` multiplies its weight."""
+    longest = given["max_completion_length"]
+    match name:
+        case "accuracy":
+            return {"kind": "math_verify"}
+        case "format":
+            return {"kind": f"{__name__}:Format"}
+        case "cosine":
+            return {
+                "kind": "cosine_length",
+                "accuracy": "math_verify",
+                "max_tokens": given["cosine_max_len"] or longest,
+                "right_short": given["cosine_min_len_value_correct"],
+                "right_long": given["cosine_max_len_value_correct"],
+                "wrong_short": given["cosine_min_len_value_wrong"],
+                "wrong_long": given["cosine_max_len_value_wrong"],
+            }
+        case "repetition":
+            return {"kind": "repetition", "ngram": given["repetition_n_grams"],
+                    "scale": -given["repetition_max_penalty"]}  # fmt: skip
+        case _:
+            most = given["soft_max_length"] or longest
+            return {"kind": f"{__name__}:SoftOverlong", "max_tokens": most, "cache": given["soft_cache_length"]}

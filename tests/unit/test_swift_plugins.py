@@ -1,0 +1,389 @@
+"""Rewards by ms-swift's names and of its plug-in files: what they are given, and what they come to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.compat import swift
+from tandem.compat._swift_data import Rows
+from tandem.compat._swift_plugin import Plugin
+from tandem.compat._swift_rewards import Format, SoftOverlong
+from tandem.config import from_options
+from tandem.errors import ConfigError, RewardError
+from tandem.rewards._workers import Graders
+from tandem.rewards.base import Reward
+from tandem.types import Completion, Message, Rollout, Task, Turn
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "plugin.py") -> None:
+    Path(name).write_text(textwrap.dedent(text))
+
+
+def plugin(text: str, registered: str = "mine", **arguments: Any) -> Plugin:
+    write(text)
+    return Plugin(registered=registered, files=("plugin.py",), arguments=arguments)
+
+
+def played(task: Task, *replies: str, tokens: int = 2, finish: Any = "stop") -> list[Rollout]:
+    """Siblings with those replies, each of so many tokens."""
+    rollouts = []
+    for i, reply in enumerate(replies):
+        ids = tuple(range(10 * i, 10 * i + tokens))
+        completion = Completion(tokens=ids, logprobs=(0.0,) * tokens, versions=(0,) * tokens, finish=finish)
+        rollouts.append(
+            Rollout(
+                id=f"g/{i}",
+                task=task,
+                turns=(Turn(prompt=(1,), completion=completion, temperature=1.0),),
+                messages=(*task.prompt, Message(role="assistant", content=reply)),
+                status="ok",
+            )
+        )
+    return rollouts
+
+
+def said(*replies: str, tokens: int = 2) -> list[Rollout]:
+    prompt = (Message(role="user", content="3+4="),)
+    return played(Task(id="t", env="e", prompt=prompt, answer="7", meta={"solution": "7"}), *replies, tokens=tokens)
+
+
+def graded(reward: Reward, rollouts: list[Rollout]) -> list[float | None]:
+    """What it gives in a grading process."""
+
+    async def grade() -> list[Rollout]:
+        async with Graders({"mine": (reward, 1.0)}, timeout=60.0) as graders:
+            return await graders.grade(rollouts)
+
+    found = asyncio.run(grade())
+    assert [rollout.error for rollout in found] == [""] * len(found)
+    return [rollout.reward for rollout in found]
+
+
+def recipe(line: str) -> dict[str, Any]:
+    return swift.rlhf(words(line), {}).options
+
+
+def words(line: str) -> dict[str, list[str]]:
+    Path("d.jsonl").write_text('{"query": "3+4=", "solution": "7"}\n')
+    start = "--model m --dataset d.jsonl --gradient_accumulation_steps 8 --max_steps 2 "
+    given: dict[str, list[str]] = {}
+    parts = swift.repeated((start + line).split())
+    for flag, value in zip(parts[::2], parts[1::2], strict=True):
+        given.setdefault(flag.removeprefix("--"), []).append(value)
+    return given
+
+
+def refusal(line: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        recipe(line)
+    return str(refused.value)
+
+
+# What a plug-in's reward is given
+
+COLUMNS = """
+    from swift.rewards import ORM, orms
+
+    class Mine(ORM):
+        def __call__(self, completions, solution, messages, **columns):
+            assert [turns[-1] for turns in messages] == [{"role": "assistant", "content": c} for c in completions]
+            assert all(turns[0]["content"] == "Be brief." and len(turns) == 3 for turns in messages)
+            assert columns["response_token_ids"] == [[0, 1], [10, 11]]
+            assert (columns["finish_reason"], columns["is_truncated"]) == (["length"] * 2, [True] * 2)
+            assert (columns["request_id"], columns["rollout_infos"]) == (["g/0", "g/1"], [{}, {}])
+            assert columns["kind"] == ["sum", "sum"]
+            return [float(turns[-1]["content"] == gold) for turns, gold in zip(messages, solution)]
+
+    orms["mine"] = Mine
+"""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"query": "3+4=", "system": "Be brief.", "solution": "7"},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4="},
+                      {"role": "assistant", "content": "7"}]},
+    ],
+    ids=["query", "messages"],
+)  # fmt: skip
+def test_the_conversation_ends_with_the_completion(row: dict[str, Any]) -> None:
+    """The answer in the data is not among what was said, or it would be the answer that is judged."""
+    Path("rows.jsonl").write_text(json.dumps(row | {"kind": "sum"}) + "\n")
+    (task,) = Rows(path="rows.jsonl", test_share=0.0).tasks("train")
+    assert graded(plugin(COLUMNS), played(task, "6", "7", finish="length")) == [0.0, 1.0]
+
+
+def test_a_gold_answer_that_is_no_text_reaches_rewards_as_it_is() -> None:
+    Path("rows.jsonl").write_text('{"query": "3+4=", "solution": ["7", "seven"]}\n')
+    (task,) = Rows(path="rows.jsonl", test_share=0.0).tasks("train")
+    mine = plugin("""
+        from swift.rewards import orms
+        orms["mine"] = lambda completions, solution, **columns: [
+            float(text in golds) for text, golds in zip(completions, solution)]
+    """)
+    assert graded(mine, played(task, "seven", "[")) == [1.0, 0.0]
+
+
+def test_completions_come_first_whatever_they_are_called_and_calls_may_wait() -> None:
+    mine = plugin("""
+        from swift.plugin import AsyncORM, orms
+
+        class Mine(AsyncORM):
+            async def __call__(self, texts, solution):
+                return [float(text == gold) for text, gold in zip(texts, solution)]
+
+        orms["mine"] = Mine
+    """)
+    assert mine.called().is_async
+    assert graded(mine, said("7", "6")) == [1.0, 0.0]
+
+
+def test_a_class_gets_the_arguments() -> None:
+    text = """
+        from swift.rewards import ORM, orms
+
+        class Mine(ORM):
+            def __init__(self, args, cosine_max_len, seed, other=4, **kwargs):
+                super().__init__(args, **kwargs)
+                self.seen = [args.seed, args.max_completion_length, cosine_max_len, args.soft_max_length,
+                             args.output_dir, args.dtype, other, getattr(args, "nothing", None), seed]
+            def __call__(self, completions, **columns): return self.seen
+
+        class Bare:
+            def __call__(self, completions, **columns): return [1.0]
+
+        class Old(ORM):
+            def __init__(self): self.it = 2.0
+            def __call__(self, completions, **columns): return [self.it]
+
+        orms |= {"mine": Mine, "bare": Bare, "old": Old, "plain": lambda completions, **columns: [3.0]}
+    """
+    seen = plugin(text, seed=7, model="org/m").called().call(completions=["a"])
+    assert seen == [7, 512, 512, 512, "output/m", "bfloat16", 4, None, 7]
+    for name, found in {"bare": 1.0, "old": 2.0, "plain": 3.0}.items():
+        assert Plugin(registered=name, files=("plugin.py",)).called().call(completions=["a"]) == [found]
+    given = recipe("--reward_funcs mine --external_plugins plugin.py --seed 9")
+    assert given["rewards"]["mine"]["arguments"]["seed"] == 9
+
+
+def test_a_file_is_run_once() -> None:
+    text = """
+        from swift.plugin import orms
+        with open("runs.txt", "a") as runs: runs.write("run ")
+        def one(completions, **columns): return [1.0]
+        orms["one"] = one
+        orms["two"] = one
+    """
+    for name in ("one", "two"):
+        reward = plugin(text, name)
+        reward.prepare()
+        reward.called()
+    assert Path("runs.txt").read_text() == "run "
+
+
+# What plug-ins import
+
+REAL = """
+    from typing import List
+    from swift.infer_engine import InferRequest
+    from swift.llm import PtEngine, RequestConfig, Template, to_device
+    from swift.llm.infer.protocol import ChatCompletionResponse
+    from swift.plugin import ORM, orms, rm_plugins
+    from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
+    from swift.plugin.rm_plugin import DefaultRMPlugin
+    from swift.rollout.gym_env import Env
+    from swift.utils import get_logger
+    import swift
+
+    logger = get_logger()
+
+    class Judge(DefaultRMPlugin):
+        def __init__(self, model, template: Template | None = None):
+            super().__init__(model, template)
+        def answers(self, results: List[ChatCompletionResponse]): return results
+
+    class Scheduler(MultiTurnScheduler): ...
+
+    rm_plugins["judge"] = Judge
+    multi_turns["again"] = Scheduler
+
+    class Mine(ORM):
+        def __call__(self, completions, **columns):
+            from swift.utils import get_logger as again
+            again().info("called")
+            return [1.0] * len(completions)
+
+    class Engine(ORM):
+        def __call__(self, completions, **columns): return PtEngine.from_model_template(1)
+
+    class Made(ORM):
+        def __call__(self, completions, **columns): return [Judge(1)]
+
+    class Called(ORM):
+        def __call__(self, completions, **columns): return to_device(completions)
+
+    swift.plugin.orms.update(mine=Mine, engine=Engine, made=Made, called=Called)
+"""
+
+
+def test_whatever_of_ms_swift_a_plug_in_imports() -> None:
+    """It may name and derive from all of it; what it uses says what it is."""
+    assert graded(plugin(REAL), said("7")) == [1.0]
+    for name, message in {
+        "engine": r"swift\.llm\.PtEngine is ms-swift's own.* no 'from_model_template'",
+        "made": r"swift\.plugin\.rm_plugin\.DefaultRMPlugin is ms-swift's own",
+        "called": r"swift\.llm\.to_device is ms-swift's own",
+    }.items():
+        with pytest.raises((AttributeError, NotImplementedError), match=message):
+            plugin(REAL, name).called().call(completions=["a"])
+
+
+def test_ms_swift_itself_is_used_where_it_is_installed() -> None:
+    """By a grading process, which finds modules in the working directory; only some module of its is there."""
+    Path("swift").mkdir()
+    write("orms = {}\nclass ORM: found = 5.0\n", "swift/rewards.py")
+    write("", "swift/__init__.py")
+    mine = plugin("""
+        from swift.rewards import ORM, orms
+        class Mine(ORM):
+            def __call__(self, completions, **columns): return [self.found] * len(completions)
+        orms["mine"] = Mine
+    """)
+    assert graded(mine, said("7")) == [5.0]
+    write("from swift.llm import PtEngine\n" + Path("plugin.py").read_text())
+
+    async def start() -> None:
+        async with Graders({"mine": (mine, 1.0)}):
+            return
+
+    with pytest.raises(RewardError, match=r"No module named 'swift\.llm'"):
+        asyncio.run(start())
+
+
+def test_built_in_rewards_are_in_orms() -> None:
+    text = """
+        from swift.plugin.orm import MathAccuracy, ORM, orms
+
+        class Mine(ORM):
+            def __init__(self, args=None, **kwargs):
+                super().__init__(args)
+                self.all = [orms[name](args=args) for name in ("format", "repetition", "soft_overlong", "cosine")]
+            def __call__(self, completions, **columns):
+                return [one(completions, **columns) for one in (MathAccuracy(), *self.all)]
+
+        class Alone(ORM):
+            def __call__(self, completions, **columns): return orms[columns["which"]](self.args)(completions)
+
+        orms["mine"] = Mine
+        orms["alone"] = Alone
+    """
+    given = {"soft_cache_length": 4, "soft_max_length": 8, "max_completion_length": 8, "repetition_max_penalty": -2.0}
+    call = plugin(text, **given).called().call
+    accuracy, shape, repetition, long, cosine = call(
+        completions=["<think></think><answer>7</answer>", "a b c a b c"],
+        solution=["7", "7"],
+        response_token_ids=[list(range(8)), [[1, 2, 3], [4, 5, 6]]],
+    )
+    assert (accuracy, shape) == ([1.0, 0.0], [1.0, 0.0])
+    assert repetition == pytest.approx([0.0, -2.0 * 0.25])  # 3 of 4 triples are different
+    assert long == pytest.approx([-1.0, -0.5])
+    assert cosine == pytest.approx([0.5, -0.5 + 0.5 * (1 + 2**-0.5) / 2])  # as short as can be is 1 and -0.5
+    for name in ("accuracy", "cosine", "soft_overlong"):
+        with pytest.raises(TypeError, match=f"orms\\['{name}'\\] needs"):
+            plugin(text, "alone", **given).called().call(completions=["a"], which=name)
+
+
+# What a command line comes to
+
+
+def test_a_plug_in_comes_before_what_is_built_in() -> None:
+    write("""
+        from swift.plugin import orms
+        orms["format"] = lambda completions, **columns: [7.0] * len(completions)
+    """)
+    rewards = recipe("--external_plugins plugin.py --reward_funcs accuracy format")["rewards"]
+    assert rewards["accuracy"]["kind"] == "math_verify"
+    assert (rewards["format"]["registered"], rewards["format"]["files"]) == ("format", ["plugin.py"])
+    config = from_options(recipe("--external_plugins plugin.py --reward_funcs format"), (), Path("x")).config
+    assert graded(config.rewards["format"].reward, said("anything")) == [7.0]
+
+
+def test_mistakes_in_plug_ins_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    write("import nowhere_to_be_found\n", "broken.py")
+    write("from swift.plugin import orms\nprint('hello')\norms['mine'] = lambda completions, **_: []\n")
+    write("from swift.llm import register_model\nregister_model(1)\n", "models.py")
+    one = "--reward_funcs mine --external_plugins"
+    assert "--external_plugins: there is no plug-in file nothere.py" in refusal(f"{one} nothere.py")
+    broken = refusal(f"{one} broken.py")
+    assert "--external_plugins: running broken.py raised ModuleNotFoundError: No module named 'nowhere" in broken
+    assert "broken.py:1 in <module>" in broken
+    assert "swift.llm.register_model is ms-swift's own" in refusal(f"{one} plugin.py models.py")
+    write("x = 1\n", "unused.py")
+    assert "unused.py registers none of --reward_funcs (nothing)" in refusal(f"{one} plugin.py unused.py")
+    assert "there is no 'other'; choose from accuracy" in refusal(f"{one} plugin.py --reward_funcs other mine")
+    capsys.readouterr()
+    recipe("--reward_funcs mine --external_plugins ./plugin.py")
+    assert capsys.readouterr().out == ""  # a recipe is what is printed there
+
+
+def test_a_reward_of_a_recipe_that_no_file_registers() -> None:
+    with pytest.raises(RewardError, match="no reward 'other'; in orms is: mine"):
+        plugin("from swift.plugin import orms\norms['mine'] = len\n", "other").prepare()
+    with pytest.raises(RewardError, match=r"there is no plug-in file none\.py"):
+        Plugin(registered="mine", files=("none.py",)).prepare()
+    with pytest.raises(ConfigError, match="files must name"):
+        Plugin(registered="mine", files=())
+    write("1 / 0\n", "wrong.py")
+    with pytest.raises(RewardError, match=r"reward 'mine' of wrong\.py fails: ZeroDivisionError"):
+        Plugin(registered="mine", files=("wrong.py",)).prepare()
+
+
+# Built-in rewards
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    {
+        "<think>a\nb</think>\n <answer>c\nd</answer>": 1.0,
+        "<think></think><answer></answer>": 1.0,
+        "<think>a</think><answer>b</answer>\n": 0.0,
+        "\n<think>a</think><answer>b</answer>": 0.0,
+        "a\n<think>a</think><answer>b</answer>": 0.0,
+        "<think>a</think> so <answer>b</answer>": 0.0,
+        "<think>a</think><answer>b</answer>.": 0.0,
+        "<think>a</think></think><answer>b</answer></answer>": 1.0,
+        "<answer>b</answer>": 0.0,
+    }.items(),
+)
+def test_format_is_to_the_character(reply: str, found: float) -> None:
+    assert Format()(said(reply)[0]) == found
+
+
+def test_soft_overlong_goes_on_beyond_the_limit() -> None:
+    reward = SoftOverlong(max_tokens=8, cache=4)
+    found = {tokens: reward(said("a", tokens=tokens)[0]) for tokens in (1, 4, 5, 8, 12)}
+    assert found == {1: 0.0, 4: 0.0, 5: -0.25, 8: -1.0, 12: -2.0}
+    assert reward.full_marks is None
+    for cache in (0, 8):
+        with pytest.raises(ConfigError, match="cache must be from 1 to below max_tokens"):
+            SoftOverlong(max_tokens=8, cache=cache)
+
+
+def test_built_in_rewards_by_name() -> None:
+    found = recipe("--reward_funcs format soft_overlong --soft_cache_length 20")
+    config = from_options(found, (), Path("x")).config
+    assert config.rewards["format"].reward == Format()
+    assert config.rewards["soft_overlong"].reward == SoftOverlong(max_tokens=512, cache=20)
+    assert Format()(said(found["env"]["gold_reply"].replace("{answer}", "7"))[0]) == 1.0
