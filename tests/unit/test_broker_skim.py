@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import re
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,7 +15,7 @@ from hypothesis import example, given
 
 from tandem.broker import wire
 from tandem.broker._lax import Malformed
-from tandem.broker._skim import rows
+from tandem.broker._skim import INTS, MOST_ROWS, REALS, STAND_INS, Cut, cut
 
 NUMBERS = (
     *("0", "7", "-1", "-0", "-100", "1.0", "-0.25", "1e-5", "1.5e-07", "1e5", "1E-5", "1e+5", "1e400", "-1e400"),
@@ -22,7 +25,7 @@ NUMBERS = (
 )
 PLAIN = ("0", "7", "151643", "1.0", "-0.25", "1.5e-07", "-100", "9" * 9)
 GAPS = ("", " ", "  ", "\t", "\n ")
-HEAVY = ("tokens", "masks", "inference_logprobs", "advantages", "ref_logprobs")
+HEAVY = INTS + REALS
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,24 @@ def list_of_rows(draw: Any, numbers: tuple[str, ...]) -> str:
     return f"[{','.join(made)}{draw(gap)}]"
 
 
+DECOYS = (
+    '"\\"tokens\\": [[1]]"',
+    '"tokens\\": [[1]]"',
+    '{"tokens": [[1, 2]]}',
+    '[{"masks":[[7]]}, {"inference_logprobs": [[0.5]]}]',
+    '["tokens"]',
+    '"[\\"masks\\"]"',
+    '{"a":[["masks"]],"masks":["tokens"]}',
+    "[[1,2],[3]]",
+    '"\\ud83d"',
+    '"\\u00e9\\n"',
+)
+"""Values that look like what is cut out, or like what is put there instead."""
+NAMES = ("unknown", "env_id", "scores", "messages", "images", "group_overrides", "generation_params")
+ESCAPED = {"tokens": "\\u0074okens", "masks": "mas\\u006bs", "scores": "\\u0073cores"}
+BYTES = b'0123456789-+.eE,[]{}":\\ \t\xff'
+
+
 @st.composite
 def bodies(draw: Any) -> bytes:
     """Groups of two sequences, of which some lists are others, some keys come twice and some bytes are broken."""
@@ -60,13 +81,19 @@ def bodies(draw: Any) -> bytes:
     pairs = list(fields.items())
     for name in draw(st.lists(st.sampled_from(HEAVY), max_size=3)):
         pairs.append((name, draw(list_of_rows(PLAIN) | list_of_rows(NUMBERS) | st.sampled_from(("null", "[]", "5")))))
-    pairs += draw(st.lists(st.tuples(st.sampled_from(("unknown", "env_id", "scores")), st.sampled_from(NUMBERS))))[:2]
-    unique = draw(st.booleans())
+    others = st.tuples(st.sampled_from(NAMES + HEAVY), st.sampled_from(NUMBERS + DECOYS * 4))
+    pairs += draw(st.lists(others, max_size=2))
+    if draw(st.booleans()):
+        pairs = list(dict(pairs).items())
+    pairs = draw(st.permutations(pairs)) if draw(st.booleans()) else pairs
+    if draw(st.integers(0, 3)) == 0:
+        pairs = [(ESCAPED.get(name, name), value) for name, value in pairs]
     space = draw(st.sampled_from(("", " ")))
-    text = ("," + space).join(f'"{name}":{space}{value}' for name, value in (dict(pairs).items() if unique else pairs))
+    text = ("," + space).join(f'"{name}":{space}{value}' for name, value in pairs)
     body = bytearray(f"{{{text}}}".encode())
-    for _ in range(draw(st.integers(0, 1))):
-        body[draw(st.integers(0, len(body) - 1))] = draw(st.sampled_from(b'0123456789-+.eE,[]{}" \t\xff'))
+    for _ in range(draw(st.integers(0, 2))):
+        place, new = draw(st.integers(0, len(body) - 1)), draw(st.sampled_from(BYTES))
+        body[place : place + draw(st.integers(0, 1))] = bytes([new])[: draw(st.integers(0, 1))]
     return bytes(body)
 
 
@@ -79,6 +106,14 @@ def bodies(draw: Any) -> bytes:
 @example(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"inference_logprobs":[["e-"]]}')
 @example(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"inference_logprobs":[[1e-1e5]]}')
 @example(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"inference_logprobs":[[1e999]]}')
+@example(b'{"images":"\\"tokens\\": [[9]]","tokens": [[1]],"masks":[[1]],"scores":[1]}')
+@example(b'{"images":{"tokens":[[9]]},"tokens":["tokens"],"masks":[[1]],"scores":[1]}')
+@example(b'{"images":{"tokens":[[9]]},"\\u0074okens":["tokens"],"masks":[[1]],"scores":[1]}')
+@example(b'{"images":["tokens"],"tokens":[[1]],"masks":[[1]],"scores":[1]}')
+@example(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"\\u0074okens":[[1],[2]]}')
+@example(b'{"\\u0074okens":[["x"]],"tokens":[[1]],"masks":[[1]],"scores":[1]}')
+@example(b'{"tokens":[[1]]x,"masks":[[1]],"scores":[1]}')
+@example(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"group_overrides":{"inference_logprobs":[[1]]}}')
 def test_the_verdict_is_that_of_the_typed_decoder(body: bytes) -> None:
     same(body)
 
@@ -111,31 +146,123 @@ def test_small_groups_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         wire.read_group(json.dumps(large).encode())
 
 
+def test_a_list_that_only_looks_like_the_field_is_not_taken_for_it() -> None:
+    """What stands where a list was may be found in another place than the field's own: then it is not its list."""
+    rest = '"masks":[[1]],"scores":[1]}'
+    for told in ('"images":{"tokens":[[1]]}', '"images":"\\"tokens\\": [[1]]"', '"x\\"tokens": [[1]]'):
+        for own in ('"tokens":["tokens"]', '"\\u0074okens":["tokens"]', '"tokens":"x"'):
+            assert wire._skimmed(f"{{{told},{own},{rest}".encode()) is None
+            assert wire._skimmed(f"{{{own},{told},{rest}".encode()) is None
+
+
+def listed(numbers: str, name: str = "tokens") -> Cut | None:
+    """What is cut out of a body with one list, of which one row has these numbers."""
+    return cut(f'{{"{name}":[[{numbers}]]}}'.encode())
+
+
+NUMBER = {
+    "tokens": r"0|[1-9][0-9]*",
+    "masks": r"-?(0|[1-9][0-9]*)",
+    "inference_logprobs": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-[0-9]+)?",
+}
+"""What JSON has for numbers, less an exponent without a minus."""
+
+
+@pytest.mark.parametrize("name", ["tokens", "masks", "inference_logprobs"])
+def test_every_short_text_is_a_number_or_none(name: str) -> None:
+    """Of up to five bytes, in the middle of a row, at places that differ: each word of 64 bytes is looked at alike."""
+    texts = ["".join(one) for size in range(6) for one in itertools.product("01-.e", repeat=size)]
+    for place, text in enumerate(texts):
+        before = "7" * (place % 7 + 1) + ",12" * (place % 23)
+        is_number = re.fullmatch(NUMBER[name], text) is not None
+        assert (listed(f"{before},{text},3", name) is not None) == is_number, text
+
+
+@pytest.mark.parametrize("gap", [",", ", "])
+def test_what_is_no_number_is_found_at_every_place(gap: str) -> None:
+    fine = {"tokens": ("0", "1234567"), "inference_logprobs": ("-0", "1" * 23, "-1.5e-05", "0." + "1" * 22, "1e-0007")}
+    for place in range(1, 140):
+        before = gap.join(["1"] * (place // (len(gap) + 1)) + ["1" * (1 + place % (len(gap) + 1))])
+        for name, numbers in fine.items():
+            for text in numbers:
+                found = listed(before + gap + text, name)
+                assert found is not None
+                assert len(found.rows[name][0]) == before.count(",") + 2
+        for text in ("01", "12345678", "-1", "1.5", "", "1 2", "1,", "  1", "1 ", "[1]", "x"):
+            assert listed(before + gap + text, "tokens") is None
+        for text in (
+            "-01",
+            "00.5",
+            "1.2.3",
+            "1.23456789012345678.9",
+            "1e-5.5",
+            "1e-5e-5",
+            "1" * 31,
+            "1e5",
+            "1e-",
+            "--1",
+        ):
+            assert listed(before + gap + text + gap + "1", "inference_logprobs") is None
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_every_byte_that_is_lost_or_changed_is_judged_alike(separators: tuple[str, str]) -> None:
+    """A group in which each byte in turn goes, comes twice or becomes another, over the ends of words of 64 bytes."""
+    dice = random.Random(5)
+    tokens = [[dice.randrange(10 ** dice.randint(1, 7)) for _ in range(9)] for _ in range(2)]
+    logprobs = [[dice.choice((1.0, -dice.random(), -1e-5, -2.5e-7, 0.0, 3)) for _ in row] for row in tokens]
+    masks = [[-100, -100, *row[2:]] for row in tokens]
+    sent = group(2, tokens=tokens, masks=masks, inference_logprobs=logprobs)
+    body = json.dumps(sent, separators=separators).encode()
+    assert wire._skimmed(body) is not None
+    for place in range(len(body)):
+        same(body[:place] + body[place + 1 :])
+        same(body[:place] + body[place : place + 1] * 2 + body[place + 1 :])
+        for other in b"05-.e, ]":
+            same(body[:place] + bytes([other]) + body[place + 1 :])
+
+
+def test_a_list_that_is_there_twice_is_left_to_the_decoder() -> None:
+    assert cut(b'{"tokens":[[1]],"masks":[[1]],"tokens":[[1]]}') is None
+
+
+def test_rows_that_are_very_many_are_decoded() -> None:
+    few, many = ('{"tokens":[' + ",".join(["[1]"] * rows) + "]}" for rows in (MOST_ROWS, MOST_ROWS + 1))
+    found = cut(few.encode())
+    assert found is not None
+    assert len(found.rows["tokens"]) == MOST_ROWS
+    assert cut(many.encode()) is None
+
+
 @pytest.mark.parametrize(
-    ("data", "reals", "lengths"),
+    ("data", "name", "lengths"),
     [
-        ("[]", False, []),
-        ("[[]]", False, [0]),
-        ("[[ ]]", False, [0]),
-        ("[[1,2],[],[3]]", False, [2, 0, 1]),
-        ("[ [1, 2] , [3] ]", False, [2, 1]),
-        ("[[-1.5e-05,2],[1]]", True, [2, 1]),
-        ("[[1.5]]", False, None),
-        ("[[1e5]]", True, None),
-        ("[[1e-5,1e5]]", True, None),
-        ("[[1],2]", False, None),
-        ("[1,[2]]", False, None),
-        ("[[1],null]", False, None),
-        ("[[[1]]]", False, None),
-        ("[[true]]", True, None),
-        ("[[" + "1" * 9 + "]]", False, [1]),
-        ("[[" + "1" * 10 + "]]", False, None),
-        ("[[0." + "1" * 31 + "]]", True, [1]),
-        ("[[" + "1" * 32 + "]]", True, None),
-        ("null", False, None),
-        ('"[[1]]"', False, None),
+        ("[[1,2],[7],[3]]", "tokens", [2, 1, 1]),
+        ("[[1, 2], [3]]", "masks", [2, 1]),
+        ("[[-1.5e-05,2],[1]]", "advantages", [2, 1]),
+        ("[[-100,5],[-1,-0]]", "masks", [2, 2]),
+        ("[[-100,5]]", "tokens", None),
+        ("[[1.5]]", "masks", None),
+        ("[[1e-5,1e5]]", "ref_logprobs", None),
+        ("[[1E-5]]", "ref_logprobs", None),
+        ("[[]]", "tokens", None),
+        ("[[1],[]]", "tokens", None),
+        ("[[1],2]", "tokens", None),
+        ("[[1],[2]", "tokens", None),
+        ("[[1],null]", "tokens", None),
+        ("[[[1]]]", "tokens", None),
+        ("[[1, 2],[3]]", "tokens", [2, 1]),
+        ("[[1, 2],[3,4]]", "tokens", None),
+        ("[[1,\t2]]", "tokens", None),
+        ("[[true]]", "ref_logprobs", None),
     ],
 )
-def test_rows(data: str, reals: bool, lengths: list[int] | None) -> None:
-    found = rows(data.encode(), reals=reals)
-    assert (found if found is None else list(map(len, found))) == lengths
+def test_cut(data: str, name: str, lengths: list[int] | None) -> None:
+    found = cut(f'{{"a":1,"{name}":{data},"b":2}}'.encode())
+    if lengths is None:
+        assert found is None
+        return
+    assert found is not None
+    assert [len(row) for row in found.rows[name]] == lengths
+    assert bytes(found.lists[name]) == data.encode()
+    assert found.rest == b'{"a":1,"%s":%s,"b":2}' % (name.encode(), STAND_INS[name])

@@ -141,6 +141,7 @@ class Http:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with (
+                # No deadline of its own: the timeout says more, and a run may have less patience than that.
                 waits.waiting(waits.actor("client"), f"{method} {path}", on=self.who),
                 self._opened().request(
                     method, self.url + path, data=body, headers=dict(headers), timeout=timeout

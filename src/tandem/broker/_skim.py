@@ -1,94 +1,213 @@
-"""Long lists of numbers, checked by their bytes: no object is made for a number that nobody here looks at.
+"""Long lists of numbers, checked by their bytes: nothing is made of a number that nobody here looks at.
 
-A group on the wire is some thirty thousand numbers, which the broker keeps as they came. Telling that they are numbers
-of the right kind, and how many, takes a few passes over the bytes; making Python objects of them takes twice the time.
-This covers how programs write numbers. Whatever is unusual (a space that is a tab, an exponent above zero, an id of ten
-digits) is not judged here: the answer is None, and the typed decoder decides.
+A group on the wire is some thirty thousand numbers, which the broker keeps as they came. ``cut`` takes the lists that
+hold them out of a body, so that a decoder reads the small rest, and proves by their bytes alone that each is a list of
+rows of JSON's numbers, and how long its rows are. The bytes are looked at 64 at a time, a bit for each: which are
+digits, which are commas, and what follows what. This covers how programs write numbers. Whatever is unusual (a space
+that is a tab, an exponent above zero, an id of eight digits) is not judged here: the answer is None, and the typed
+decoder decides.
 """
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-INT_DIGITS = 9
-"""Digits of an id at most: below 2**31 for sure."""
-REAL_DIGITS = 31
-"""Digits in a row at most: with no exponent above zero, such a number is finite."""
+INTS, REALS = ("tokens", "masks"), ("inference_logprobs", "advantages", "ref_logprobs")
+"""The lists that are cut out, by what their rows hold."""
+STAND_INS = {name: f'["{name}"]'.encode() for name in INTS + REALS}
+"""What is put where a list was."""
+MOST_ROWS = 4096
+"""Rows of a list at most, each of which is found by a step of Python's."""
+GAP_BYTES = 1 << 20
+"""How far behind a list the next one is looked for."""
 
-_ZERO, _NINE, _COMMA, _MINUS, _E = (np.uint8(ord(sign)) for sign in "09,-e")
+_LIST = re.compile(f'"({"|".join(STAND_INS)})": ?(?=\\[\\[)'.encode())
+# Arrays without dimensions: numpy takes twice as long to begin with a scalar, which is most of what a step takes here.
+_ZERO, _COMMA, _SPACE, _MINUS, _DOT, _E = (np.array(ord(sign), np.uint8) for sign in "0, -.e")
+_NINE, _FULL = np.array(9, np.uint8), np.array(255, np.uint8)
+_WORD = 64
+_STEPS = [np.array(steps, np.uint64) for steps in range(_WORD)]
+_U64, _U8 = np.dtype("<u8"), np.dtype(np.uint8)
+_ONE = _STEPS[1]
 
-_FULL = np.uint64(0x0101010101010101)  # eight flags that are set
+Bits = npt.NDArray[np.uint64]
+"""A flag for each byte of a text; the first is the lowest bit of the first word."""
+Bounds = list[tuple[int, int]]
+"""Where the numbers of each row begin and end in a body."""
 
-Flags = npt.NDArray[np.bool_]
+
+class Cut(NamedTuple):
+    """A body without its long lists."""
+
+    rest: bytes
+    """The body, with a list's stand-in where the list was, and nowhere else."""
+    lists: dict[str, memoryview]
+    """By name, the lists as they were sent: without doubt JSON, and of numbers."""
+    rows: dict[str, list[range]]
+    """By name, for each row of the list a range as long as it."""
 
 
-def rows(data: bytes, *, reals: bool, negative: bool = True) -> list[range] | None:
-    """What ``list[list[int]]`` or ``list[list[float]]`` would make of a JSON value, as far as lengths go.
+def cut(body: bytes) -> Cut | None:
+    """Take long lists of numbers out of a body.
 
-    Args:
-        data: one value of JSON that is known to be well-formed, without whitespace around it.
-        reals: finite floats rather than ints of at most ``INT_DIGITS`` digits.
-        negative: whether numbers below zero are allowed; for ints.
+    Nothing need be known of the body. If ``rest`` turns out to be JSON with a stand-in as the value of a key, then the
+    body is JSON with the list there, since either is a whole array; a list that was found within a text, or within
+    something else, leaves its stand-in there.
 
     Returns:
-        For each row a range as long as it. None: not a list of lists of numbers, or written unusually.
+        What is left and what was found. None: a list is there twice, or written unusually, or is none of numbers.
     """
-    bounds = _bounds(data)
-    if bounds is None:
+    found = _found(body)
+    if found is None:
         return None
-    if b'"' in data or (not reals and b"." in data) or (not negative and b"-" in data):
+    rows: dict[str, list[range]] = {}
+    for names in (INTS, REALS):
+        bounds = [row for name in names for row in found.get(name, ())]
+        lengths = _lengths(body, bounds, reals=names is REALS) if bounds else []
+        if lengths is None:
+            return None
+        each = iter(map(range, lengths))
+        rows |= {name: [next(each) for _ in found[name]] for name in names if name in found}
+    view, place = memoryview(body), 0
+    parts: list[bytes | memoryview] = []
+    lists: dict[str, memoryview] = {}
+    for name, bounds in found.items():
+        begin, end = bounds[0][0] - 2, bounds[-1][1] + 2
+        lists[name] = view[begin:end]
+        parts += (view[place:begin], STAND_INS[name])
+        place = end
+    rest = b"".join((*parts, view[place:]))
+    return Cut(rest, lists, rows) if all(rest.count(STAND_INS[name]) == 1 for name in found) else None
+
+
+def _found(body: bytes) -> dict[str, Bounds] | None:
+    """What looks like lists of rows; None if there is more about one of them than this."""
+    found: dict[str, Bounds] = {}
+    place = 0
+    while key := _LIST.search(body, place, place + GAP_BYTES):
+        name = key[1].decode()
+        bounds = None if name in found else _bounds(body, key.end() + 1)
+        if bounds is None or (name == "tokens" and body.find(b"-", bounds[0][0], bounds[-1][1]) >= 0):
+            return None
+        found[name] = bounds
+        place = bounds[-1][1] + 2
+    return found
+
+
+def _bounds(body: bytes, opened: int) -> Bounds | None:
+    """The rows of a list whose first row is opened there, if they follow each other up to the list's end."""
+    bounds: Bounds = []
+    while (closed := body.find(b"]", opened)) >= 0 and len(bounds) < MOST_ROWS:
+        bounds.append((opened + 1, closed))
+        behind = body[closed + 1 : closed + 4]
+        if behind == b", [":
+            opened = closed + 3
+        elif behind[:2] == b",[":
+            opened = closed + 2
+        else:
+            return bounds if behind[:1] == b"]" else None
+    return None
+
+
+def _lengths(body: bytes, rows: Bounds, *, reals: bool) -> list[int] | None:
+    """How many numbers are in each row; None if something is no number, or written unusually.
+
+    All rows are looked at as one text of numbers, with the same between any two. If that is what it is, then so is each
+    row: a comma that was put between two rows is one between two numbers.
+    """
+    comma = body.find(b",", rows[0][0])
+    gap = b", " if body.startswith(b" ", comma + 1) else b","
+    size = sum(end - begin for begin, end in rows) + len(gap) * len(rows)
+    filler = (b"1" + (gap + b"1") * _WORD)[: -size % _WORD]  # up to a whole word
+    view = memoryview(body)
+    codes = np.frombuffer(gap.join([*(view[begin:end] for begin, end in rows), filler]), _U8)
+    commas = codes == _COMMA
+    if not _are_numbers(codes, _bits(commas), spaced=len(gap) > 1, reals=reals):
         return None
-    codes = np.frombuffer(data, np.uint8)
-    signs = codes > _NINE
-    words = np.count_nonzero(signs) - 2 * len(bounds) - 2  # letters, and brackets and braces within rows
-    if words and not (reals and words == _small_exponents(codes, signs)):
-        return None
-    digit = (codes - _ZERO) <= _NINE - _ZERO  # what is below "0" wraps round
+    found, place = [], 0
+    for begin, end in rows:
+        found.append(int(np.count_nonzero(commas[place : place + end - begin])) + 1)
+        place += end - begin + len(gap)
+    return found
+
+
+def _are_numbers(codes: npt.NDArray[np.uint8], comma: Bits, *, spaced: bool, reals: bool) -> bool:
+    """True if a text is JSON's numbers with a comma between any two of them, or the begin of such a text.
+
+    What may follow a byte that is no digit is looked at for each kind of them, and none may be followed by a comma, a
+    dot or an e. So these follow digits, and of what else could follow one only "e-" is let pass, and nothing unknown.
+
+    Args:
+        codes: the text, a multiple of 64 bytes.
+        comma: where its commas are.
+        spaced: a space follows each of them.
+        reals: floats, which are finite for sure: with 30 digits in a row at most (of 24 and more it depends on where
+            they are) and no exponent above zero; rather than ints of 7 digits at most.
+    """
+    digit, zero, minus = _bits((codes - _ZERO) <= _NINE), _bits(codes == _ZERO), _bits(codes == _MINUS)
+    known = digit | comma
+    known |= minus
+    begin = _after(comma)
+    bad = np.zeros(len(comma), _U64)
+    if spaced:
+        space = _bits(codes == _SPACE)
+        known |= space
+        bad |= space ^ begin
+        begin = _after(begin)
+    begin[0] |= _ONE
+    sign = begin & minus
+    begin ^= sign
+    begin |= _after(sign)  # the first digit of each number
+    bad |= _after(begin & zero) & digit  # 01
+    minus ^= sign
     if reals:
-        if _has_full_words(digit) and _has_run(digit, REAL_DIGITS + 1):
-            return None
-    elif _has_run(digit, INT_DIGITS + 1):
-        return None
-    comma = codes == _COMMA
-    counts = [int(np.count_nonzero(comma[begin:end])) for begin, end in bounds]
-    return [
-        range(count + 1 if count or data[begin:end].strip(b" ") else 0)
-        for count, (begin, end) in zip(counts, bounds, strict=True)
-    ]
+        dot, e = _bits(codes == _DOT), _bits(codes == _E)
+        known |= dot
+        known |= e
+        minus ^= _after(e)  # there and nowhere else
+        power = _after(e, 2)
+        parts = _after(dot)
+        parts |= power
+        begin |= parts
+        bad |= _ends(parts, digit) & dot  # 1.2.3
+        bad |= _ends(power, digit) & e  # 1e-2e-3
+        full = digit.view(_U8) == _FULL
+        long = full[2:] & full[1:-1] & full[:-2]
+    else:
+        two = digit & _after(digit)
+        four = two & _after(two, 2)
+        long = four & _after(four, 4)
+    bad |= minus
+    bad |= begin & ~digit
+    bad |= ~known
+    return not (np.count_nonzero(bad) or np.count_nonzero(long))
 
 
-def _bounds(data: bytes) -> list[tuple[int, int]] | None:
-    """Where each row's numbers begin and end, if lists follow each other in a list."""
-    if data[:1] != b"[":
-        return None
-    found: list[tuple[int, int]] = []
-    place = 1
-    while (opened := data.find(b"[", place)) >= 0:
-        closed = data.find(b"]", opened)
-        if data[place:opened].strip(b" ") != (b"," if found else b""):
-            return None
-        found.append((opened + 1, closed))
-        place = closed + 1
-    return found if data[place:].strip(b" ") == b"]" else None
+def _bits(flags: npt.NDArray[np.bool_]) -> Bits:
+    """Flags, a multiple of 64 of them, as bits."""
+    return np.packbits(flags, None, "little").view(_U64)
 
 
-def _small_exponents(codes: npt.NDArray[np.uint8], signs: Flags) -> int:
-    """How many times ``e-`` is there, looked for where ``signs`` are, of which the last ends the value."""
-    places = np.flatnonzero(signs)[:-1]
-    return int(np.count_nonzero((codes[places] == _E) & (codes[places + 1] == _MINUS)))
+def _after(bits: Bits, steps: int = 1) -> Bits:
+    """Which bytes are so many steps behind those that are set."""
+    moved = bits << _STEPS[steps]
+    rest = moved[1:]
+    rest |= bits[:-1] >> _STEPS[_WORD - steps]
+    return moved
 
 
-def _has_full_words(flags: Flags) -> bool:
-    """False if no 31 flags in a row are set: of those three words of eight flags would be full, side by side."""
-    full = flags[: flags.size // 8 * 8].view(np.uint64) == _FULL
-    return bool((full[:-2] & full[1:-1] & full[2:]).any())
+def _ends(first: Bits, digit: Bits) -> Bits:
+    """The bytes behind runs of digits: adding 1 where a run begins carries through all of it.
 
-
-def _has_run(flags: Flags, length: int) -> bool:
-    """True if so many flags in a row are set: runs are doubled, then two of them are laid over each other."""
-    size = 1
-    while 2 * size <= length:
-        flags, size = flags[:-size] & flags[size:], 2 * size
-    rest = length - size
-    return bool((flags[: len(flags) - rest] & flags[rest:]).any())
+    Args:
+        first: digits from which runs are looked at.
+        digit: all digits, nowhere 64 in a row.
+    """
+    added = first + digit
+    rest = added[1:]
+    rest += added[:-1] < digit[:-1]
+    return added & ~digit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import TracebackType
@@ -21,7 +21,7 @@ from tandem.broker._connection import ALWAYS, MIME, Connection, Fate, Lost, Refu
 from tandem.broker._http import Answer, Backoff, Unreachable
 from tandem.broker.convert import group_to_wire
 from tandem.errors import BrokerError
-from tandem.types import Group
+from tandem.types import Group, Json
 
 __all__ = [
     "Backoff",
@@ -155,18 +155,20 @@ class EnvClient(_Client):
                 return found
             await self._register_again(registrations)
 
-    async def submit(self, group: Group, key: str) -> Receipt:
+    async def submit(self, group: Group, key: str, params: Mapping[str, Json] | None = None) -> Receipt:
         """Hand in a group, once.
 
         Args:
             group: its scored rollouts are handed in.
             key: unique to this group, for ever.
+            params: how it was sampled, beside the temperature.
 
         Raises:
             Refused: the broker will not have this group.
             BrokerError: this broker could never serve it; says why.
         """
         scored = group_to_wire(group)
+        scored.generation_params = {**(scored.generation_params or {}), **(params or {})} or None
         if len(scored.tokens) > self.spec.group_size and self.connection.speaks != "tandem":
             raise BrokerError(
                 f"group {group.id} has {len(scored.tokens)} sequences, since a rollout of it holds several "

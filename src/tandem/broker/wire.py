@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import astuple
 
 from tandem.broker._checks import check
 from tandem.broker._complete import completed, flat_advantages
 from tandem.broker._lax import Malformed, coerce, refuse
-from tandem.broker._skim import rows
+from tandem.broker._skim import STAND_INS, cut
 
 Encoding = Literal["json", "msgpack"]
 T = TypeVar("T")
@@ -172,10 +173,9 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
 FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
 """The 14 keys of a group, in the order in which answers give them."""
 _OPTIONAL = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if not field.required)
-_INTS, _REALS = ("tokens", "masks"), ("inference_logprobs", "advantages", "ref_logprobs")
-_HEAVY = {name: FIELDS.index(name) for name in _INTS + _REALS}
+_LISTS = {name: FIELDS.index(name) for name in STAND_INS}
 _KEYS = tuple(f'{"," if place else "{"}"{name}":'.encode() for place, name in enumerate(FIELDS))
-SKIM_BYTES = 32 << 10
+SKIM_BYTES = 40 << 10
 """Groups below this are decoded sooner than looked at by their bytes."""
 
 # Each key's value as the bytes that were sent.
@@ -269,30 +269,30 @@ def _skimmed(body: bytes) -> Submission | None:
     Raises:
         Malformed: its lengths disagree, or a free field holds what it may not.
     """
+    found = cut(body)
+    if found is None:
+        return None
     try:
-        slices = _decoder(_Slices, "json").decode(body)
+        slices = _decoder(_Slices, "json").decode(found.rest)
     except (ValueError, RecursionError):
         return None
-    values = [b"null" if raw is UNSET else bytes(raw) for raw in msgspec.structs.astuple(slices)]
-    lengths: dict[str, list[range]] = {}
+    values: list[bytes | memoryview] = [b"null" if raw is UNSET else bytes(raw) for raw in astuple(slices)]
     light = list(values)
-    for name, place in _HEAVY.items():
-        if name in _REALS and values[place] in (b"null", b"[]"):
-            continue
-        found = rows(values[place], reals=name in _REALS, negative=name != "tokens")
-        if found is None:
+    for name, place in _LISTS.items():
+        if name in found.lists and values[place] == STAND_INS[name]:  # nowhere else is one: this is that list
+            values[place], light[place] = found.lists[name], b"[]"
+        elif name in found.lists or values[place] not in (b"null", b"[]"):
             return None
-        lengths[name], light[place] = found, b"[]"
     try:
         group: ScoredGroup = _decoder(ScoredGroup, "json").decode(_object(light))
     except (ValueError, RecursionError):
         return None
-    for name, found in lengths.items():
-        setattr(group, name, found)  # all that is looked at is how long they are
+    for name, rows in found.rows.items():
+        setattr(group, name, rows)  # all that is looked at is how long they are
     return _checked(group, _object(values))
 
 
-def _object(values: Sequence[bytes]) -> bytes:
+def _object(values: Sequence[bytes | memoryview]) -> bytes:
     """A JSON object of the values of all keys, which are JSON already."""
     return b"".join((*chain.from_iterable(zip(_KEYS, values, strict=True)), b"}"))
 
