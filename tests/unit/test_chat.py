@@ -209,6 +209,16 @@ def test_template_that_refuses_a_role_says_so(tokenizer: Any) -> None:
         Template(strict, {}).prompt([user("?"), Message(role="tool", content="!")])
 
 
+def test_a_text_is_gone_on_with_as_it_is(tokenizer: Any) -> None:
+    """No chat template is put around it, neither before the policy speaks nor after."""
+    engine = Scripted([(ids_of(tokenizer, "7"), "stop")])
+    chat = chat_with(tokenizer, engine, Message(role="text", content="3 + 4 ="))
+    with pytest.raises(EnvError, match="no message can follow it"):
+        converse(chat, [[user("And then?")]])
+    assert engine.asked[0][0] == tuple(tokenizer("3 + 4 =")["input_ids"]) == tuple(ids_of(tokenizer, "3 + 4 ="))
+    assert chat.messages[:2] == (Message(role="text", content="3 + 4 ="), Message(role="assistant", content="7"))
+
+
 def test_options_reach_the_template(tokenizer: Any) -> None:
     optional = copy.deepcopy(tokenizer)
     optional.chat_template = "{{ 'loud' if shout else 'quiet' }}"

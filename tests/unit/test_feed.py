@@ -242,6 +242,37 @@ def test_flat_and_failed_groups_are_dropped_counted_told_and_replaced() -> None:
     assert not set(ids(batches)) & {id for _, id in trainer.dropped}
 
 
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_way(max_lag: int) -> None:
+    """However far ahead sampling is, and over a resume in the midst: no step is without a reward, no group in two."""
+    trainer = Trainer(mixed, slowest=3)
+
+    async def life(cursor: Cursor, steps: int) -> Cursor:
+        feed = trainer.feed(max_lag=max_lag)
+        async with feed.open(cursor):
+            for _ in range(steps):
+                batch = await feed.take()
+                for _ in range(200):  # all that may be ahead is there
+                    await asyncio.sleep(0)
+                dropped = Counter(reason for reason, _ in trainer.dropped)
+                trainer.dropped.clear()
+                found = flatten(feed.metrics())
+                assert found["env/fake/groups"] == len(batch) + dropped.total()
+                assert found["reward/max"] == 1.0
+                assert found["env/fake/trained"] == len(batch)
+                failed = dropped["failed"]
+                scored = 2 * (len(batch) + dropped["flat"]) + failed
+                assert found["reward"] == pytest.approx((len(batch) + 2 * dropped["flat"] + failed) / scored)
+                trainer.step += 1
+                feed.release(batch)
+            return feed.cursor()
+
+    cursor = run(life(Cursor(), 6))
+    trainer.dropped.clear()  # by the last release: the life that takes the next batch is a new one
+    assert bool(cursor.ready) == (max_lag > 0)
+    run(life(cursor, 6))
+
+
 def test_flat_groups_are_kept_if_asked_but_failed_ones_are_not() -> None:
     trainer = Trainer(mixed)
     batches = trained(trainer, 10, drop_flat=False)

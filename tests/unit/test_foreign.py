@@ -8,6 +8,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -19,15 +21,20 @@ from tandem.broker.convert import Rules, group_from_wire
 from tandem.broker.records import Batch, Entry, Run
 from tandem.broker.store import Store
 from tandem.broker.wire import Info, RunParameters, ScoredGroup
-from tandem.errors import BrokerError, Starved
+from tandem.config import from_options
+from tandem.engines._vllm_engine import Vllm as Live
+from tandem.engines.base import Engine
+from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
+from tandem.rollout.recorded import told
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
-from tandem.types import Group, PolicyVersion
+from tandem.trainer.supply import Reached, foreign
+from tandem.types import Group, PolicyVersion, Sampling
 
 T = TypeVar("T")
 RUN = RunParameters(
@@ -144,6 +151,7 @@ class Trainer:
     broker: Local
     step: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    failure: Exception | None = None
 
     def feed(self, **options: Any) -> BrokerFeed:
         rules = {name: options.pop(name) for name in ("given_advantages", "policy_logprobs") if name in options}
@@ -155,6 +163,7 @@ class Trainer:
             version=lambda: self.step,
             solved=full_marks,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id.partition("@")[0])),
+            failure=lambda: self.failure,
         )
 
 
@@ -234,9 +243,88 @@ def test_a_broker_that_forgot_is_told_again() -> None:
     assert [made.starting_step for made in broker.registered] == [1, 2]
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["the broker has nothing", "the broker does not answer"])
+def test_where_nobody_can_sample_any_more_nothing_is_waited_for(hangs: bool) -> None:
+    class Silent(Local):
+        async def batch(self, **asked: Any) -> Taken | None:
+            if hangs and self.polls:
+                self.on_empty()
+                await asyncio.Event().wait()
+            return await super().batch(**asked)
+
+    broker = Silent()
+    broker.put(sent("a"), sent("b"))
+    trainer = Trainer(broker)
+
+    def fail() -> None:
+        trainer.failure = EngineError("engine.restarts allows 3 restarts")
+
+    async def go() -> None:
+        broker.on_empty = fail
+        async with trainer.feed().open(Cursor()) as feed:
+            assert names(await feed.take()) == ["a", "b"]
+            with pytest.raises(EngineError, match="allows 3 restarts"):
+                await feed.take()
+            assert len(feed.cursor().batches) == 1, "what was taken before is saved"
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "the next batch"] == []
+
+    run(go())
+
+
+def test_a_run_looks_at_its_own_engine(tmp_path: Path) -> None:
+    config = from_options(
+        {"model": "m", "steps": 1, "broker": "http://b:1", "max_lag": 1, "engine": "vllm", "sync": "broadcast"},
+        ["sampling.top_k=5"],
+        tmp_path / "r.yaml",
+    ).config
+    engine, template = Live.__new__(Live), SimpleNamespace(decode=None)
+    engine.fleet = SimpleNamespace(failure=None)  # type: ignore[assignment]
+    parts: dict[str, Any] = {"folder": tmp_path, "template": template, "reached": Reached(0), "telemetry": None}
+    feed = foreign(config, context=64, vocabulary=9, engine=engine, **parts)
+    assert feed.options.sampling == config.sampling == Sampling(top_k=5)
+    assert feed.failure() is None
+    engine.fleet.failure = EngineError("it is gone")
+    assert feed.failure() is engine.fleet.failure
+    assert Engine.failure.fget(engine) is None, "one in this process cannot die alone"  # type: ignore[attr-defined]
+
+
 def test_a_broker_that_goes_on_with_another_batch_size_is_an_error() -> None:
     with pytest.raises(BrokerError, match=r"batches of 64 sequences.*takes 4"):
         taken(Local(batch_size=64), 1)
+
+
+@pytest.mark.parametrize("where", ["generation_params", "group_overrides", "overrides"])
+@pytest.mark.parametrize(
+    "given",
+    [{"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": -1},
+     {"frequency_penalty": 0.5}, {"min_tokens": 3}],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(given: dict[str, Any], where: str) -> None:
+    ((name, value),) = given.items()
+    same = Local()
+    same.put(sent("a"), sent("b", **{where: [given, {}] if where == "overrides" else {**given, "tandem_task": "b"}}))
+    run_like_it = Sampling(**{name: value})
+    assert taken(same, 1, sampling=run_like_it)[0] == [["a", "b"]], "groups that say nothing are taken as they are"
+    other = Local()
+    other.put(sent("a"), sent("b", **{where: [{}, given] if where == "overrides" else given}))
+    own = getattr(Sampling(), name)
+    with pytest.raises(BrokerError, match=rf"samples with {name} {value}, .* with {own:g}; .* sampling\.{name}"):
+        taken(other, 1)
+
+
+def test_what_is_no_number_says_nothing_of_sampling() -> None:
+    broker = Local()
+    said = {
+        "top_p": None,
+        "top_k": -1,
+        "min_p": "0.1",
+        "min_tokens": False,
+        "repetition_penalty": 1,
+        "temperature": 0.5,
+    }
+    broker.put(sent("a", generation_params=said), sent("b", generation_params=told(Sampling())))
+    assert taken(broker, 1)[0] == [["a", "b"]]
 
 
 # Drops
@@ -452,7 +540,7 @@ def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(monkeypatch:
         assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "leases"] == []
 
     run(go())
-    assert broker.renewals >= 14
+    assert broker.renewals >= 13, "every third of a lease, but for the first and the last"
 
 
 def test_a_step_has_the_sequences_of_a_batch_though_rollouts_are_several() -> None:
@@ -462,6 +550,24 @@ def test_a_step_has_the_sequences_of_a_batch_though_rollouts_are_several() -> No
     broker.put(sent("", 1.0, 1.0, 1.0, 0.0, tokens=tokens, group_overrides=told), sent("g0"), sent("g1"))
     batches, _ = taken(broker, 2)
     assert batches == [["wide"], ["g0", "g1"]]
+
+
+def test_the_numbers_of_a_step_are_of_its_groups_though_more_had_arrived() -> None:
+    """What took the place of a dropped group came with others, which wait for the next step."""
+    broker = Local()
+    broker.put(sent("flat", 1.0, 1.0), sent("a"), sent("b", 0.0, 0.5), sent("c"), sent("d"), sent("e"))
+
+    async def go() -> list[tuple[list[str], float, float]]:
+        found = []
+        async with Trainer(broker).feed().open(Cursor()) as feed:
+            for _ in range(2):
+                batch = names(await feed.take())
+                numbers = flatten(feed.metrics())
+                found.append((batch, numbers["reward"], numbers["tokens/generated"]))
+        return found
+
+    # Two tokens are sampled of each answer; the first step has the flat group too.
+    assert run(go()) == [(["a", "b"], 3.5 / 6, 12.0), (["c", "d"], 0.5, 8.0)]
 
 
 class EmptyHanded(Exception):

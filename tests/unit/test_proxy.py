@@ -127,10 +127,12 @@ def test_requests_say_how_to_sample(template: Template) -> None:
     async def talk(post: Any, session: Session, _: Proxy) -> None:
         answer = await post(USER)
         assert answer["choices"][0]["finish_reason"] == "length"
-        await post(USER, temperature=0.5, top_p=0.9, max_completion_tokens=3, stop="x")
+        await post(USER, temperature=0.5, max_completion_tokens=3, stop="x")
         assert engine.asked[0][1] == Sampling(max_tokens=8, temperature=0.7)
-        assert engine.asked[1][1] == Sampling(max_tokens=3, temperature=0.5, top_p=0.9, stop=("x",))
+        assert engine.asked[1][1] == Sampling(max_tokens=3, temperature=0.5, stop=("x",))
         assert [turn.temperature for turn in session.turns] == [0.7, 0.5]
+        async with post.http.get(f"{post.url}/{post.name}/nodes") as response:
+            assert [node["metadata"]["temperature"] for node in (await response.json())["nodes"]] == [0.7, 0.5]
 
     served(template, engine, talk, temperature=0.7)
 
@@ -172,6 +174,11 @@ def test_a_stream_has_the_whole_answer(template: Template) -> None:
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"seed": 0}, "seed"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"stop_token_ids": [7]}, "stop_token_ids"),
+        ({"ignore_eos": True}, "ignore_eos"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, said, served
 
+from tandem.rollout import _openai
 from tandem.rollout._tools import Bare, Call, Spoken, Tagged, as_text
 from tandem.rollout.chat import Template
 from tandem.rollout.proxy import Proxy, Session
@@ -42,7 +43,8 @@ OTHER = (
     OFFER + "{% for m in messages %}" + TURN + "{% for c in m.tool_calls or [] %}<function={{ c.function.name }}>"
     "{% endfor %}<|im_end|>\n{% endfor %}" + ASK
 )
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+_ADD = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+ADD = {"type": "function", "function": _ADD}
 RESULT = {"role": "tool", "content": "3"}
 
 
@@ -205,6 +207,20 @@ def test_what_cannot_be_promised_is_refused(hermes: Template, body: Any, param: 
         assert not engine.asked
 
     talked(hermes, engine, talk)
+
+
+def test_that_strict_is_not_enforced_is_said_once(hermes: Template, caplog: pytest.LogCaptureFixture) -> None:
+    _openai._told_of_strict.cache_clear()
+    strict = {**ADD, "function": {**_ADD, "strict": True}}
+
+    async def talk(post: Any, session: Session) -> None:
+        await post(USER, tools=[ADD])
+        assert "strict" not in caplog.text
+        for _ in range(2):
+            await post(USER, tools=[strict])
+        assert caplog.text.count("strict, which is not enforced") == 1
+
+    talked(hermes, sampled(hermes, "x", "y", "z"), talk)
 
 
 def test_a_template_without_tools_refuses_them(tiny_model: Path) -> None:

@@ -150,6 +150,20 @@ def test_group_holds_scored_siblings_in_order(template: Template) -> None:
         assert r.text == "\n".join(m.content for m in said)
 
 
+def test_the_prompt_is_rendered_once_for_all_siblings(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[int] = []
+    prompt = Template.prompt
+
+    def counted(self: Template, *args: Any) -> list[int]:
+        rendered.append(len(args))
+        return prompt(self, *args)
+
+    monkeypatch.setattr(Template, "prompt", counted)
+    group, _ = play(template, size=5)
+    assert len(rendered) == 1
+    assert len({r.turns[0].prompt for r in group.rollouts}) == 1
+
+
 def test_streams_belong_to_seed_group_and_sibling(template: Template) -> None:
     one, again = play(template)[0], play(template)[0]
     assert tokens(one) == tokens(again)

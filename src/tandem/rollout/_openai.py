@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import msgspec
 
 from tandem.rollout._tools import Call, Offer, Speech, Spoken
+from tandem.rollout.recorded import OF_THE_RUN, unkept, why_not
 from tandem.types import Message, Sampling
+
+log = logging.getLogger(__name__)
 
 MOST = 128
 """Most answers of one request."""
+UNREAD = frozenset((
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+))  # fmt: skip
+"""Fields that no answer depends on."""
 
 
 class Wrong(Exception):
@@ -29,16 +39,24 @@ class Asked(msgspec.Struct, kw_only=True):
     """What both routes are asked. Fields that would change the answer and cannot be obeyed are refused."""
 
     KIND: ClassVar[str] = "request"
-    REFUSED: ClassVar[tuple[str, ...]] = ("logit_bias", "presence_penalty", "frequency_penalty")
+    REFUSED: ClassVar[tuple[str, ...]] = ("logit_bias",)
 
     n: int | None = None
     """Answers."""
     max_tokens: int | None = None
     """Most tokens of one answer."""
     temperature: float | None = None
-    """As in ``Sampling``."""
+    """As in ``Sampling``; with the exception of greedy it may be any, since every turn records its own."""
     top_p: float | None = None
-    """As in ``Sampling``."""
+    """As in the run's ``Sampling``, and so are those that follow."""
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    """Refused: the siblings of a group would all get the same answer."""
     stop: str | list[str] | None = None
     """Texts that end an answer, and are no part of it."""
     stream: bool | None = None
@@ -46,8 +64,6 @@ class Asked(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None = None
     """``include_usage``: the last event counts tokens."""
     logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -57,12 +73,23 @@ class Asked(msgspec.Struct, kw_only=True):
             Wrong: it is none, or asks for what cannot be done.
         """
         try:
-            asked = msgspec.json.decode(body, type=cls, strict=False)
+            given = msgspec.json.decode(body, type=dict[str, Any])
+            asked = msgspec.convert(given, cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Wrong(f"the body is no {cls.KIND}'s: {error}") from error
+        for name, value in given.items():
+            # Null, false and nothing in a list ask for nothing.
+            if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
+                raise Wrong(f"{name} is nothing that this server knows; leave it out", param=name)
         for name in cls.REFUSED:
             if getattr(asked, name):
                 raise Wrong(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
+        if asked.seed is not None:
+            raise Wrong(
+                "seed cannot be obeyed: every answer has a random stream of its own, or a task's answers would all be "
+                "the same; leave it out",
+                param="seed",
+            )
         if not 1 <= asked.answers <= MOST:
             raise Wrong(f"n must be from 1 to {MOST}", param="n")
         asked.check()
@@ -90,20 +117,24 @@ class Asked(msgspec.Struct, kw_only=True):
         """``own``, but for what the request says.
 
         Raises:
-            Wrong: a number is out of range.
+            Wrong: a number is out of range, or training would compute other logprobs than the engine.
         """
-        given: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature, "top_p": self.top_p}
+        given: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
+        given |= {name: getattr(self, name) for name in OF_THE_RUN}
+        if self.top_k == -1:  # as vLLM says it
+            given["top_k"] = 0
         if self.stop is not None:
             given["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
         made = replace(own, **{name: value for name, value in given.items() if value is not None})
         fine = {
             "max_tokens": made.max_tokens >= 1,
             "temperature": 0 <= made.temperature < math.inf,
-            "top_p": 0 < made.top_p <= 1,
         }
         for name, is_fine in fine.items():
             if not is_fine:
                 raise Wrong(f"{name} is out of range", param=name)
+        if (other := unkept(own, made)) is not None:
+            raise Wrong(why_not(other, own, made), param=other)
         return made
 
 
@@ -204,6 +235,16 @@ def _refuse_odd(tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Wrong('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
+    if function.get("strict"):  # as some agents' libraries say of every tool, so refusing would lock them out
+        _told_of_strict()
+
+
+@cache  # once is enough
+def _told_of_strict() -> None:
+    log.warning(
+        "a tool is strict, which is not enforced: nothing constrains what is sampled, so the arguments of a call may "
+        "not fit its schema"
+    )
 
 
 def _spoken(message: _Said) -> Message:

@@ -14,7 +14,7 @@ from tandem import waits
 from tandem.engines.base import Engine
 from tandem.errors import EnvError
 from tandem.rollout._tools import Speech, as_template, speech
-from tandem.types import Json, Message, Sampling, Task, Turn
+from tandem.types import TEXT, Json, Message, Sampling, Task, Turn
 
 _MARK = "\u2042tandem\u2042"
 """Stands for the policy's words while a template is rendered around them."""
@@ -26,6 +26,7 @@ class Template:
     def __init__(self, tokenizer: Any, options: dict[str, Json]):
         self._tokenizer = tokenizer
         self._options = options
+        self._piece: dict[int, str] = {}
 
     @cached_property
     def speech(self) -> Speech:
@@ -34,6 +35,8 @@ class Template:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> list[int]:
         """Token ids of a conversation, up to where the policy speaks; ``tools`` are those that it may call."""
+        if len(messages) == 1 and messages[0].role == TEXT:
+            return self.text(messages[0].content)
         return self._encode(self._render(messages, tools))
 
     def bridge(
@@ -78,10 +81,19 @@ class Template:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Text of each token on its own, for people."""
-        return [self._tokenizer.decode([token]) for token in tokens]
+        """Text of each token on its own, for people; each is decoded once, and new ones without Python's lock."""
+        new = [token for token in dict.fromkeys(tokens) if token not in self._piece]
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None or self._tokenizer.clean_up_tokenization_spaces:
+            texts = [self._tokenizer.decode([token]) for token in new]
+        else:
+            texts = fast.decode_batch([[token] for token in new], skip_special_tokens=False)
+        self._piece.update(zip(new, texts, strict=True))
+        return [self._piece[token] for token in tokens]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> str:
+        if any(message.role == TEXT for message in messages):
+            raise EnvError("a text that the policy goes on with has no chat template, so no message can follow it")
         plain = [as_template(message) for message in messages]
         options = {**self._options, "tools": list(tools)} if tools else self._options
         try:
@@ -105,8 +117,25 @@ answered: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
 class EngineChat:
     """One conversation on an engine; the environment sees messages, the record holds tokens. An ``envs.base.Chat``."""
 
-    def __init__(self, engine: Engine, template: Template, task: Task, sampling: Sampling, stream: str):
-        """``stream`` names this conversation's random stream: the same name draws the same tokens."""
+    def __init__(
+        self,
+        engine: Engine,
+        template: Template,
+        task: Task,
+        sampling: Sampling,
+        stream: str,
+        prompt: Sequence[int] | None = None,
+    ):
+        """Nothing is asked yet.
+
+        Args:
+            engine: samples.
+            template: turns messages into tokens.
+            task: begins the conversation.
+            sampling: how answers are sampled.
+            stream: names this conversation's random stream: the same name draws the same tokens.
+            prompt: the task's messages as tokens, where they are known.
+        """
         self._engine = engine
         self._task = task.id
         self._template = template
@@ -115,7 +144,7 @@ class EngineChat:
         self._messages: list[Message] = list(task.prompt)
         self._turns: list[Turn] = []
         self._pending: list[Message] = []
-        self._tokens = template.prompt(task.prompt)
+        self._tokens = template.prompt(task.prompt) if prompt is None else list(prompt)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -146,8 +175,9 @@ class EngineChat:
         proxy = Proxy(self._engine, self._template, self._sampling, model="policy")
         name, session = proxy.create(self._stream)
         try:
-            async with proxy.serving() as url:
-                yield f"{url}/{name}/v1"
+            with session.played():
+                async with proxy.serving() as url:
+                    yield f"{url}/{name}/v1"
         finally:
             self._turns = list(session.turns)
             self._messages = list(session.messages or self._messages)

@@ -196,7 +196,7 @@ class Feed:
         """Nobody else need know: the cursor is all there is."""
 
     def metrics(self) -> Mapping[str, Value]:
-        """What was played since the last call, trained or dropped, drops by reason, and what batches were made of."""
+        """What was taken or dropped since the last call, drops by reason, and what batches were made of."""
         counts, self._dropped = self._dropped, Counter()
         trained, self._trained = self._trained, Counter()
         measured, self._measured = self._measured, []
@@ -223,6 +223,7 @@ class Feed:
             assert entry.group is not None
             entry.taken = True
             self._store.add(entry.draw, entry.group)
+            self._measure(entry.draw, entry.group)
             groups.append(entry.group)
         self._taken += 1
         self._refilled = 0
@@ -279,7 +280,6 @@ class Feed:
                     task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
                 )
             entry.group = self.judge(group)
-            self._measured.append(measure([entry.group], stream.solved))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -365,10 +365,16 @@ class Feed:
     def _dismiss(self, reason: str, entry: _Entry, group: Group) -> None:
         """A group is not trained on, whatever becomes of its place."""
         self._dropped[reason] += 1
+        self._measure(entry.draw, group)
         self.on_drop(reason, group)
         self._over(entry)
         starved = self._mixture.dropped(entry.draw.stream, reason, group, self._taken)
         self._failure = self._failure or starved
+
+    def _measure(self, draw: Draw, group: Group) -> None:
+        """Count a group once: with the step that takes or drops it, for however long it waited."""
+        if not group.replayed:
+            self._measured.append(measure([group], self._streams[draw.stream].solved))
 
     def _over(self, entry: _Entry) -> None:
         """An entry's group was trained or dropped."""

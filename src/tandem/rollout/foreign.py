@@ -23,12 +23,13 @@ from tandem import waits
 from tandem.broker.client import NotRegistered, Taken
 from tandem.broker.convert import Notes, Rules, group_from_wire
 from tandem.broker.sequences import sequences
-from tandem.broker.wire import Info, RunParameters
+from tandem.broker.wire import Info, RunParameters, ScoredGroup
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.rollout.cursor import Cursor, Draw
 from tandem.rollout.measure import measure
-from tandem.types import Group, Rollout
+from tandem.rollout.recorded import differing
+from tandem.types import Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class ForeignOptions:
     """How long the broker waits for a trainer that says nothing more; what is held is renewed long before."""
     rules: Rules
     """How a group is read."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How the run computes logprobs; a group that says that it was sampled otherwise is an error."""
     poll_seconds: float = 0.25
     """Between two questions for a batch that is not there yet."""
     patience: int = 50
@@ -105,6 +108,8 @@ class BrokerFeed:
     """What counts as a right answer."""
     on_drop: Callable[[str, Group], None]
     """Told of every dropped group and why: flat, stale or failed."""
+    failure: Callable[[], Exception | None] = lambda: None
+    """Why nobody can sample from the policy any more, so that no more groups come; None while somebody can."""
     _ready: list[Group] = field(default_factory=list)
     _held: dict[str, frozenset[str]] = field(default_factory=dict)
     _received: int = 0
@@ -137,11 +142,13 @@ class BrokerFeed:
         Raises:
             Starved: group after group was dropped.
             BrokerError: the broker stays away or refuses, or a group cannot be trained on as the recipe is.
+            EngineError: environments elsewhere have nothing to sample from any more.
         """
         while True:
             self._drop_stale()
             if (batch := self._batch()) is not None:
                 del self._ready[: len(batch)]
+                self._measured.append(measure(batch, self.solved))
                 return batch
             self._receive(await self._next())
 
@@ -169,7 +176,7 @@ class BrokerFeed:
         self._held = {batch: names for batch, names in self._held.items() if batch not in cursor.batches}
 
     def metrics(self) -> Mapping[str, Value]:
-        """What arrived since the last call, trained or dropped: rewards, lengths, and drops by reason."""
+        """What was taken or dropped since the last call: rewards, lengths, and drops by reason."""
         dropped, self._dropped = self._dropped, Counter()
         failed, self._failed = self._failed, Counter()
         measured, self._measured = self._measured, []
@@ -204,22 +211,35 @@ class BrokerFeed:
                     await self.broker.renew(batch)
 
     async def _next(self) -> Taken:
-        """Poll until there is a batch."""
-        options = self.options
+        """The next batch, unless none will come any more."""
         async with waits.waiting("trainer", "needs groups to train on", on="environments of the broker"):
-            while True:
-                try:
-                    # A broker that knows how old a group is leaves stale ones out itself: its batches are then whole.
-                    taken = await self.broker.batch(
-                        lease=options.lease_seconds, policy=self.version(), max_lag=options.max_lag
-                    )
-                except NotRegistered as error:
-                    log.warning("%s; registering again", error)
-                    await self._register()
-                    taken = None
-                if taken is not None:
-                    return taken
-                await asyncio.sleep(options.poll_seconds)
+            polling = asyncio.create_task(self._poll(), name="the next batch")
+            try:
+                while not polling.done():
+                    if (failure := self.failure()) is not None:
+                        raise failure
+                    await asyncio.wait((polling,), timeout=self.options.poll_seconds)
+                return await polling
+            finally:
+                polling.cancel()
+                await asyncio.gather(polling, return_exceptions=True)
+
+    async def _poll(self) -> Taken:
+        """Ask until there is a batch."""
+        options = self.options
+        while True:
+            try:
+                # A broker that knows how old a group is leaves stale ones out itself: its batches are then whole.
+                taken = await self.broker.batch(
+                    lease=options.lease_seconds, policy=self.version(), max_lag=options.max_lag
+                )
+            except NotRegistered as error:
+                log.warning("%s; registering again", error)
+                await self._register()
+                taken = None
+            if taken is not None:
+                return taken
+            await asyncio.sleep(options.poll_seconds)
 
     def _receive(self, taken: Taken) -> None:
         """Read a batch's groups; what can be trained on waits for its turn."""
@@ -235,6 +255,7 @@ class BrokerFeed:
                 continue
             index = self._received + len(arrived)
             told = (scored.group_overrides or {}).get("tandem_task")
+            self._refuse_other(scored)
             group = group_from_wire(
                 scored,
                 # The broker's own name for it is the same whenever it comes: also to a run that was killed meanwhile.
@@ -250,13 +271,27 @@ class BrokerFeed:
         if taken.id is not None:
             self._held[taken.id] = frozenset(filter(None, taken.ids))
         self._note(notes, taken.malformed, arrived)
-        self._measured.append(measure(arrived, self.solved))
         for group in arrived:
             if (reason := self._fault(group)) is not None:
                 self._drop(reason, group)
             else:
                 self._in_a_row = 0
                 self._ready.append(group)
+
+    def _refuse_other(self, scored: ScoredGroup) -> None:
+        """See that a group was sampled as the run computes its logprobs, where it says how.
+
+        Raises:
+            BrokerError: it was not.
+        """
+        for given in (scored.generation_params, scored.group_overrides, *(scored.overrides or ())):
+            if isinstance(given, Mapping) and (name := differing(self.options.sampling, given)) is not None:
+                whose = (scored.group_overrides or {}).get("tandem_env") or scored.env_id
+                raise BrokerError(
+                    f"environment {whose} samples with {name} {given[name]}, and this run computes logprobs with "
+                    f"{getattr(self.options.sampling, name):g}; give both the same sampling.{name}, and restart the "
+                    "broker, or GET /reset_data, which drops what is queued"
+                )
 
     def _note(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
         """Count what could not be read, and tell each kind of it once."""
@@ -295,6 +330,7 @@ class BrokerFeed:
 
     def _drop(self, reason: str, group: Group) -> None:
         self._dropped[reason] += 1
+        self._measured.append(measure([group], self.solved))
         self._in_a_row += 1
         self.on_drop(reason, group)
         if self._in_a_row > self.options.patience * self.options.groups_per_step:

@@ -18,10 +18,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem import waits
 from tandem.broker import wire
-from tandem.broker.client import EnvClient, Refused, Status
-from tandem.errors import BrokerError, ConfigError, EngineError, TandemError
+from tandem.broker.client import EnvClient, Receipt, Refused, Status
+from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.rollout.judges import Judge
+from tandem.rollout.recorded import told
 from tandem.rollout.worker import Worker
 from tandem.types import Group, Sampling, Task
 
@@ -98,6 +100,7 @@ class Producer:
     _drawn: int = 0
     _order: tuple[int, list[int]] = (-1, [])
     _in_a_row: int = 0
+    _finished: int = 0
     _failure: BaseException | None = None
     _told: float = -math.inf
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -113,6 +116,7 @@ class Producer:
             ConfigError: groups do not fit into the trainer's batches.
             EngineError: the engines fail, or stay away.
             BrokerError: the broker refuses group after group, or stays away.
+            Deadline: group after group takes too long, or the broker does; says who waited for whom.
         """
         waiting = asyncio.ensure_future(stop.wait())
         try:
@@ -203,21 +207,39 @@ class Producer:
     async def _one(self, draw: int) -> None:
         """Consumes: a task. Waits for: the engine, the graders, the broker."""
         task, name = self._task(draw)
+        finished, in_a_row = self._finished, self._in_a_row
         try:
-            async with asyncio.timeout(self.pace.group_seconds):
-                group = await self.worker.group(task, id=name, index=draw, size=self._size, sampling=self.sampling)
-            await self._hand_in(self.judge(group))
-        except TimeoutError:
-            log.warning("group %s took longer than group_seconds (%g); it is dropped", name, self.pace.group_seconds)
-            self.tally.groups["failed"] += 1
+            await self._hand_in(self.judge(await self._played(task, name, draw)))
+        except Deadline as error:
+            # Those that were late together count as one, and not at all where others came through meanwhile.
+            late = in_a_row + 1 if self._finished == finished else 0
+            self._failed("failed", name, error, max(self._in_a_row, late))
         except (EngineError, BrokerError) as error:
-            self._failed("refused" if isinstance(error, Refused) else "failed", name, error)
+            self._failed("refused" if isinstance(error, Refused) else "failed", name, error, self._in_a_row + 1)
 
-    def _failed(self, fate: str, name: str, error: TandemError) -> None:
+    async def _played(self, task: Task, name: str, draw: int) -> Group:
+        """Play a group.
+
+        Raises:
+            Deadline: it took longer than ``group_seconds``, or one of its waits too long; says who waited for whom.
+        """
+        seconds, worker = self.pace.group_seconds, f"tandem work {self.client.spec.desired_name}"
+        async with waits.waiting(worker, "a whole group", on=f"rollouts group {name}") as wait:
+            # While those that it waits for are there, so before it is cancelled.
+            telling = asyncio.get_running_loop().call_later(seconds, wait.told)
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self.worker.group(task, id=name, index=draw, size=self._size, sampling=self.sampling)
+            except TimeoutError as error:
+                raise Deadline(f"{wait.told()}; group_seconds is {seconds:g}", on=wait.on) from error
+            finally:
+                telling.cancel()
+
+    def _failed(self, fate: str, name: str, error: TandemError, in_a_row: int) -> None:
         log.warning("group %s is lost: %s", name, error)
         self.tally.groups[fate] += 1
-        self._in_a_row += 1
-        if self._in_a_row >= IN_A_ROW:
+        self._in_a_row = in_a_row
+        if in_a_row >= IN_A_ROW:
             self._failure = self._failure or error
 
     async def _hand_in(self, group: Group) -> None:
@@ -234,9 +256,20 @@ class Producer:
         elif self.drop_flat and group.is_flat:
             self.tally.groups["flat"] += 1
         else:
-            receipt = await self.client.submit(group, f"{self._nonce}/{group.index}")
-            self.tally.groups["lost" if receipt == "lost" else "sent"] += 1
+            self.tally.groups["lost" if await self._submitted(group) == "lost" else "sent"] += 1
         self._in_a_row = 0
+        self._finished += 1
+
+    async def _submitted(self, group: Group) -> Receipt:
+        """Hand a group in, again where the broker put it off for too long: that it answers at all is seen elsewhere."""
+        while True:
+            try:
+                return await self.client.submit(group, f"{self._nonce}/{group.index}", told(self.sampling))
+            except Deadline as late:
+                if self.client.connection.speaks != "tandem":  # which would not know that it is the same
+                    log.warning("group %s may be lost: %s", group.id, late)
+                    return "lost"
+                log.warning("group %s is handed in again: %s", group.id, late)
 
     def _task(self, draw: int) -> tuple[Task, str]:
         """The task of a draw, and what its group is called. Every epoch is a shuffle of all tasks.

@@ -13,20 +13,22 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import msgspec
 from aiohttp import web
 
+from tandem import waits
 from tandem.broker.wire import MASKED, NO_LOGPROB
 from tandem.engines.base import Engine
-from tandem.errors import EngineError, EnvError
+from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout._openai import Asked, Chat, Text, Wrong
 from tandem.rollout._openai_answers import Answer, chat_body, streamed, text_body
 from tandem.rollout._tools import Offer, Spoken, alike, as_text, read
-from tandem.rollout.chat import Template
+from tandem.rollout.chat import Template, answered
+from tandem.rollout.recorded import unkept, why_not
 from tandem.types import Json, Message, Sampling, Turn
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class Session:
     """Everything that was sampled, in the order in which it was answered."""
     messages: tuple[Message, ...] = ()
     """The conversation that was answered last, the answer included; what the policy said is as it was sampled."""
+    failure: EngineError | Deadline | None = None
+    """What the engine said instead of its last answer."""
     # By the tools that were offered, and the conversation as agents tell them apart.
     _said: dict[tuple[str, tuple[Message, ...]], _Said] = field(default_factory=dict)
     _written: dict[str, _Said] = field(default_factory=dict)  # by text
@@ -75,7 +79,8 @@ class Session:
         """Let the policy answer a conversation.
 
         Raises:
-            EnvError: the conversation leaves no room in the context, or the chat template refuses it.
+            EnvError: the conversation leaves no room in the context, the chat template refuses it, or ``sampling``
+                differs from the session's in what a turn does not record.
             EngineError: the engine failed.
         """
         said, sampling = tuple(messages), sampling or self.sampling
@@ -94,7 +99,7 @@ class Session:
         """Let the policy go on with text, or with token ids.
 
         Raises:
-            EnvError: the prompt leaves no room in the context.
+            EnvError: the prompt leaves no room in the context, or ``sampling`` is another than may be, as in ``reply``.
             EngineError: the engine failed.
         """
         sampling = sampling or self.sampling
@@ -105,15 +110,43 @@ class Session:
         self._written[written + text] = self._noted(turn, before, text)
         return Answer(text=_cut(text, sampling.stop), turn=turn)
 
+    @contextmanager
+    def played(self) -> Iterator[None]:
+        """Around an agent's work: an engine that failed is told as that, whatever the agent made of it.
+
+        Raises:
+            EngineError, Deadline: the last request got no answer, and the agent has ended, by an error or not.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None:
+                raise
+            raise self.failure from error
+        if self.failure is not None:
+            raise self.failure
+
     async def _sample(self, prompt: Sequence[int], sampling: Sampling) -> Turn:
         """Sample after a prompt, and record it."""
+        if (name := unkept(self.sampling, sampling)) is not None:
+            raise EnvError(why_not(name, self.sampling, sampling))
         if len(prompt) >= self.engine.context:
             raise EnvError(
                 f"the conversation has {len(prompt)} tokens and the context is {self.engine.context}, so no room is "
                 "left for an answer"
             )
         key = hashlib.blake2b(f"{self.stream}/{next(self._numbers)}".encode(), digest_size=8).digest()
-        completion = await self.engine.generate(prompt, sampling, int.from_bytes(key, "big"))
+        # Cut before anything may end it, the answer is sampled in the same way.
+        cut = replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
+        asked = self.engine.generate(prompt, cut, int.from_bytes(key, "big"))
+        try:
+            completion = await waits.wait(asked, owner=waits.actor("rollouts"), reason="an answer", on="engine")
+        except (EngineError, Deadline) as error:
+            self.failure = error
+            raise
+        self.failure = None
+        waits.progress()
+        answered[self.engine] = time.monotonic()
         turn = Turn(prompt=tuple(prompt), completion=completion, temperature=sampling.temperature or 1.0)
         self.turns.append(turn)
         return turn
@@ -150,13 +183,17 @@ class Session:
         return (*said.messages, *new)
 
     def nodes(self) -> Iterator[dict[str, Json]]:
-        """Every conversation that nothing continues, as one sequence each, in the form that Atropos' clients know."""
-        whole = [(*turn.prompt, *turn.completion.tokens) for turn in self.turns]
-        for tokens, turn in zip(whole, self.turns, strict=True):
-            if any(len(other) > len(tokens) and other[: len(tokens)] == tokens for other in whole):
+        """Every conversation that nothing continues, as one sequence each, in the form that Atropos' clients know.
+
+        One that goes on at another temperature is a sequence of its own, for a sequence has one.
+        """
+        whole = [((*turn.prompt, *turn.completion.tokens), turn) for turn in self.turns]
+        for tokens, turn in whole:
+            alike = [(said, own) for said, own in whole if own.temperature == turn.temperature]
+            if any(len(said) > len(tokens) and said[: len(tokens)] == tokens for said, _ in alike):
                 continue
             masked, logprobs = [MASKED] * len(tokens), [NO_LOGPROB] * len(tokens)
-            for part, own in zip(whole, self.turns, strict=True):
+            for part, own in alike:
                 if tokens[: len(part)] == part:
                     masked[len(own.prompt) : len(part)] = own.completion.tokens
                     logprobs[len(own.prompt) : len(part)] = own.completion.logprobs
@@ -164,7 +201,7 @@ class Session:
                 "tokens": list(tokens),
                 "masked_tokens": masked,
                 "logprobs": logprobs,
-                "metadata": {"finish_reason": turn.completion.finish},
+                "metadata": {"finish_reason": turn.completion.finish, "temperature": turn.temperature},
             }
 
 
@@ -312,7 +349,7 @@ async def _in_openai_form(request: web.Request, handler: web.Handler) -> web.Str
         return _error(str(error), error.status, "invalid_request_error", error.param)
     except EnvError as error:
         return _error(str(error), 400, "invalid_request_error", "messages")
-    except EngineError as error:
+    except (EngineError, Deadline) as error:
         log.warning("%s", error)
         return _error(str(error), 502, "api_error")
     except web.HTTPException as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem import waits
 from tandem.broker._http import Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.engines.base import Engine, Health
 from tandem.errors import ConfigError, EngineError
@@ -202,7 +203,9 @@ class RemoteEngine(Engine):
             awake = [server for server in self._servers if server.rests_until <= now]
             if awake:
                 return min(awake, key=lambda server: server.outstanding)
-            await asyncio.sleep(min(server.rests_until for server in self._servers) - now)
+            names = ", ".join(server.http.who for server in self._servers)
+            async with waits.waiting(waits.actor("rollouts"), "to be asked again", on=names):
+                await asyncio.sleep(min(server.rests_until for server in self._servers) - now)
 
     def _rest(self, server: _Server, what: str, at_least: float = 0.0) -> None:
         """Leave a server alone for a while.

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem import waits
@@ -42,13 +43,14 @@ class Worker:
         Raises:
             EngineError: the engine failed; that is nobody's rollout's fault.
         """
-        played = await asyncio.gather(*(self._play(task, f"{id}/{i}", sampling) for i in range(size)))
+        prompt = self.template.prompt(task.prompt)  # once for all
+        played = await asyncio.gather(*(self._play(task, prompt, f"{id}/{i}", sampling) for i in range(size)))
         grading = self.graders.grade(played)
         rollouts = await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
         return Group(id=id, index=index, env=self.name, rollouts=tuple(rollouts))
 
-    async def _play(self, task: Task, id: str, sampling: Sampling) -> Rollout:
-        chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}")
+    async def _play(self, task: Task, prompt: Sequence[int], id: str, sampling: Sampling) -> Rollout:
+        chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}", prompt)
         rollout = Rollout(id=id, task=task, turns=(), messages=task.prompt, status="ok")
         group, party, begun = id.rpartition("/")[0], f"environment {self.name} ({id})", time.monotonic()
         try:

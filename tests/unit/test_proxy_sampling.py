@@ -1,0 +1,183 @@
+"""The proxy and the objective: what changes the distribution that is sampled is recorded, or is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fake_engine import END
+from proxied import USER, Scripted, said, served
+
+from tandem import waits
+from tandem.engines.fake import Fake
+from tandem.errors import EngineError, EnvError
+from tandem.rollout.chat import EngineChat, Template, answered
+from tandem.rollout.proxy import Proxy, Session
+from tandem.types import Completion, Message, Sampling, Task
+
+A, B = 64, 65
+"""Token ids of letters in the tiny model's tokenizer."""
+TASK = Task(id="t", env="agent", prompt=(Message(role="user", content="hello"),), answer="7")
+
+
+@pytest.fixture(scope="module")
+def template(tiny_model: Path) -> Template:
+    from transformers import AutoTokenizer
+
+    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
+
+
+def test_a_sequence_has_one_temperature(template: Template) -> None:
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        first = said(await post(USER))
+        await post(USER, first, {"role": "user", "content": "go on"}, temperature=0.5)
+        one, two = session.nodes()
+        assert [t for t in one["masked_tokens"] if t != -100] == [A, END]
+        assert [t for t in two["masked_tokens"] if t != -100] == [B, END]
+        assert two["tokens"][: len(one["tokens"])] == one["tokens"]
+
+    served(template, Scripted([A, END], [B, END]), talk)
+
+
+RUNS = {
+    "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+    "frequency_penalty": 0.25, "min_tokens": 4,
+}  # fmt: skip
+"""A run that leaves nothing as it is."""
+
+
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/completions"])
+@pytest.mark.parametrize(
+    ("name", "neutral"),
+    [(name, 1.0 if name in ("top_p", "repetition_penalty") else 0) for name in RUNS] + [("top_k", -1), ("top_k", 41)],
+)
+def test_what_a_turn_does_not_record_must_be_the_runs(template: Template, name: str, neutral: float, path: str) -> None:
+    engine = Scripted([A, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        asking = partial(post, path=path, prompt="hello") if path == "v1/completions" else partial(post, USER)
+        error = (await asking(status=400, **{name: neutral}))["error"]
+        assert (error["param"], error["type"]) == (name, "invalid_request_error")
+        assert f"{max(neutral, 0):g} is not the run's, which is {RUNS[name]:g}" in error["message"]
+        assert f"set sampling.{name} to {max(neutral, 0):g}" in error["message"]
+        assert not engine.asked
+        await asking(**{name: RUNS[name]})
+        assert engine.asked[0][1] == Sampling(max_tokens=8, **RUNS)  # type: ignore[arg-type]
+
+    served(template, engine, talk, **RUNS)
+
+
+def test_what_is_off_may_be_said_to_be_off(template: Template) -> None:
+    engine = Scripted([A, END])
+    off = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post(USER, **off, min_tokens=0, logit_bias={}, user="u", metadata={"a": "b"}, ignore_eos=False, seed=None)
+        assert engine.asked[0][1] == Sampling(max_tokens=8)
+
+    served(template, engine, talk)
+
+
+def test_greedy_answers_are_those_of_a_run_that_is_greedy(template: Template) -> None:
+    engine = Scripted([A, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        for cold in (0, 0.001):
+            error = (await post(USER, status=400, temperature=cold))["error"]
+            assert error["param"] == "temperature"
+            assert "the run's is 0.7" in error["message"]
+        await post(USER, temperature=0.01)
+
+    async def evaluated(post: Any, session: Session, _: Proxy) -> None:
+        await post(USER, temperature=0)
+        await post(USER, temperature=0.5)
+        assert [asked[1].temperature for asked in engine.asked[1:]] == [0, 0.5]
+
+    served(template, engine, talk, temperature=0.7)
+    served(template, engine, evaluated, temperature=0.0)
+
+
+def test_an_answer_may_be_shorter_than_any_may_end_by_itself(template: Template) -> None:
+    engine = Scripted([A])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post(USER, max_tokens=3)
+        assert (engine.asked[0][1].max_tokens, engine.asked[0][1].min_tokens) == (3, 3), "vLLM refuses another"
+
+    served(template, engine, talk, min_tokens=5)
+
+
+def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -> None:
+    async def go() -> None:
+        async with Fake(vocab=258).open(None, context=1000) as engine:
+            session = Session(engine, template, Sampling(max_tokens=4), "s")
+            with pytest.raises(EnvError, match=r"top_p 0\.9 is not the run's"):
+                await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9))
+            with pytest.raises(EnvError, match="greedy"):
+                await session.complete("hello", Sampling(max_tokens=4, temperature=0.0))
+            assert (await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))).turn.temperature == 0.5
+
+    asyncio.run(go())
+
+
+# Whose fault it is
+
+
+def test_who_is_waited_for_is_the_engine(template: Template) -> None:
+    """And an answer is progress of the rollout that the agent plays: a long episode is no silence."""
+    seen: list[waits.Wait] = []
+
+    class Slow(Scripted):
+        async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+            seen[:] = waits.current()
+            return await super().generate(prompt, sampling, key)
+
+    engine: Any = Slow([A, END])
+
+    async def go() -> None:
+        chat = EngineChat(engine, template, TASK, Sampling(max_tokens=8), "s")
+        async with waits.waiting("rollouts group t", "rollout t", on="environment e") as rollout, chat.serve() as url:
+            moved = rollout.moved
+            async with aiohttp.ClientSession() as http:
+                await http.post(f"{url}/chat/completions", json={"messages": [USER]})
+            assert [(one.owner, one.on) for one in waits.chain(rollout, seen)] == [
+                ("rollouts group t", "environment e"),
+                ("environment e", "engine"),
+            ]
+            assert rollout.moved > moved
+        assert answered[engine] > moved
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("swallows", [True, False], ids=["swallowed", "raised"])
+def test_an_engine_that_fails_is_no_fault_of_the_agent(template: Template, swallows: bool) -> None:
+    class Broken(Scripted):
+        async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+            self.asked.append((tuple(prompt), sampling, key))
+            if len(self.asked) in fails:
+                raise EngineError("it broke")
+            return await super().generate(prompt, sampling, key)
+
+    async def go(engine: Any) -> None:
+        chat = EngineChat(engine, template, TASK, Sampling(max_tokens=8), "s")
+        async with chat.serve() as url, aiohttp.ClientSession() as http:
+            for _ in range(3):
+                response = await http.post(f"{url}/chat/completions", json={"messages": [USER]})
+            if not swallows:
+                raise ValueError(response.status)
+
+    fails = {1}
+    if swallows:
+        asyncio.run(go(Broken([A, END])))  # asked again, it answered
+    else:
+        with pytest.raises(ValueError, match="200"):
+            asyncio.run(go(Broken([A, END])))
+    fails = {1, 2, 3}
+    with pytest.raises(EngineError, match="it broke"):
+        asyncio.run(go(Broken([A, END])))
