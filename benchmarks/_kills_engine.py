@@ -143,6 +143,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         plain = (self.n, self.min_tokens, self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.stop)

@@ -142,6 +142,9 @@ class Exposed(Apart):
         return {name: child for name, child in super().victims().items() if name != "proxy"}
 
     def finish(self) -> None:
+        for child in self.children.values():  # no weather tends them any more
+            if child.alive:
+                os.kill(child.pid, signal.SIGCONT)
         super().finish()
         self.children["proxy"].kill()
 

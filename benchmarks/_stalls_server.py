@@ -107,7 +107,7 @@ class Engine:
         return {"unloaded": [said.get("adapter_name")]}
 
     async def on_bridge_pause(self, said: Any) -> Any:
-        return {}
+        return {"before": "serving"}
 
     on_bridge_stop = on_bridge_adopt = on_bridge_pause
 

@@ -214,7 +214,7 @@ class Bench:
         try:
             await self.link.bind(fresh=True)
             self.step += 1
-            async with self.link.open(PolicyVersion(step=self.step, digest="")):
+            async with self.link, self.link.open(PolicyVersion(step=self.step, digest="")):
                 pass
         finally:
             self.link = kept
@@ -262,7 +262,7 @@ async def way(engine: Any, name: str, model: Path, folder: Path) -> AsyncIterato
         await bench.link.bind(fresh=False)
         await compute(bench.nudge)  # an adapter that is all zeros would prove nothing
         bench.step += 1
-        async with bench.link.open(PolicyVersion(step=bench.step, digest="")):
+        async with bench.link, bench.link.open(PolicyVersion(step=bench.step, digest="")):
             await bench.publish_well()
             await bench.publish_well()
             yield bench

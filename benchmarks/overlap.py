@@ -92,7 +92,7 @@ def run(bench: Bench, name: str, source: Sequence[str], overrides: Sequence[str]
     command = [sys.executable, str(HERE / "_overlap_run.py"), str(bench.model), str(lines), *source]
     command += [*work_options(bench.work), *bench.args.override, *overrides]
     with pinned(cores):
-        bench.setting("overlap", name, command, engine_gb=None)
+        bench.setting("overlap", name, command)
     steps = [line for line in read(lines) if line["kind"] == "step"][SKIPPED:]
     told = [line.get("waits", {}) for line in steps]
     nothing = {"seconds": 0.0, "where": ""}

@@ -13,7 +13,7 @@ runs in a process of its own, for --limit seconds at most; Tandem's settings sha
 
 A step is measured from its beginning to the next one's; medians, without the first two. Useful tokens are those of
 prompts and answers, a shared prompt's once for each answer. "tensors" is the peak of torch's allocations: TRL's one
-process, and for Tandem the trainer's own plus all that the engine took of the card before any trainer came. "card" is
+process, and for Tandem the trainer's own plus the engine's, which holds the weights of both. "card" is
 the peak of what all processes had taken of the card, looked at ten times a second, less what it was before.
 Each result is a line of --out as soon as it is there. Exits 1 if a setting failed.
 """
@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,12 +38,17 @@ from typing import Any
 from _versus import Card, Work, add_work, append, read, summary, table, work_of, work_options
 
 HERE = Path(__file__).resolve().parent
+EIGHT_BITS = "optimizer.kind=adamw8bit optimizer.precision=stochastic optimizer.gradients=bfloat16"
 TANDEM = (
-    "fast micro_batch_tokens=8192 checkpointing=none",
-    "lean optimizer.kind=adamw8bit optimizer.precision=stochastic micro_batch_tokens=4096 checkpointing=selective",
-    "leanest optimizer.kind=adafactor optimizer.precision=stochastic micro_batch_tokens=4096 checkpointing=full",
+    "fast micro_batch_tokens=12288 checkpointing=none",
+    f"lean {EIGHT_BITS} micro_batch_tokens=4096 checkpointing=selective",
+    f"leanest {EIGHT_BITS} micro_batch_tokens=4096 checkpointing=full",
 )
 TRL = ("default", "uncorrected correction=false", "float32 weights=float32")
+TIMES = re.compile(
+    r"^vllm:(?:e2e_)?request_(\w*?)_?(?:time|latency)_?seconds_(sum|count)\{[^}]*\} ([0-9.e+-]+)$", re.MULTILINE
+)
+"""Of vLLM's metrics: what requests spent their time on, in all, and how many they were."""
 TAIL = 40
 """Lines of a failed process' log that are shown."""
 
@@ -68,19 +74,26 @@ class Bench:
         done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
         self.model = Path(done.stdout.splitlines()[-1])
 
-    def setting(self, half: str, text: str, command: list[str], *, engine_gb: float | None) -> None:
-        """Run one, and note what it found; a run that was cut leaves the steps that it made."""
+    def setting(self, half: str, text: str, command: list[str], *, url: str | None = None) -> None:
+        """Run one, and note what it found; a run that was cut leaves the steps that it made.
+
+        ``url`` is the engine's, which tells what it did for it.
+        """
         name = text.split()[0]
         limit = min(self.args.limit, self.left())
         print(f"-- {half} {text} (at most {limit:.0f} s)", flush=True)
         lines, log = self.logs / f"{half}-{name}.jsonl", self.logs / f"{half}-{name}.log"
         self.card.mark()
-        begin = time.monotonic()
+        begin, counted = time.monotonic(), counts(url)
         with ended(command, environment(), log) as process:
             code, stopped = awaited(process, limit)
+        if told := by_request(counted, counts(url)):
+            print(f"   vLLM, milliseconds of a request: {told}", flush=True)
+        engine_gb = tensors_of(url) if half == "tandem" else None
         if half == "tandem":
             print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         found = {"half": half, "setting": name, "shape": self.args.shape, **summary(read(lines))}
+        found |= {"engine_ms": told} if told else {}
         if code != 0:
             self.failed += 1
             found["error"] = "not done in time" if code is None else last(log)
@@ -106,7 +119,7 @@ def trl(bench: Bench) -> None:
         lines = bench.logs / f"trl-{name}.jsonl"
         command = [bench.args.trl_python or sys.executable, str(HERE / "_versus_trl.py"), str(bench.model), str(lines)]
         command += ["--utilization", str(bench.args.utilization), *work_options(bench.work), *chosen]
-        bench.setting("trl", text, command, engine_gb=None)
+        bench.setting("trl", text, command)
 
 
 def tandem(bench: Bench) -> None:
@@ -115,10 +128,7 @@ def tandem(bench: Bench) -> None:
 
     engine = engine_options(bench.work, bench.args.utilization, bench.args.python)
     with contextlib.ExitStack() as stack:
-        url, engine_gb = None, None
-        if not bench.args.own_engine:
-            url = stack.enter_context(served(bench, engine))
-            engine_gb = None if (now := bench.card.now()) is None else round(now - bench.before, 2)
+        url = None if bench.args.own_engine else stack.enter_context(served(bench, engine))
         for text in bench.args.tandem or TANDEM:
             if bench.left() < bench.args.least:
                 return _left_out(bench, "tandem", text)
@@ -127,7 +137,7 @@ def tandem(bench: Bench) -> None:
             command = [sys.executable, str(HERE / "_versus_tandem.py"), str(bench.model), str(lines)]
             command += ["--url", url] if url else ["--engine", json.dumps(engine)]
             command += [*work_options(bench.work), *bench.args.override, *overrides]
-            bench.setting("tandem", text, command, engine_gb=engine_gb)
+            bench.setting("tandem", text, command, url=url)
 
 
 def _left_out(bench: Bench, half: str, text: str) -> None:
@@ -171,6 +181,38 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
+
+
+def counts(url: str | None) -> dict[str, dict[str, float]]:
+    """Sum and count of vLLM's own histograms of times; empty without an address, or where it does not answer."""
+    found: dict[str, dict[str, float]] = {}
+    with contextlib.suppress(OSError):
+        if url is not None:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+                for name, what, value in TIMES.findall(response.read().decode()):
+                    found.setdefault(name or "in all", {})[what] = float(value)
+    return found
+
+
+def tensors_of(url: str | None) -> float | None:
+    """GB that torch has held at most in the engine's worker; None without an address, or where it does not answer."""
+    with contextlib.suppress(OSError):
+        if url is not None:
+            with urllib.request.urlopen(f"{url}/bridge/info", timeout=10) as response:
+                (worker,) = json.load(response)["workers"]
+            return round(float(worker["peak_bytes"]) / 1e9, 2)
+    return None
+
+
+def by_request(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Mean milliseconds of the requests between two looks, by what they were spent on."""
+    told = {}
+    for name, now in after.items():
+        then = before.get(name, {})
+        number, seconds = (now[what] - then.get(what, 0.0) for what in ("count", "sum"))
+        if number:
+            told[name] = round(1e3 * seconds / number, 1)
+    return told
 
 
 def environment() -> dict[str, str]:

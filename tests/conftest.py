@@ -21,10 +21,17 @@ hypothesis.settings.register_profile("tandem", derandomize=True, deadline=None, 
 hypothesis.settings.load_profile("tandem")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes that share a suite must call a test by one name; an object's address is another in each."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What processes that share a suite need of it.
+
+    They must call a test by one name; an object's address is another in each. And files with slow tests come first, so
+    that at the end none is left alone with one.
+    """
     if wrong := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{wrong[0]} is named by an object's address; give its parameters ids=")
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("learns")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 CHAT_TEMPLATE = (

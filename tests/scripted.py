@@ -120,13 +120,18 @@ class Scripted(Engine):
     """What was asked of it."""
     given: list[tuple[int, str]] = field(default_factory=list)
     """Digests of the versions under which it began to give out tokens."""
+    serving: bool = False
+    """It serves somebody else already."""
     member: ClassVar[Any] = Member
     """What it joins a group with."""
+    reason: str = ""
+    """What it was stopped for."""
     alive: bool = True
     adapted: bool = False
     _epoch: int = 0
     _version: PolicyVersion = field(default_factory=lambda: PolicyVersion(step=0, digest=""))
     _stamped: bool = False
+    _interrupted: bool | None = None
     _gate: asyncio.Event = field(default_factory=asyncio.Event)
     _joining: list[asyncio.Future[Any]] = field(default_factory=list)
     _members: list[Any] = field(default_factory=list)
@@ -136,6 +141,8 @@ class Scripted(Engine):
         self._started_on = {name: p.detach().clone() for name, p in self._base().items()}
         if self.trains.travels == "adapter":
             self._forget_adapter()
+        if self.serving:
+            self._gate.set()
 
     def _base(self) -> Mapping[str, torch.nn.Parameter]:
         return self.trains.base_names(self.inner.model)
@@ -230,17 +237,28 @@ class Scripted(Engine):
 
     async def pause(self, *, finish: bool = False) -> None:
         self._at("drain" if finish else "pause")
+        if self._interrupted is None:
+            self._interrupted = self.serves
         self._gate.clear()
+
+    async def release(self, reason: str) -> None:
+        self._at("release")
+        if self._interrupted:
+            self._gate.set()
+        self._interrupted = None
 
     async def resume(self) -> float:
         self._at("resume")
         assert self._stamped, "it gives out tokens of weights that were never published to it"
+        self._interrupted = None
         self._gate.set()
         self.given.append((self._version.step, self._version.digest))
         return 0.5
 
     async def stop(self, reason: str) -> None:
         self.events.append("stop")
+        self.reason = reason
+        self._interrupted = None
         self._gate.clear()
         if not self.alive:
             raise EngineError("the engine is gone")

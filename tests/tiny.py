@@ -47,7 +47,15 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def logprobs_of(
     model: Any, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling, ends: Sequence[int] = ()
 ) -> Tensor:
-    """Logprob of each completion token by one plain forward pass; differentiable.
+    """Logprob of each completion token by one plain forward pass; differentiable."""
+    rows = distributions_of(model, prompt, completion, sampling, ends)
+    return rows[torch.arange(len(completion)), torch.tensor(completion)]
+
+
+def distributions_of(
+    model: Any, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling, ends: Sequence[int] = ()
+) -> Tensor:
+    """Logprobs [completion tokens, vocabulary] of what each token was sampled from; differentiable.
 
     The support of top_k, top_p and min_p is found token by token, by sorting; a token that was sampled is in it.
     ``ends`` are the tokens that may not end an answer before ``min_tokens``.
@@ -63,7 +71,7 @@ def logprobs_of(
         kept = support(possible, sampling) | {token}
         outside = torch.ones(len(row), dtype=torch.bool)
         outside[list(kept)] = False
-        rows.append(row.masked_fill(outside, float("-inf")).log_softmax(-1)[token])
+        rows.append(row.masked_fill(outside, float("-inf")).log_softmax(-1))
     return torch.stack(rows)
 
 

@@ -3,9 +3,8 @@
 Its own methods run, on a stand-in for the trainer; what it computes in the middle of a long method is cut out of its
 source and run as it is. Everything in float64, so that the file holds more digits than float32 tells apart.
 
-    .venv-peers/bin/python -m pip install --no-deps --target .cache/trl trl==1.13.0
-    .venv-peers/bin/python -m pip install --target .cache/trl requests
-    PYTHONPATH=.cache/trl .venv-peers/bin/python benchmarks/peers/objective.py tests/contract/trl_objective.json
+    bash benchmarks/peers/setup
+    .venv-peers/bin/python benchmarks/peers/objective.py tests/contract/trl_objective.json
 
 The suite compares Tandem with the file that this wrote; TRL is not needed there.
 """

@@ -192,7 +192,7 @@ class RunConfig:
             runs=(bool(self.runs.strip()), "a folder"),
             **{
                 "reference.every": (
-                    getattr(self.reference, "every", 0) < self.steps,
+                    self.steps < 1 or getattr(self.reference, "every", 0) < self.steps,
                     f"below steps ({self.steps}): the average would never move",
                 ),
                 **sampling_checks(self.sampling),
@@ -229,10 +229,15 @@ class RunConfig:
             unread |= dict.fromkeys(("env", "rewards"), "envs names several environments, each with its rewards")
         else:
             unread["envs"] = "it names none"
+        if self.dtype == "float32":
+            unread["optimizer.gradients"] = "dtype: float32 gives float32 gradients"
         if self.max_lag != "auto":
             unread["rate"] = "it is read by max_lag: auto alone"
         if self.truncated != "penalise":
             unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
+        if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
+            unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
         if self.flat_groups == "keep":
             unread["max_resample_times"] = "flat_groups: keep samples nothing anew"
         if self.broker is not None:

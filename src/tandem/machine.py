@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +62,30 @@ def resident() -> int:
     except OSError:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def held(device: str) -> int | None:
+    """Most bytes of an accelerator that this process' tensors took at a time so far; None on a host."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Spare the garbage collector what there is already, while the block lasts.
+
+    torch and transformers are half a million objects. To look through them again takes a tenth of a second or more, in
+    which the event loop stands still and neither is a request sent nor an answer read.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def free_disk(folder: Path) -> int:

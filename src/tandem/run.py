@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tandem import config as recipes
-from tandem import memory, waits
+from tandem import machine, memory, waits
 from tandem.advantages.base import Advantage, Weighs
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest, CanLend, Engine, Needs
@@ -41,7 +41,7 @@ from tandem.trainer.pack import Packer
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
-from tandem.types import Json, PolicyVersion, Sampling
+from tandem.types import Json, PolicyVersion
 
 
 def check_pairs(config: RunConfig) -> None:
@@ -74,6 +74,7 @@ async def train(config: RunConfig, *, resume: Path | None, given: Collection[str
 
 async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None, given: Collection[str]) -> Path:
     check_pairs(config)
+    config.engine.check(trains=config.trains, folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: players.tasks(config, split) for split in players.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", _model(config), config.patience.wait_seconds):
         model = load_config(config.model)
@@ -94,7 +95,7 @@ async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None,
         with Telemetry(info, config.sinks) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
             async with _assembled(config, dog, folder, tasks, telemetry) as (run, state):
-                with lifetime.signals(run.stop):
+                with lifetime.signals(run.stop), machine.settled():
                     state = await loop.train(run, state)
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
@@ -124,9 +125,12 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
         return
     check_pairs(config)
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
+        config.engine.check(trains=config.trains, folder=Path(folder))
         needs = engine_needs(config, Path(folder))
-        async with config.engine.open(policy, context=context, needs=needs) as engine:
-            link = Link(sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder))
+        async with (
+            config.engine.open(policy, context=context, needs=needs) as engine,
+            Link(sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder)) as link,
+        ):
             await link.bind(fresh=_started_on_ours(config, engine, 0) and (fresh or config.trains.travels == "adapter"))
             async with link.open(PolicyVersion(step=0, digest="")):
                 yield engine
@@ -157,6 +161,7 @@ async def _assemble(
     link = Link(
         sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
     )
+    await stack.enter_async_context(link)
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
     await link.bind(fresh=_started_on_ours(config, engine, state.step))
     stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
@@ -172,7 +177,7 @@ async def _assemble(
         steps=config.steps,
         policy=policy,
         link=link,
-        feed=_supply(config, folder, policy, streams, reached, telemetry, pace),
+        feed=_supply(config, folder, policy, engine, streams, reached, telemetry, pace),
         pack=packer(config, policy),
         step=Step(
             policy=policy,
@@ -302,6 +307,7 @@ def _supply(
     config: RunConfig,
     folder: Path,
     policy: Policy,
+    engine: Engine,
     streams: Sequence[Stream],
     reached: supply.Reached,
     telemetry: Telemetry,
@@ -317,6 +323,7 @@ def _supply(
             template=_template(config, policy),
             reached=reached,
             telemetry=telemetry,
+            engine=engine,
         )
     return supply.played(config, streams, reached, telemetry, pace)
 
@@ -367,13 +374,6 @@ def _evaluator(
     record: Callable[[dict[str, Json]], None],
 ) -> Evaluator:
     asked = config.evaluate
-    sampling = Sampling(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        max_tokens=config.sampling.max_tokens,
-        stop=config.sampling.stop,
-        stop_token_ids=config.sampling.stop_token_ids,
-    )
 
     def due(step: int) -> bool:
         if telemetry is not None and telemetry.evaluated(step):
@@ -385,7 +385,7 @@ def _evaluator(
     return Evaluator(
         streams=streams,
         samples=asked.samples,
-        sampling=sampling,
+        sampling=asked.sampling(config.sampling),
         due=due,
         record=record,
         started=lambda step: telemetry.event("eval_started", step=step) if telemetry else None,

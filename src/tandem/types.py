@@ -16,6 +16,9 @@ Json = Any
 UNKNOWN = math.inf
 """Stands for a logprob that the sampler did not tell; no probability has this one. The policy's own stands in."""
 
+TEXT = "text"
+"""The role of a prompt that is no conversation: the policy goes on with the text itself, without a chat template."""
+
 Finish = Literal["stop", "length", "abort"]
 Status = Literal["ok", "error"]
 
@@ -35,7 +38,7 @@ class Message:
     """One chat message."""
 
     role: str
-    """system | user | assistant | tool."""
+    """system | user | assistant | tool; ``TEXT`` for a prompt that is this one text and no conversation."""
     content: str
     """Its text."""
 

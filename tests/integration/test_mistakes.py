@@ -228,6 +228,13 @@ def small_files(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_runs_folder_that_cannot_be_made(train: Train) -> None:
+    Path("taken").write_text("a file")
+    code, said = train(runs="taken/runs")
+    assert code == 2
+    assert "the run's folder taken/runs/a cannot be made" in one_message(said)
+
+
 def test_disk_full_while_saving(train: Train) -> None:
     with small_files(200_000):  # the weights are larger
         code, said = train(checkpoint={"every": 1})

@@ -1,4 +1,7 @@
-"""A run that was ended at any moment and resumed is the run that was never ended, bit for bit."""
+"""A run that was ended at any moment and resumed is the run that was never ended, bit for bit.
+
+Runs are forked from a process that has loaded torch; those that go on from another, which has another hash seed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,6 +21,10 @@ import pytest
 import yaml
 
 from tandem.envs.arithmetic import Arithmetic
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _stalls_fork import Nursery
 
 REWARD = '''
 import os, time
@@ -50,28 +56,39 @@ RECIPE: dict[str, Any] = {
 class Started:
     """A run in a process of its own."""
 
-    process: subprocess.Popen[bytes]
+    nursery: Nursery
+    pid: int
     folder: Path
-    stderr: Path
+    output: Path
+    _code: int | None = None
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def code(self) -> int | None:
+        """How it ended, negative by a signal; None while it runs."""
+        if self._code is None and not _alive(self.pid):
+            self._code = self.nursery.code(self.pid)
+        return self._code
 
     def until(self, condition: Callable[[], bool], seconds: float = 90) -> None:
         """Wait for something to happen in its folder."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"it ended by itself: {self.stderr.read_text()}"
-            assert time.monotonic() < deadline, f"it did not come to it in {seconds} s: {self.stderr.read_text()}"
+            assert self.code() is None, f"it ended by itself: {self.said()}"
+            assert time.monotonic() < deadline, f"it did not come to it in {seconds} s: {self.said()}"
             time.sleep(0.0005)
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
         return [int(child) for task in tasks for child in task.read_text().split()]
 
     def kill(self) -> None:
         """``kill -9``; nothing that it started may outlive it."""
         children = self.children()
         assert children, "its grader should be running"
-        self.process.kill()
-        assert self.process.wait() == -signal.SIGKILL
+        os.kill(self.pid, signal.SIGKILL)
+        self.ended(-signal.SIGKILL)
         deadline = time.monotonic() + 10
         while alive := [child for child in children if _alive(child)]:
             assert time.monotonic() < deadline, f"{alive} outlived the run"
@@ -79,8 +96,12 @@ class Started:
 
     def ended(self, code: int) -> str:
         """Wait for its end; what it said."""
-        assert self.process.wait(timeout=120) == code, self.stderr.read_text()
-        return self.stderr.read_text()
+        deadline = time.monotonic() + 120
+        while self.code() is None:
+            assert time.monotonic() < deadline, f"it does not end: {self.said()}"
+            time.sleep(0.005)
+        assert self.code() == code, self.said()
+        return self.said()
 
     def has(self, step: int) -> bool:
         return (self.folder / "checkpoints" / f"{step:06d}").is_dir()
@@ -106,21 +127,17 @@ class Place:
     """A folder to run in."""
 
     path: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    nurseries: tuple[Nursery, Nursery]
+    """Of what begins and of what goes on."""
+    started: list[Started] = field(default_factory=list)
 
-    def start(self, *arguments: str, name: str, slow: float = 0.0) -> Started:
-        stderr = self.path / f"{name}.err"
-        with stderr.open("wb") as err, (self.path / f"{name}.out").open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tandem", "train", *arguments],
-                cwd=self.path,
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "SLOW": str(slow)},
-                start_new_session=True,  # a process group of its own, as a terminal gives
-            )
-        self.started.append(process)
-        return Started(process, self.path / "runs" / name, stderr)
+    def start(self, target: str, *overrides: str, name: str, slow: float = 0.0) -> Started:
+        nursery = self.nurseries[target.startswith("runs/")]
+        output = self.path / f"{name}-{len(self.started)}.txt"
+        words = ["train", target, *overrides]
+        pid = nursery.start(words, out=output, environment={"SLOW": str(slow)}, cwd=self.path)
+        self.started.append(Started(nursery, pid, self.path / "runs" / name, output))
+        return self.started[-1]
 
     def run(self, *arguments: str, name: str) -> Path:
         """A run to its end."""
@@ -134,11 +151,14 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     path = tmp_path_factory.mktemp("resume")
     (path / "marks.py").write_text(REWARD)
     (path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
-    place = Place(path)
+    begun, gone_on = (Nursery({**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2"))
+    place = Place(path, (begun, gone_on))
     yield place
-    for process in place.started:  # those of tests that failed
-        process.kill()
-        process.wait()
+    for run in place.started:
+        if run.code() is None:  # of a test that failed
+            os.kill(run.pid, signal.SIGKILL)
+    begun.close()
+    gone_on.close()
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +255,10 @@ def while_saving(run: Started) -> None:
     folder = run.folder / "checkpoints"
     while True:
         run.until(lambda: any(path.name > ".000001.tmp" for path in folder.glob(".*.tmp")))
-        run.process.send_signal(signal.SIGSTOP)
+        os.kill(run.pid, signal.SIGSTOP)
         if any(not run.has(int(path.name[1:7])) for path in folder.glob(".*.tmp")):
             return
-        run.process.send_signal(signal.SIGCONT)
+        os.kill(run.pid, signal.SIGCONT)
 
 
 MOMENTS: dict[str, Callable[[Started], None]] = {
@@ -317,7 +337,7 @@ def test_stopped_by_a_signal_saves_says_how_to_go_on_and_goes_on(place: Place, u
     # No checkpoint but the one that the signal asks for.
     run = place.start("recipe.yaml", f"name={name}", "checkpoint.every=100", name=name, slow=0.02)
     run.until(lambda: moment(run))
-    os.killpg(run.process.pid, number)  # as a terminal does: to the whole group
+    os.killpg(run.pid, number)  # as a terminal does: to the whole group
     said = run.ended(130)
     assert "Traceback" not in said
     step = run.emitted()
@@ -342,7 +362,7 @@ def test_no_prompt_is_trained_twice_or_lost_with_sampling_ahead(place: Place) ->
     before = state(run.folder, saved)["cursor"]
     run = place.start(f"runs/{name}", name=name, slow=0.02)
     run.until(lambda: run.has(saved + 2))
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.pid, signal.SIGINT)
     run.ended(130)
     folder = place.run(f"runs/{name}", name=name)
 

@@ -13,7 +13,7 @@ from _stalls_cases import CASES
 from _stalls_fork import Nursery
 from stalls import measure, nursery
 
-QUICK = ("lost rollout", "compute thread in native code", "broker gone")
+QUICK = ("lost rollout", "compute thread in native code", "broker never answers", "engine ends as it starts")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def forks() -> Iterator[Nursery]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, forks: Nursery) -> None:

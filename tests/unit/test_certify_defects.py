@@ -248,17 +248,17 @@ def test_truncated_answers_that_are_trained_against_the_recipe(failed: Any, monk
 
 
 def test_a_support_that_is_ignored(failed: Any, monkeypatch: Patch) -> None:
-    whole = Step.logprobs
+    whole = Step._distribution
 
-    def wrong(self: Step, micro: Micro) -> Tensor:
+    def wrong(self: Step, micro: Micro, **more: Any) -> Any:
         kept = self.sampling
         self.sampling = dataclasses.replace(kept, top_p=1.0)
         try:
-            return whole(self, micro)
+            return whole(self, micro, **more)
         finally:
             self.sampling = kept
 
-    monkeypatch.setattr(Step, "logprobs", wrong)
+    monkeypatch.setattr(Step, "_distribution", wrong)
     assert named(failed("sampling.top_p=0.8"), FORMULAS)
 
 

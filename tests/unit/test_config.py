@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -163,6 +164,34 @@ def test_a_duplicate_key(here: Path) -> None:
     )
 
 
+MERGES = """\
+one: &one {a: 1, b: [1], deep: {x: 1}}
+two: &two {a: 2, b: [2], c: 2}
+over:
+  a: 3
+  <<: *one
+under: {<<: *one, deep: {y: 2}}
+both: {<<: [*one, *two], d: 4}
+"""
+
+
+def test_merge_keys_are_read_as_yaml_reads_them() -> None:
+    problems = Problems()
+    tree = parse(MERGES, "a.yaml", problems)
+    assert tree is not None
+    assert (plain(tree), list(problems)) == (yaml.safe_load(MERGES), [])
+    assert plain(tree)["both"] == {"a": 1, "b": [1], "deep": {"x": 1}, "c": 2, "d": 4}
+    assert isinstance(tree, Branch)
+    over = tree.entries["over"]
+    assert isinstance(over, Branch)
+    assert (over.key_where["a"], over.key_where["b"]) == ("a.yaml:4", "a.yaml:1")
+
+
+def test_what_is_merged_is_a_mapping(here: Path) -> None:
+    assert wrong(MINIMAL + "<<: 3\n") == "recipe.yaml:4: what << merges must be a mapping, or a list of mappings"
+    assert "what << merges" in wrong(MINIMAL + "<<: [{seed: 1}, 3]\n")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -260,6 +289,63 @@ def test_all_mistakes_are_told_at_once(here: Path) -> None:
     assert "command line: foo: unknown option 'foo'" in message
 
 
+def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: Path) -> None:
+    """Each option by itself, once anything is wrong: what it should be beside a wrong one is not known."""
+    message = wrong(
+        MINIMAL + "optimizer: {lr: -1, warmup_steps: -3, min_lr_ratio: 5}\ngroup_size: 1\nseed: x\n"
+        "sync: {kind: broadcast, port_number: 65536, seconds: 0, every: 0}\nengine: vllm\n"
+        "evaluate: {every: x, samples: 0}\nsampling: {temperature: -1, top_p: 0}\nthreads: -1\n"
+        "reference: {kind: average, every: 10, mixups: 3}\n"
+    )
+    expected = [
+        "recipe.yaml:4: optimizer.lr must be at least 0",
+        "recipe.yaml:4: optimizer.warmup_steps must be at least 0",
+        "recipe.yaml:4: optimizer.min_lr_ratio must be",
+        "recipe.yaml:5: group_size must be at least 2",
+        "recipe.yaml:6: seed: expected a whole number",
+        "recipe.yaml:7: sync.port_number must be from 0 to 65535",
+        "recipe.yaml:7: sync.seconds must be above 0",
+        "recipe.yaml:7: sync.every must be at least 1",
+        "recipe.yaml:9: evaluate.every: expected a whole number",
+        "recipe.yaml:9: evaluate.samples must be at least 1",
+        "recipe.yaml:10: sampling.temperature must be",
+        "recipe.yaml:10: sampling.top_p must be",
+        "recipe.yaml:11: threads must be at least 0",
+        "recipe.yaml:12: unknown option 'mixups' of reference (average)",
+    ]
+    found = message.splitlines()[1:]
+    assert [line for line in expected if not any(line in told for told in found)] == []
+    assert len(found) == len(expected), found
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "model: m\nsteps: 0\nenv: arithmetic\n",
+        # Beside a wrong option nothing is judged that speaks of it: here the broker, and the corrections.
+        "model: m\nsteps: 9\nbroker: {url: x}\nmax_lag: 3\n",
+        MINIMAL + "updates: 2\nold_logprobs: recomputed\nreplay: {size: 4}\ncorrections: [{kind: token, highs: x}]\n",
+        # Nor what would change nothing.
+        MINIMAL + "replay: {size: -1, max_age: 4}\n",
+        MINIMAL.replace("steps: 3", "steps: 0") + "reference: {kind: average, every: 10}\n",
+    ],
+)
+def test_one_mistake_is_told_as_one(here: Path, recipe: str) -> None:
+    assert "problems" not in wrong(recipe)
+
+
+def test_beside_a_required_option_that_lacks_nothing_is_judged(here: Path) -> None:
+    assert wrong(MINIMAL.replace("steps: 3\n", "") + "group_size: 1\n").startswith("recipe.yaml: missing 'steps'")
+
+
+def test_finish_is_inert_where_nothing_is_in_flight(here: Path) -> None:
+    lines = MINIMAL + "engine: vllm\nsync: {kind: shared, in_flight: finish}\n"
+    assert "recipe.yaml:5: sync.in_flight changes nothing: with max_lag: 0 no request is in flight" in wrong(lines)
+    assert "sync.in_flight changes nothing" in wrong(MINIMAL + "sync: {kind: shared, in_flight: finish}\n")
+    for more in ("max_lag=1", "max_lag=auto", "engine.urls=[http://here:1]", "sync.in_flight=continue"):
+        read(lines, more)
+
+
 def test_yaml_that_cannot_be_read_has_its_line(here: Path) -> None:
     assert wrong("model: m\nsteps: [1\nenv: arithmetic\n").startswith("recipe.yaml:3: this is not YAML: ")
     assert wrong("model: m\n\tsteps: 1\n").startswith("recipe.yaml:2: this is not YAML: ")
@@ -279,7 +365,8 @@ def test_a_recipe_that_is_no_mapping(here: Path) -> None:
         ("group_size: 1", "recipe.yaml:4: group_size must be at least 2"),
         ("groups_per_step: 0", "recipe.yaml:4: groups_per_step must be at least 1"),
         ("max_lag: -1", "recipe.yaml:4: max_lag must be at least 0"),
-        ("sampling: {temperature: 0}", "recipe.yaml:4: sampling.temperature must be above 0"),
+        ("sampling: {temperature: 0}", "recipe.yaml:4: sampling.temperature must be at least 0.01"),
+        ("sampling: {temperature: 0.001}", "recipe.yaml:4: sampling.temperature must be at least 0.01"),
         ("sampling: {top_p: 0}", "recipe.yaml:4: sampling.top_p must be above 0 and at most 1"),
         ("sampling: {top_p: 1.1}", "sampling.top_p must be"),
         ("sampling: {min_p: 1}", "sampling.min_p must be"),

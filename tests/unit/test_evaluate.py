@@ -7,12 +7,15 @@ import dataclasses
 import itertools
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.config import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at
 from tandem.rollout.streams import Stream
+from tandem.run import _evaluator
 from tandem.trainer.evaluate import Evaluator
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -173,6 +176,22 @@ def test_every_evaluation_asks_the_same() -> None:
     assert player.asked == first
     assert [id for id, *_ in first] == [f"{id}@eval" for id in ANSWERS]
     assert {(size, sampling.temperature) for _, size, sampling in first} == {(4, 0.5)}
+
+
+TRAINING = {
+    "temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+    "frequency_penalty": 0.25, "min_tokens": 4, "max_tokens": 99, "stop": ["x"], "stop_token_ids": [7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0}, {"top_p": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+def test_answers_are_sampled_as_those_that_are_trained_on_but_for_what_is_said(asked: dict[str, float]) -> None:
+    assert set(TRAINING) == {f.name for f in dataclasses.fields(Sampling)}, "an option of sampling is not looked at"
+    options = {"model": "m", "steps": 1, "env": "arithmetic", "sampling": TRAINING, "evaluate": asked}
+    config = from_options(options, [], Path("r.yaml")).config
+    assert all(getattr(config.sampling, f.name) != f.default for f in dataclasses.fields(Sampling))
+    made = _evaluator(config, [], None, lambda record: None)
+    assert made.sampling == dataclasses.replace(config.sampling, **asked)
 
 
 def test_ks_are_powers_of_two_and_the_number_of_samples() -> None:

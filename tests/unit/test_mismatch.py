@@ -341,6 +341,7 @@ def test_what_cannot_be_looked_at_is_an_error_of_one_line(
     with pytest.raises(TandemError, match=told) as raised:
         look(folder, config.load(folder / "config.yaml").config, step=step)
     assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == (2 if step == 9 else 1), "a step that is not there is the asker's mistake"
 
 
 def test_the_verb_prints_it(

@@ -129,6 +129,16 @@ def test_effective_sample_size() -> None:
     assert flatten({"ess": Share(0.0, 0.0, 0)}) == {}
 
 
+def test_logprobs_of_better_and_worse_answers_are_told_apart() -> None:
+    now = torch.tensor([-1.0, -2.0, -4.0, -8.0])
+    found = told(mismatch(now, micro([0.0] * 4, [0.5, 0.0, -0.1, 3.0])))
+    assert found["logprob/positive"] == -4.5
+    assert found["logprob/negative"] == -4.0
+    better = told(mismatch(now[:1], micro([0.0], [1.0])))
+    assert better["logprob/positive"] == -1.0
+    assert "logprob/negative" not in better
+
+
 @pytest.mark.parametrize("gap", [-1e4, 90.0, 1e4])
 def test_metrics_of_extreme_gaps_are_finite(gap: float) -> None:
     for part in ESTIMATORS:

@@ -337,6 +337,17 @@ def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> Non
         assert "<img" not in drawn.split('id="data"')[0]
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to draw the page with")
+def test_curves_are_drawn_though_no_frame_ever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a browser saves or prints a page that it never shows."""
+    asset = page._asset
+    monkeypatch.setattr(page, "_asset", lambda name: asset(name).replace("requestAnimationFrame(", "((frame) => 0)("))
+    make_run(tmp_path / "run", steps=4)
+    drawn = dump_dom(build(tmp_path / "run"), tmp_path)
+    assert "data-error" not in drawn.split(">")[1]
+    assert len(re.findall(r'<svg role="img"', drawn)) >= 12
+
+
 def dump_dom(path: Path, home: Path) -> str:
     """The page after its script ran."""
     command = [

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError, RewardError
 from tandem.rewards._workers import Graders
 from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.function import Function
-from tandem.types import Completion, Message, Rollout, Task, Turn
+from tandem.types import TEXT, Completion, Message, Rollout, Task, Turn
 
 FUNCTIONS = '''
 import functools, json, sys
@@ -133,6 +133,18 @@ def test_steps_of_the_run_may_be_unknown(tmp_path: Path) -> None:
 def test_completions_as_text() -> None:
     got = graded({"texts": of("texts", completions="text")}, group("a", "bcd"))
     assert [rollout.reward for rollout in got] == [1.0, 3.0]
+
+
+def test_what_goes_on_with_a_text_is_text(tmp_path: Path) -> None:
+    """As in TRL, where the form of the prompt decides."""
+    log = tmp_path / "graders.log"
+    task = Task(id="t", env="e", prompt=(Message(role=TEXT, content="3 + 4 ="),), answer="7")
+    said = [Message(role="assistant", content=reply) for reply in (" 7", " 8")]
+    rollouts = [replace(r, task=task, messages=(*task.prompt, m)) for r, m in zip(group("", ""), said, strict=True)]
+    graded({"seen": of("seen")}, rollouts, log=log)
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("SEEN ")]
+    shown = json.loads(line.removeprefix("SEEN "))
+    assert (shown["prompts"], shown["completions"]) == (["3 + 4 =", "3 + 4 ="], [" 7", " 8"])
 
 
 def test_none_is_for_tasks_of_another_kind() -> None:

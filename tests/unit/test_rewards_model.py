@@ -26,7 +26,7 @@ from tandem.rewards.base import Failure
 from tandem.rewards.number import Number
 from tandem.rewards.reward_model import RewardModel
 from tandem.rollout.gold import gold_rollout
-from tandem.types import Message, Rollout, Task
+from tandem.types import TEXT, Message, Rollout, Task
 
 REPLIES = ("7", "It is seven, I think, or perhaps not.", "", "ä ½", "7", "x" * 90, "no", "yes " * 12, "7 7", "never")
 
@@ -83,6 +83,17 @@ def test_scores_are_the_models_logits(folder: Path, batch: int) -> None:
     assert got == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.1  # they differ by more than the tolerance
     assert len({round(value, 4) for value in expected}) == len(set(REPLIES))
+
+
+def test_a_text_and_what_goes_on_with_it_have_no_template(folder: Path) -> None:
+    task = Task(id="t", env="e", prompt=(Message(role=TEXT, content="3 + 4 ="),), answer="7")
+    rollouts = [gold_rollout(task, reply) for reply in (" 7", " eight")]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        texts = [tokenizer(f"3 + 4 ={reply}", return_tensors="pt") for reply in (" 7", " eight")]
+        expected = [float(model(input_ids=text["input_ids"]).logits[0, 0]) for text in texts]
+    assert RewardModel(model=str(folder)).scores(rollouts) == pytest.approx(expected, abs=1e-4)
 
 
 def test_padding_changes_nothing_for_a_model_that_sees_it(tmp_path: Path) -> None:

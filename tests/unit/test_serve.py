@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +16,10 @@ import torch
 import yaml
 
 from tandem import config
+from tandem.engines._vllm_process import EngineProcess, environment
 from tandem.engines.embedded import Embedded
 from tandem.engines.vllm import Vllm
-from tandem.errors import ConfigError, TransportError, UnsupportedPair
+from tandem.errors import ConfigError, EngineError, TransportError, UnsupportedPair
 from tandem.run import engine_needs
 from tandem.sync.shared import Shared
 from tandem.trains.full import Full
@@ -27,6 +34,14 @@ def recipe(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def interpreter(folder: Path) -> Path:
+    """One that says it has vLLM."""
+    path = folder / "python"
+    path.write_text("#!/bin/sh\necho True\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -35,17 +50,53 @@ def recipe(folder: Path, **changes: Any) -> Path:
         (["sync=hotswap"], "whole weights"),
         (["engine.tensor_parallel_size=2"], "broadcast"),
         (["sync.bridge=."], "sync.bridge"),
-        (["engine.api_key_variable=TANDEM_NO_SUCH_KEY", "model=MODEL"], "TANDEM_NO_SUCH_KEY is not set"),
+        (["engine.python=/nowhere/python"], "/nowhere/python cannot be run"),
+        (
+            ["engine.api_key_variable=TANDEM_NO_SUCH_KEY", "engine.python=PYTHON", "model=MODEL"],
+            "TANDEM_NO_SUCH_KEY is not set",
+        ),
+        (["runs=a:b"], "choose another"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_starts(
     tmp_path: Path, tiny_model: Path, overrides: list[str], says: str
 ) -> None:
     told: list[str] = []
-    given = [override.replace("MODEL", str(tiny_model)) for override in overrides]
+    given = [o.replace("MODEL", str(tiny_model)).replace("PYTHON", str(interpreter(tmp_path))) for o in overrides]
     with pytest.raises((ConfigError, UnsupportedPair), match=says):
         serve(recipe(tmp_path, runs=str(tmp_path)), given, told.append)
     assert not any("serving" in line for line in told)
+
+
+def test_the_folder_of_adapters_must_be_one_that_the_engine_can_be_told_of(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    path = recipe(tmp_path, runs="a:b", model=str(tiny_model))
+    with pytest.raises(ConfigError, match="choose another"):
+        serve(path, [f"engine.python={interpreter(tmp_path)}"], lambda line: None)
+
+
+def test_an_engine_that_falls_says_why(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause stands far above the last lines."""
+    script = "print('ValueError: no such head', *[f'leaked {i}' for i in range(50)], sep='\\n'); raise SystemExit(0)"
+
+    @asynccontextmanager
+    async def started(self: Vllm, **_: Any) -> AsyncIterator[Any]:
+        process = EngineProcess.start([sys.executable, "-c", script], environment(os.environ), tmp_path / "log")
+        try:
+            while process.alive():
+                await asyncio.sleep(0.02)
+            yield SimpleNamespace(servers=[SimpleNamespace(url="http://x:1", process=process)], dead=lambda: [0])
+        finally:
+            await process.stop()
+
+    monkeypatch.setattr(Vllm, "serve", started)
+    path = recipe(tmp_path, runs=str(tmp_path), model=str(tiny_model), sync="broadcast")
+    cause = r"the engine ended with exit code 0\n.*\n  ValueError: no such head\n"
+    with pytest.raises(EngineError, match=cause) as error:
+        serve(path, [f"engine.python={interpreter(tmp_path)}"], lambda line: None)
+    assert str(error.value).endswith("  leaked 49")
 
 
 def test_a_recipe_may_name_the_key_of_what_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

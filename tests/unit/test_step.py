@@ -14,7 +14,7 @@ import pytest
 import torch
 from plays import make_group, make_rollout
 from stepped import Keep
-from tiny import live_policy, logprobs_of, reference
+from tiny import distributions_of, live_policy, logprobs_of, reference
 from torch import Tensor
 
 from tandem.advantages.dr_grpo import DrGrpo
@@ -181,6 +181,11 @@ def test_a_step_is_the_float64_formula(policy: Policy, exact: Any, loss: Grpo, s
         with torch.no_grad():
             each = [logprobs_of(exact, t.prompt, t.completion.tokens, sampling, ENDS) for t in rollout.turns]
         assert stats.logprobs[rollout.id] == pytest.approx(torch.cat(each).tolist(), abs=1e-5)
+    turns = [t for group in groups for rollout in group.rollouts for t in rollout.turns]
+    with torch.no_grad():
+        whole = [distributions_of(exact, t.prompt, t.completion.tokens, sampling, ENDS).exp() for t in turns]
+    entropies = torch.special.entr(torch.cat(whole)).sum(-1)
+    assert flatten(stats.metrics)["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
@@ -215,7 +220,8 @@ def test_micro_batches_packing_and_order_change_nothing(
         found, again = gradient(policy, other, sampling=sampling, loss=loss, budget=budget, mask=mask)
         assert distance(found, whole) <= 1e-6
         assert flatten(again.metrics)["loss"] == pytest.approx(loss_of, rel=1e-6)
-        assert flatten(again.metrics)["kl_behavior"] == pytest.approx(flatten(stats.metrics)["kl_behavior"], rel=1e-5)
+        for name in ("kl_behavior", "entropy"):
+            assert flatten(again.metrics)[name] == pytest.approx(flatten(stats.metrics)[name], rel=1e-5)
         assert again.logprobs.keys() == stats.logprobs.keys()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,17 +15,17 @@ from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
-from tandem import cli
+from tandem import cli, waits
 from tandem.broker import wire
 from tandem.broker.client import Connection, EnvClient, Status
 from tandem.compat._atropos_env import EnvFlags, translate
 from tandem.config import RunConfig
-from tandem.errors import BrokerError, ConfigError, EngineError
+from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.rollout.judges import as_is
-from tandem.rollout.produce import Pace, Producer
+from tandem.rollout.produce import IN_A_ROW, Pace, Producer
 from tandem.rollout.remote import Remote, RemoteEngine, native
 from tandem.types import Group, Message, Sampling, Task
-from tandem.verbs import _work_recipe
+from tandem.verbs import _work_recipe, work
 from tandem.verbs.work import mask_truncated
 
 T = TypeVar("T")
@@ -59,11 +60,13 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         "model: m\nsteps: 3\nname: a run\nenv: {kind: arithmetic, max_number: 7}\ngroup_size: 6\nmax_lag: 2\n"
         "loss: {kind: grpo, clip_high: 0.3}\nengine: {kind: vllm, gpu_memory_utilization: 0.4}\n"
         "broker: {url: 'http://b:1', lease_seconds: 9}\nrewards: {number: 2.0}\nsampling: {temperature: 0.8}\n"
+        "patience: {loop_seconds: 9}\n"
     )
     config = _work_recipe.load(recipe, [PLACES[1]])
     assert (config.group_size, config.sampling.temperature, config.rewards["number"].weight) == (6, 0.8, 2.0)
     assert (config.broker.url, config.engine.urls) == ("http://b:1", ("http://e:2/v1",))
     assert config.known_as is None
+    assert config.patience.loop_seconds == 9
     recipe.write_text(recipe.read_text().replace("vllm, gpu", "vllm, urls: ['http://e:9'], gpu"))
     assert _work_recipe.load(recipe, []).engine.urls == ("http://e:9",)
     recipe.write_text(recipe.read_text() + "grup_size: 3\n")
@@ -80,6 +83,7 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         (["model=m", "env=arithmetic", *PLACES, "n=0"], "n must be at least 1"),
         (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be from 0 to 1"),
         (["model=m", "env=arithmetic", *PLACES, "group_size=1"], "at least 2"),
+        (["model=m", "env=arithmetic", *PLACES, "truncated_penalty=2"], "truncated_penalty changes nothing"),
         (["model=m", "env=arithmetic", *PLACES, "loss.clip_high=0.3"], "unknown option 'loss'"),
     ],
 )
@@ -220,13 +224,15 @@ class FakeWorker:
         self.rewards: Sequence[float | None] = (0.0, 1.0)
         self.error: Exception | None = None
         self.names: list[str] = []
+        self.slow: set[str] = set()
         self.under_way = 0
 
     async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         self.names.append(id)
         self.under_way += 1
+        gate = asyncio.Event() if task.id in self.slow else self.gate
         try:
-            await self.gate.wait()
+            await waits.wait(gate.wait(), owner=f"rollouts group {id}", reason="to go on", on="a gate")
         finally:
             self.under_way -= 1
         if self.error is not None:
@@ -348,11 +354,17 @@ def test_flat_groups_may_be_wanted() -> None:
         async with FakeBroker(ours=True) as broker:
             made, stop = producer(broker), asyncio.Event()
             made.drop_flat = False
+            made.sampling = Sampling(top_p=0.9)
             worker_of(made).rewards = (1.0, 1.0)
             working = asyncio.create_task(started(made, stop))
             await until(lambda: broker.groups)
             stop.set()
             await working
+            params = broker.groups[0]["generation_params"]
+            assert params == {
+                "temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+                "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
+            }, "so that a trainer can tell whether it computes the same logprobs"  # fmt: skip
 
     run(go())
 
@@ -381,17 +393,92 @@ def test_refusals_in_a_row_end_the_work() -> None:
     run(go())
 
 
-def test_a_group_that_takes_too_long_is_dropped() -> None:
+def test_a_group_that_takes_too_long_is_dropped_and_its_story_told(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker:
-            made, stop = producer(broker, group_seconds=0.02), asyncio.Event()
+            made, stop = producer(broker, group_seconds=0.05), asyncio.Event()
             worker_of(made).gate.clear()
             working = asyncio.create_task(started(made, stop))
             await until(lambda: made.tally.groups["failed"] >= 3)
+            worker_of(made).gate.set()
+            await until(lambda: len(broker.groups) > 3)
             stop.set()
             await working
 
     run(go())
+    told = next(record.getMessage() for record in caplog.records if "is lost" in record.getMessage())
+    assert "tandem work made waited " in told
+    assert "tandem work made <- rollouts group " in told
+    assert told.endswith(" <- a gate; group_seconds is 0.05")
+
+
+def test_groups_that_take_too_long_again_and_again_end_the_work() -> None:
+    """Those that were under way together are one sign of trouble, and what comes through meanwhile is none."""
+
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made = producer(broker, group_seconds=0.05)
+            worker_of(made).gate.clear()
+            with pytest.raises(Deadline, match=r"<- a gate; group_seconds is 0\.05"):
+                await started(made, asyncio.Event())
+            assert made.tally.groups["failed"] == IN_A_ROW * made.pace.n
+
+    async def mixed() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made, stop = producer(broker, group_seconds=0.05), asyncio.Event()
+            worker_of(made).slow = {"0", "1"}
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: made.tally.groups["failed"] >= 3 * IN_A_ROW)
+            stop.set()
+            await working
+
+    run(go())
+    run(mixed())
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["tandem", "atropos"])
+def test_what_the_broker_puts_off_for_too_long_is_handed_in_again(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue for hours is no reason to lose a group; Atropos' broker may have it already."""
+    keys: list[str] = []
+
+    async def go() -> None:
+        async with FakeBroker(ours=ours) as broker:
+            made, stop = producer(broker, n=1), asyncio.Event()
+            submit = made.client.submit
+
+            async def late(group: Group, key: str, params: Any) -> Any:
+                keys.append(key)
+                if len(keys) < 3:
+                    raise Deadline("client waited 3600 s for broker", on=broker.url)
+                return await submit(group, key, params)
+
+            monkeypatch.setattr(made.client, "submit", late)
+            working = asyncio.create_task(started(made, stop))
+            await until(lambda: broker.groups)
+            stop.set()
+            await working
+            assert len(set(keys[:3])) == (1 if ours else 3)
+            assert made.tally.groups["lost"] == (0 if ours else 2)
+
+    run(go())
+
+
+def test_the_work_is_watched_as_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stuck:
+        client = producer(FakeBroker(ours=True)).client
+
+        async def run(self, stop: asyncio.Event) -> None:
+            await waits.wait(stop.wait(), owner="rollouts group 3", reason="rewards", on="a grader of somebody's own")
+
+    @asynccontextmanager
+    async def parts(config: Any, tallies: Any) -> AsyncIterator[list[Any]]:
+        yield [Stuck()]
+
+    monkeypatch.setattr(work, "_producers", parts)
+    words = ["model=m", "env=arithmetic", *PLACES, "patience.wait_seconds=0.2"]
+    with pytest.raises(Deadline, match=r"rollouts group 3 waited \d+\.\d s for a grader of somebody's own.*is 0\.2 s"):
+        asyncio.run(work.run(_work_recipe.load(None, words), {}))
+    assert "it is given up" in capsys.readouterr().err
 
 
 def test_every_epoch_plays_every_task_once_in_an_order_of_its_own() -> None:

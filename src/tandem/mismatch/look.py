@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.config import RunConfig
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.mismatch.causes import Cause, Rollouts, causes
 from tandem.mismatch.evidence import Evidence, rms
 from tandem.mismatch.recorded import choose, spoken
@@ -152,8 +152,8 @@ def look(path: Path, config: RunConfig, *, step: int | None = None, tokens: int 
         tokens: about how many sampled tokens.
 
     Raises:
-        TandemError: the step is not recorded, or nothing of it has a gap.
-        ConfigError: the model cannot be read.
+        ConfigError: the step is not recorded, or the model cannot be read.
+        TandemError: nothing of the step has a gap.
         CheckpointError: a checkpoint cannot be read.
     """
     run = load(path)
@@ -161,7 +161,7 @@ def look(path: Path, config: RunConfig, *, step: int | None = None, tokens: int 
         step = choose(run, lab.saved) if step is None else step
         if step not in run.rollout_steps:
             kept = f"{run.rollout_steps[0]} to {run.rollout_steps[-1]}" if run.rollout_steps else "none"
-            raise TandemError(f"{run.path} holds no rollouts of step {step}; it has those of {kept}")
+            raise ConfigError(f"{run.path} holds no rollouts of step {step}; it has those of {kept}")
         turns, passed = spoken(run.rollouts(step), tokens)
         if not turns:
             raise TandemError(f"no token of step {step} has both logprobs: none was trained, or no sampler told any")

@@ -24,6 +24,7 @@ from typing import Any, Literal, Union
 from tandem import resolve
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, plain
+from tandem.recipe.words import describe, got
 
 
 class _Bad:
@@ -103,16 +104,15 @@ class Builder:
             values[key] = self.field(cls, fields[key], value, inner)
             bad = bad or values[key] is BAD
         for name, field in fields.items():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             others = field.metadata.get("unless")
-            required = required or (others is not None and not set(others) & set(tree.entries))
+            required = _required(field) or (others is not None and not set(others) & set(tree.entries))
             if required and name not in tree.entries:
                 doc = resolve.field_docs(cls).get(name, "")
                 self.problems.add(
                     tree.where, f"{label + ' needs' if label else 'missing'} {name!r}: {doc}".rstrip(": ")
                 )
                 bad = True
-        return BAD if bad else self._construct(cls, values, tree.where, path)
+        return self._alone(cls, values, tree.where, path) if bad else self._construct(cls, values, tree.where, path)
 
     def field(self, cls: type, field: dataclasses.Field[Any], tree: Tree, path: str) -> Any:
         """The value of one option, or BAD."""
@@ -289,19 +289,33 @@ class Builder:
         try:
             built = cls(**values)
         except (ValueError, TandemError) as error:
-            kind = type(error) if isinstance(error, TandemError) else ConfigError
             for line in str(error).splitlines() or ["its options are refused"]:
-                self._refused(cls, line, where, path, kind)
-            return BAD
+                self._refused(cls, line, where, path, _kind_of(error))
+            return self._alone(cls, values, where, path)
         for name, reason in inert(built).items():
             full = f"{path}.{name}" if path else name
             if full in self.given:
                 self.problems.add(self.given[full], f"{full} changes nothing: {reason}; remove it")
         return built
 
+    def _alone(self, cls: type, values: dict[str, Any], where: str, path: str) -> _Bad:
+        """Where something is wrong already, judge each other option by itself: what others should be is not known."""
+        right = {name: value for name, value in values.items() if value is not BAD}
+        required = [field.name for field in resolve.options(cls) if _required(field)]
+        if not set(required) <= set(right):
+            return BAD
+        for name, value in right.items():
+            try:
+                cls(**{other: right[other] for other in required} | {name: value})
+            except (ValueError, TandemError) as error:
+                for line in str(error).splitlines():
+                    if _named(line).partition(".")[0] == name:
+                        self._refused(cls, line, where, path, _kind_of(error))
+        return BAD
+
     def _refused(self, cls: type, message: str, where: str, path: str, kind: type[Exception]) -> None:
         """Note what a dataclass said of its options, where the option was written that the message starts with."""
-        first = message.split(maxsplit=1)[0].rstrip(":,") if message.strip() else ""
+        first = _named(message)
         name = f"{path}.{first}" if path else first
         is_option = first.partition(".")[0] in {field.name for field in resolve.options(cls)}
         text = f"{path}{'.' if is_option else ': '}{message}" if path else message
@@ -316,7 +330,7 @@ class Builder:
         self.problems.add(where, f"unknown option {key!r}{of}{hint or listing}")
 
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
-        self.problems.add(tree.where, f"{path}: expected {expected}, got {_got(tree)}{hint}")
+        self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")
         return BAD
 
 
@@ -336,25 +350,17 @@ def inert(built: object) -> Mapping[str, str]:
     return rule() if callable(rule) else {}
 
 
-def describe(hint: Any) -> str:
-    """A type in words."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    if hint in words:
-        return words[hint]
-    if hint is type(None):
-        return "null"
-    if origin is Literal:
-        return f"one of {', '.join(str(choice) for choice in args)}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in args)
-    if origin in (list, Sequence) or (origin is tuple and args[-1] is Ellipsis):
-        return f"a list (of {describe(args[0])})"
-    if origin is tuple:
-        return f"a list of {len(args)}: {', '.join(describe(arg) for arg in args)}"
-    if origin in (dict, Mapping):
-        return f"a mapping (of names to {describe(args[1])})"
-    return "anything" if hint in (Any, object) else f"a mapping ({getattr(hint, '__name__', hint)})"
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _named(message: str) -> str:
+    """The option, by dotted path, that a dataclass's message starts with, if it does."""
+    return message.split(maxsplit=1)[0].rstrip(":,") if message.strip() else ""
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    return type(error) if isinstance(error, TandemError) else ConfigError
 
 
 def _any_bad(values: Iterable[Any]) -> bool:
@@ -382,16 +388,3 @@ def _without(branch: Branch, key: str) -> Branch:
 def _import_error(slot: str, kind: str) -> type[Exception]:
     """The error that a part which cannot be found is: a reward's own import path has its own exit code."""
     return RewardError if slot == "rewards" and ":" in kind else ConfigError
-
-
-def _got(tree: Tree) -> str:
-    """A tree in words."""
-    if isinstance(tree, Branch):
-        return "a mapping"
-    if isinstance(tree, Items):
-        return "a list"
-    if tree.value is None:
-        return "nothing"
-    if isinstance(tree.value, str):
-        return f"the text {tree.value!r}"
-    return f"{tree.text}" if isinstance(tree.value, bool) else f"the number {tree.text}"

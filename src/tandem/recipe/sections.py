@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem import resolve
@@ -21,10 +21,10 @@ class Evaluate:
     """Held-out tasks, the first of the test split; 0 never evaluates."""
     samples: int = 4
     """Answers per task: mean@k and pass@k are over these."""
-    temperature: float = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
-    """Nucleus of the evaluation's answers; 1 keeps every token."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy, null is that of sampling."""
+    top_p: float | None = None
+    """Nucleus of the evaluation's answers; 1 keeps every token, null is that of sampling."""
     before: bool = True
     """Evaluate the model as loaded."""
     after: bool = True
@@ -35,9 +35,14 @@ class Evaluate:
             every=(self.every >= 0, "at least 0"),
             tasks=(self.tasks >= 0, "at least 0"),
             samples=(self.samples >= 1, "at least 1"),
-            temperature=(0 <= self.temperature < math.inf, "at least 0"),
-            top_p=(0 < self.top_p <= 1, "above 0 and at most 1"),
+            temperature=(self.temperature is None or 0 <= self.temperature < math.inf, "at least 0, or null"),
+            top_p=(self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or null"),
         )
+
+    def sampling(self, training: Sampling) -> Sampling:
+        """How the answers are sampled: as those that are trained on, but for what is said here."""
+        temperature = training.temperature if self.temperature is None else self.temperature
+        return replace(training, temperature=temperature, top_p=training.top_p if self.top_p is None else self.top_p)
 
     def inert(self) -> Mapping[str, str]:
         """Without tasks or occasions nothing else is read; greedy answers are all alike."""
@@ -179,7 +184,8 @@ def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
     """What ``require`` checks of how training answers are sampled."""
     two = "from -2 to 2"
     checks = {
-        "temperature": (0 < sampling.temperature < math.inf, "above 0: greedy answers are all alike"),
+        # vLLM takes what is lower for 0.01, and says so in its log alone.
+        "temperature": (0.01 <= sampling.temperature < math.inf, "at least 0.01: greedy answers are all alike"),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k >= 0, "at least 0"),
         "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),

@@ -201,10 +201,13 @@ def _convert(node: yaml.Node, reading: _Reading, parents: tuple[yaml.Node, ...])
 
 
 def _convert_mapping(node: yaml.MappingNode, reading: _Reading, parents: tuple[yaml.Node, ...]) -> Branch:
-    """A mapping whose keys are words, each once."""
-    branch = Branch(where=reading.locate(node.start_mark))
+    """A mapping whose keys are words, each once; what ``<<`` names lies beneath them."""
+    branch, beneath = Branch(where=reading.locate(node.start_mark)), []
     for key_node, value_node in node.value:
         where = reading.locate(key_node.start_mark)
+        if key_node.tag.endswith(":merge"):
+            beneath += _merged(_convert(value_node, reading, parents), where, reading)
+            continue
         if not isinstance(key_node, yaml.ScalarNode):
             reading.problems.add(where, "a key must be a word, not a list or a mapping")
             continue
@@ -216,7 +219,20 @@ def _convert_mapping(node: yaml.MappingNode, reading: _Reading, parents: tuple[y
         value = _convert(value_node, reading, parents)
         if value is not None:
             branch.put(key, value, where)
+    for other in beneath:
+        for key, inner in other.entries.items():
+            if key not in branch.entries:
+                branch.put(key, inner, other.key_where[key])
     return branch
+
+
+def _merged(value: Tree | None, where: str, reading: _Reading) -> list[Branch]:
+    """The mappings that a ``<<`` names, the first before the others."""
+    found = value.items if isinstance(value, Items) else () if value is None else (value,)
+    branches = [one for one in found if isinstance(one, Branch)]
+    if len(branches) < len(found):
+        reading.problems.add(where, "what << merges must be a mapping, or a list of mappings")
+    return branches
 
 
 def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | None:

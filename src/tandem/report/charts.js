@@ -159,15 +159,14 @@ class Plot {
     if (this.empty) return;
     this.node.append(...this.panels.flatMap(({ legend, host }) => [legend, host]));
     VIEW.plots.push(this);
-    let width = 0;
     const host = this.panels[0].host;
     new ResizeObserver(() => requestAnimationFrame(() => {
-      if (host.clientWidth !== width) { width = host.clientWidth; this.draw(); }
+      if (host.clientWidth !== this.width) this.draw();
     })).observe(host);
   }
 
   draw() {
-    const width = this.panels[0].host.clientWidth;
+    const width = this.width = this.panels[0].host.clientWidth;
     if (!width) return;
     this.x0 = 48; this.x1 = width - 12;
     [this.low, this.high] = xDomain();

@@ -178,12 +178,13 @@ function curves() {
   const kinds = Object.keys(DATA.series.values).filter((name) => /^reward\/(?!std$|min$|p\d+$|max$)/.test(name));
   const palette = ["blue", "orange", "teal", "violet", "pink", "gold"];
   const plots = [
-    plot("Reward", "of every rollout sampled since the step before, dropped groups included; weighted sum", [{ unit: "reward per rollout", height: 230, series: spread("reward", "blue") }]),
+    plot("Reward", "of the rollouts of each step, groups that were dropped on the way included; weighted sum", [{ unit: "reward per rollout", height: 230, series: spread("reward", "blue") }]),
     evaluationPlot(),
     environmentPlot(),
     plot("Answer length", null, [{ unit: "tokens per answer", zero: true, height: 140, series: spread("length", "teal") }, { unit: "cut at the limit, % of answers", percent: true, zero: true, height: 74, series: line("rollouts/truncated", "truncated", "orange") }]),
     plot("Drift between sampler and trainer", "KL(sampling policy ‖ trained policy), estimated on the sampled tokens", [{ unit: "nats per token", log: true, height: 216, series: line("kl_behavior", "kl_behavior", "violet") }]),
     plot("Probability ratio", null, [{ unit: "trainer ÷ sampler, per token", include: [1], robust: true, height: 140, series: [...line("ratio/max", "largest", "orange", { faint: true }), ...line("ratio", "mean", "blue")] }, { unit: "clipped, % of tokens", percent: true, zero: true, height: 74, series: line("clip_fraction", "clipped", "violet") }]),
+    plot("Entropy", "of what each trained token was drawn from; near 0 the answers to a task are all alike, and nothing is learned from them", [{ unit: "nats per token", zero: true, height: 216, series: line("entropy", "entropy", "teal") }]),
     plot("Gradient", null, [{ unit: "norm of the gradient", zero: true, robust: true, height: 140, series: line("grad_norm", "norm", "blue") }, { unit: "learning rate", zero: true, height: 74, series: line("lr", "learning rate", "gold") }]),
     timePlot(),
     plot("Lag and dropped groups", null, [{ unit: "optimizer steps behind, per sample", zero: true, include: [1], height: 140, series: spread("lag", "violet") }, { unit: "dropped groups per step", zero: true, height: 74, series: dropped.length ? [{ kind: "stack", bars: true, name: "dropped", parts: dropped.map(({ why, y }) => ({ name: why, color: tint[why], y: zeros(y) })), total: VIEW.steps.map((_, i) => dropped.reduce((sum, { y }) => sum + (y[i] || 0), 0)) }] : [] }]),

@@ -218,4 +218,5 @@ function rollouts() {
 
 document.getElementById("app").append(...[head(), cards(), toolbar(), curves(), rollouts(), answers(), numbers(), recipe(),
   el("footer", {}, `Made by Tandem from the run folder on ${new Date(1000 * DATA.made).toLocaleString()}. This page loads nothing from the network.`)].filter(Boolean));
+VIEW.plots.forEach((plot) => plot.draw()); // at once: a page that is printed or saved may never get a frame of its own
 document.documentElement.dataset.ready = "yes";

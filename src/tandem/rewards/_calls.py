@@ -12,14 +12,14 @@ import sys
 import sysconfig
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.errors import RewardError
 from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
-from tandem.types import Message, Rollout
+from tandem.types import TEXT, Message, Rollout
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that reward functions get in another shape."""
@@ -96,7 +96,9 @@ class Called:
     accepts: frozenset[str] | None = None
     """Names of the columns that it takes; None if it takes any."""
     text: bool = False
-    """True if its completions and prompts are texts, False if they are lists of messages."""
+    """True if its completions and prompts are texts, False if they are lists of messages where the prompt is some."""
+    more: Callable[[Sequence[Rollout]], Mapping[str, Any]] | None = None
+    """Further columns of the rollouts, in place of the task's by the same names; None: no others."""
 
     @property
     def takes_groups(self) -> bool:
@@ -131,13 +133,15 @@ class Called:
         }
         columns.setdefault("answer", [task.answer] * count)
         told = [r.messages[len(task.prompt) :] for r in rollouts]
-        columns["prompts"] = [task.prompt[-1].content if self.text else _plain(task.prompt)] * count
-        columns["completions"] = [r.text for r in rollouts] if self.text else [_plain(messages) for messages in told]
+        text = self.text or any(message.role == TEXT for message in task.prompt)
+        columns["prompts"] = [task.prompt[-1].content if text else _plain(task.prompt)] * count
+        columns["completions"] = [r.text for r in rollouts] if text else [_plain(messages) for messages in told]
         columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
         turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
         newest = max((completion.version_max for completion in turns), default=0)
         columns["trainer_state"] = TrainerState(newest, steps)
         columns["log_metric"], columns["log_extra"] = log.metric, log.extra
+        columns |= self.more(rollouts) if self.more else {}
         return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
 
 

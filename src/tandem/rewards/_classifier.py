@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.errors import RewardError
 from tandem.rewards.base import Failure, Verdict
-from tandem.types import Message
+from tandem.types import TEXT, Message
 
 
 @cache
@@ -75,8 +75,11 @@ class Classifier:
         return len(tokens) <= self._most
 
     def _tokens(self, messages: Sequence[Message]) -> list[int]:
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        text = self._tokenizer.apply_chat_template(plain, tokenize=False)
+        if any(message.role == TEXT for message in messages):
+            text = "".join(message.content for message in messages)
+        else:
+            plain = [{"role": message.role, "content": message.content} for message in messages]
+            text = self._tokenizer.apply_chat_template(plain, tokenize=False)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens
 

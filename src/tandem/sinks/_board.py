@@ -38,6 +38,7 @@ ROWS = (
     Row(metric="length", label="length", unit="tokens"),
     Row(metric="lag", label="lag", unit="steps"),
     Row(metric="tokens_per_second", label="speed", unit="tokens/s"),
+    Row(metric="entropy", label="entropy", unit="nats"),
     Row(metric="kl_behavior", label="kl_behavior", unit="nats"),
     Row(metric="grad_norm", label="grad_norm"),
     Row(metric="seconds/step", label="step", unit="s"),

@@ -21,7 +21,11 @@ log = logging.getLogger(__name__)
 
 
 def new_folder(config: RunConfig) -> Path:
-    """Make the run's folder, its recipe in it."""
+    """Make the run's folder, its recipe in it.
+
+    Raises:
+        ConfigError: it exists, or cannot be made.
+    """
     tail = Path(config.model).name
     name = (
         config.name or f"{'+'.join(config.sources) or 'broker'}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
@@ -34,8 +38,8 @@ def new_folder(config: RunConfig) -> Path:
         write_recipe(config, folder)
         resolve.remember(folder)
     except OSError as error:
-        raise TandemError(
-            f"the run's folder {folder} cannot be made: {error}; set runs= to a place that can"
+        raise ConfigError(
+            f"the run's folder {folder} cannot be made: {error}; set runs= to a place where it can"
         ) from error
     return folder
 

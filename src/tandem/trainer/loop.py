@@ -93,17 +93,22 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             with trace.span("seconds/pack"):
                 batch = run.pack(groups, version=state.step)
             stats = await run.step.forward_backward(batch)
+            # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
+            goes_on = state.step + 1 < run.steps and not run.evaluates(state.step + 1)
             async with link.commit(state.step + 1, last=state.step + 1 == run.steps) as handoff:
                 applied = await run.step.apply(state.step + 1, batch, stats)
+                run.reached(state.step + 1)
+                # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
+                paced = run.pace.step(state.step + 1, stats.metrics)
+                parts, cursor = [applied, paced, feed.metrics(), run.grading()], feed.cursor()
+                # What is asked while the engine stands still waits there, all of it, and is sampled by the new weights.
+                early = goes_on and link.stands_still
+                if early:
+                    feed.release(groups)
             assert handoff.published is not None
-            run.reached(handoff.published.version.step)
-            # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
-            paced = run.pace.step(state.step + 1, stats.metrics)
-            state = state.advanced(batch.num_loss_tokens, handoff.published.version, feed.cursor(), run.pace.state)
-            parts = [applied, feed.metrics(), run.grading(), handoff.metrics(), paced]
-            # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
-            goes_on = state.step < run.steps and not run.evaluates(state.step)
-            if goes_on:
+            parts.append(handoff.metrics())
+            state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)
+            if goes_on and not early:
                 feed.release(groups)
             await _emit(run, state, batch, stats, parts, begun, handoff.published)
             if await run.checkpoints.maybe_save(state):
@@ -148,6 +153,8 @@ async def _emit(
         "tokens_per_second": Mean(sampled.value if isinstance(sampled, Sum) else 0.0, seconds),
         "memory/rss_gb": Max(machine.resident() / 1e9),
     }
+    if (held := machine.held(str(run.policy.device))) is not None:
+        whole["memory/gpu_gb"] = Max(held / 1e9)
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 

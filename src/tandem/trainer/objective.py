@@ -91,11 +91,13 @@ def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Told:
 
     kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is
     never negative (k3 of http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the ratios as a
-    share of the tokens: (sum r)^2 / (n sum r^2), 1 where all are alike.
+    share of the tokens: (sum r)^2 / (n sum r^2), 1 where all are alike. logprob/positive and /negative are the policy's
+    mean logprobs of tokens with positive and with negative advantage: training is to draw them apart.
     """
     n = logprobs_N.numel()
     if n == 0:
         return {}
+    better_N, worse_N = micro.advantages_N > 0, micro.advantages_N < 0
     gap_N = logprobs_N - micro.behavior_logprobs_N
     held_N = gap_N.clamp(-_MOST, _MOST)
     ratio_N = held_N.double().exp()
@@ -103,4 +105,6 @@ def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Told:
         "kl_behavior": Pending(Mean, (torch.expm1(held_N) - gap_N).double().sum(), n),
         "logprob_gap/max": Pending(Max, gap_N.abs().max()),
         "ess": Pending(Share, ratio_N.sum(), ratio_N.square().sum(), n),
+        "logprob/positive": Pending(Mean, (logprobs_N * better_N).double().sum(), better_N.sum()),
+        "logprob/negative": Pending(Mean, (logprobs_N * worse_N).double().sum(), worse_N.sum()),
     }

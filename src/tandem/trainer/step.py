@@ -135,13 +135,15 @@ class Step:
     def _micro(self, micro: Micro, known: Known | None) -> tuple[Told, Tensor, Known]:
         """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
         reference_N = self._reference(micro) if known is None else None
-        logprobs_N = self.logprobs(micro)
+        logprobs_N, entropy_N = self._distribution(micro, entropy=True)
         if known is None:
             known = Known(first_N=logprobs_N.detach(), reference_N=reference_N)
         cost_N, metrics = self.objective(logprobs_N, micro.batch, known)
         loss = (cost_N * micro.weights_N).sum()
         loss.backward()
-        return {**metrics, "loss": Pending(Sum, loss)}, logprobs_N.detach(), known
+        assert entropy_N is not None
+        own = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
+        return {**metrics, **own}, logprobs_N.detach(), known
 
     def _reference(self, micro: Micro) -> Tensor | None:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
@@ -152,9 +154,13 @@ class Step:
 
     def logprobs(self, micro: Micro) -> Tensor:
         """Logprob of each trained token, float32, as it was sampled: penalised, at its temperature, in its support."""
+        return self._distribution(micro)[0]
+
+    def _distribution(self, micro: Micro, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The same, and the entropy of what each token was sampled from, nats."""
         head = self.policy.head
         hidden_TH = self.policy.hidden(micro.tokens_T[None], micro.positions_T[None], micro.plan)[0]
-        logprobs_N, _ = token_logprobs(
+        return token_logprobs(
             hidden_TH.index_select(0, micro.predict_N),
             head.weight,
             micro.targets_N,
@@ -164,10 +170,10 @@ class Step:
             top_k=self.sampling.top_k,
             min_p=self.sampling.min_p,
             history=micro.history,
+            entropy=entropy,
             tile=self.tile,
             compile=self.policy.compile,
         )
-        return logprobs_N
 
 
 def _reused(metrics: Mapping[str, Value], norm: float) -> dict[str, Value]:

@@ -12,7 +12,7 @@ from tandem.broker.client import Connection, TrainerClient
 from tandem.broker.convert import Rules
 from tandem.broker.wire import RunParameters
 from tandem.config import RunConfig
-from tandem.engines.base import CanAttest
+from tandem.engines.base import CanAttest, Engine
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Feed, FeedOptions
@@ -116,6 +116,7 @@ def foreign(
     template: Template,
     reached: Reached,
     telemetry: Telemetry,
+    engine: Engine,
 ) -> BrokerFeed:
     """Groups of environments elsewhere.
 
@@ -127,6 +128,7 @@ def foreign(
         template: tells the text of tokens.
         reached: the policy step.
         telemetry: is told of dropped groups.
+        engine: what the environments sample from.
 
     Raises:
         ConfigError: the broker's key is not set.
@@ -156,10 +158,12 @@ def foreign(
             drop_flat=config.flat_groups == "drop",
             lease_seconds=asked.lease_seconds,
             rules=rules,
+            sampling=config.sampling,
         ),
         version=reached.get,
         solved=full_marks,
         on_drop=_dropped(telemetry),
+        failure=lambda: engine.failure,
     )
 
 

@@ -17,7 +17,7 @@ from tandem.envs.base import Environment
 from tandem.errors import ConfigError
 from tandem.recipe import override
 from tandem.recipe.build import Builder, RewardSpec
-from tandem.recipe.sections import Grading, require, sampling_checks
+from tandem.recipe.sections import Grading, Patience, require, sampling_checks
 from tandem.recipe.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
 from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
 from tandem.types import Json, Sampling
@@ -95,6 +95,8 @@ class Work:
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     grading: Grading = field(default_factory=Grading)
     """Processes that compute rewards."""
+    patience: Patience = field(default_factory=Patience)
+    """How long the work may stand still."""
     n: int = 16
     """Groups played at once, at most."""
     ahead: float = 3.0
@@ -147,9 +149,12 @@ class Work:
         return {name: source for name, source in self.envs.items() if self.env_name in (None, name)}
 
     def inert(self) -> Mapping[str, str]:
-        """What each entry of several environments has of its own."""
+        """What each entry of several environments has of its own, and what the others make useless."""
         names = ("env", "rewards", "known_as", "weight", "min_share")
-        return dict.fromkeys(names, "each entry of envs has its own") if self.envs else {}
+        unread = dict.fromkeys(names, "each entry of envs has its own") if self.envs else {}
+        if self.truncated != "penalise":
+            unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        return unread
 
 
 def load(recipe: Path | None, overrides: Sequence[str]) -> Work:

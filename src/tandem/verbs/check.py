@@ -80,6 +80,7 @@ class _Look:
         }
         return {
             "parts": self._parts,
+            "engine": self._engine,
             "sinks": self._sinks,
             **(tasks if plays else {}),
             "model": self._model_config,
@@ -98,6 +99,11 @@ class _Look:
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         named = [f"{name} {resolve.kind_of(slot, getattr(self._config, name))}" for name, slot in slots.items()]
         return ", ".join([*envs, *named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
+
+    def _engine(self) -> str:
+        """Whether this machine can have it."""
+        config = self._config
+        return config.engine.check(trains=config.trains, folder=Path(config.runs) / (config.name or ""))
 
     def _sinks(self) -> str:
         """Libraries that sinks need."""

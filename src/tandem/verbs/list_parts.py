@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import resolve
-from tandem.recipe.build import describe, hints
+from tandem.recipe.build import hints
 from tandem.recipe.encode import plain_value
+from tandem.recipe.words import describe
 
 _OPTION = {
     "envs": "env",

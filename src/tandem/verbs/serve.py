@@ -54,6 +54,7 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
             "engine.urls names engines that run already; to start one here, remove urls (engine.port says where)"
         )
     run.check_pairs(config)
+    engine.check(trains=config.trains, folder=_folder(config))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(config, engine, tell))
@@ -64,8 +65,7 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    runs = Path(config.runs)
-    folder = Path(os.environ.get("LOGDIR") or runs / "served")
+    runs, folder = Path(config.runs), _folder(config)
     needs = run.engine_needs(config, folder)
     context = memory.context(config, load_config(config.model))
     tell(f"starting {config.model}; it writes to {folder / 'logs'}")
@@ -80,7 +80,12 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
                 bridge.unlink(missing_ok=True)  # the memory that it names is going
         process = fleet.servers[fleet.dead()[0]].process
         assert process is not None
-        raise EngineError(f"the engine {process.exit_reason()}; its log ends:\n{process.tail()}")
+        raise EngineError(f"the engine {process.exit_reason()}{process.obituary()}")
+
+
+def _folder(config: RunConfig) -> Path:
+    """Where it writes."""
+    return Path(os.environ.get("LOGDIR") or Path(config.runs) / "served")
 
 
 async def _lend(fleet: Fleet, folder: Path) -> Path:

@@ -19,7 +19,10 @@ from tandem.report.summary import column, headline_evaluations, summarise
 from tandem.verbs.train import recipe_of
 
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVES = ("reward", "accuracy", "length", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second", "seconds/step")
+_CURVES = (
+    "reward", "accuracy", "length", "entropy", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second",
+    "seconds/step",
+)  # fmt: skip
 """Metrics drawn as a line each, in this order."""
 
 

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 import typer
 
-from tandem.config import RESUMABLE, RunConfig, load
+from tandem.config import RESUMABLE, RunConfig, from_options, load
 from tandem.errors import ConfigError, TandemError
-from tandem.recipe import override
-from tandem.recipe.tree import Branch, Problems, from_plain, plain, render
+from tandem.recipe.tree import render
 from tandem.types import Json
 
 T = TypeVar("T")
@@ -61,14 +60,10 @@ def translated(options: Json, notes: Sequence[str], overrides: Sequence[str], so
         source: what mistakes in them are said to be in.
 
     Raises:
-        ConfigError: an override is not written as one.
+        ConfigError: an option or an override is wrong, as for ``load``.
     """
-    problems = Problems()
-    tree = from_plain(options, str(source))
-    assert isinstance(tree, Branch)
-    override.apply(tree, RunConfig, overrides, problems)
-    problems.raise_if_any(str(source))
-    return "".join(f"# {note}\n" for note in notes) + render(plain(tree)).rstrip()
+    loaded = from_options(options, overrides, source)
+    return "".join(f"# {note}\n" for note in notes) + render(loaded.options).rstrip()
 
 
 def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:

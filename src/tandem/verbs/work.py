@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tandem import waits
 from tandem.broker.client import Connection, EnvClient
 from tandem.broker.wire import EnvRegistration
 from tandem.errors import BrokerError, ConfigError
@@ -28,6 +29,7 @@ from tandem.rollout.judges import Judge, as_is, penalise_truncated
 from tandem.rollout.produce import Pace, Producer, Tally
 from tandem.rollout.remote import Remote, RemoteEngine
 from tandem.rollout.worker import Worker
+from tandem.telemetry import watchdog
 from tandem.trainer import players
 from tandem.types import Group, Sampling
 from tandem.verbs._work_recipe import Work, load
@@ -44,6 +46,7 @@ def work(words: Sequence[str]) -> str:
     Raises:
         ConfigError: an option is wrong.
         EngineError, BrokerError: one of them refuses, or stays away.
+        Deadline: somebody was waited for too long.
     """
     recipe = Path(words[0]) if words and "=" not in words[0] else None
     return play(load(recipe, words[recipe is not None :]))
@@ -73,14 +76,18 @@ async def run(config: Work, tallies: dict[str, Tally]) -> None:
     Args:
         config: what and where.
         tallies: gets one for each environment, which counts what becomes of its groups.
+
+    Raises:
+        Deadline: somebody was waited for too long; its message says who waited for whom.
     """
-    async with _producers(config, tallies) as producers:
-        stop = asyncio.Event()
-        with _signals(stop):
-            try:
-                await _together([producer.run(stop) for producer in producers])
-            finally:
-                await asyncio.gather(*(_leave(producer.client) for producer in producers))
+    with watchdog.watching(config.patience):
+        async with _producers(config, tallies) as producers:
+            stop = asyncio.Event()
+            with _signals(stop):
+                try:
+                    await _together([producer.run(stop) for producer in producers])
+                finally:
+                    await asyncio.gather(*(_leave(producer.client) for producer in producers))
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -97,13 +104,18 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 @asynccontextmanager
 async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[list[Producer]]:
     """Every part, live, and a producer for each environment: what can be wrong without the others is found first."""
-    tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+    with waits.blocking("tandem work", "its tokenizer", f"model {config.model}", config.patience.wait_seconds):
+        tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+        model = load_config(config.model)
+        ends = _end_tokens(config.model, model, tokenizer)
     template = Template(tokenizer, config.chat_template_kwargs)
-    model = load_config(config.model)
     context = min(config.context or 2**31, int(model.get_text_config().max_position_embeddings))
-    tasks = {name: players.tasks_of(name, source, "train") for name, source in config.sources.items()}
-    for some in tasks.values():
-        prompts.longest(list(islice(some, prompts.FIRST)), template, context)
+    tasks = {}
+    for name, source in config.sources.items():
+        on = f"data of environment {name}"
+        with waits.blocking("tandem work", "train tasks and their prompts", on, config.patience.wait_seconds):
+            tasks[name] = players.tasks_of(name, source, "train")
+            prompts.longest(list(islice(tasks[name], prompts.FIRST)), template, context)
     broker_key = _key(config.broker.key_variable, "broker.key_variable")
     remote = Remote(
         urls=config.engine.urls,
@@ -122,7 +134,6 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
             connection = Connection(config.broker.url, broker_key, patience=config.patience_seconds)
             client = EnvClient(connection, _registration(config, name, source, context), key=secrets.token_hex(16))
             clients[name] = await stack.enter_async_context(client)
-        ends = _end_tokens(config.model, model, tokenizer)
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
         _warn_of_foreign(engine, config.sampling)
         tallies.update({name: Tally() for name in config.sources})

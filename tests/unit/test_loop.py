@@ -1,0 +1,299 @@
+"""The training loop with a feed that is real, and everything else only noted: what comes in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from feeding import Trainer, ids
+from feeding import run as limited
+
+from tandem.errors import Deadline, EngineError, TandemError
+from tandem.rollout.cursor import Cursor
+from tandem.rollout.rate import Pace
+from tandem.rollout.supply import Supply
+from tandem.sync.base import Handoff, Published
+from tandem.trainer import loop
+from tandem.trainer.pack import StepBatch
+from tandem.trainer.state import TrainerState
+from tandem.trainer.step import StepStats
+from tandem.types import Group, Json, PolicyVersion
+
+STEPS = 5
+START = TrainerState(
+    step=0, version=PolicyVersion(step=0, digest=""), tokens_seen=0, cursor=Cursor(), config_digest="d"
+)
+
+
+@pytest.fixture(autouse=True)
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going through all that the tests have imported takes longer than they do."""
+    monkeypatch.setattr(loop.machine, "settled", nullcontext)
+
+
+@dataclass
+class Scene:
+    """Every part of a run but its feed. ``log`` has what happened, in order; ``saved`` each checkpoint, by step."""
+
+    lag: int = 0
+    stands_still: bool = False
+    evaluates: Callable[[int], bool] = lambda step: False
+    every: int = 1
+    stop_at: str = ""
+    failure: TandemError | None = None
+    log: list[str] = field(default_factory=list)
+    saved: dict[int, Json] = field(default_factory=dict)
+    batches: list[list[Group]] = field(default_factory=list)
+    trainer: Trainer = field(default_factory=Trainer)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, what: str) -> None:
+        self.log.append(what)
+        if what == self.stop_at:
+            self.stop.set()
+
+    def train(self, state: TrainerState = START) -> TrainerState:
+        """Train from a state, as a run does that is put together around it."""
+        self.trainer.step = state.step
+        run: Any = loop.Run(
+            steps=STEPS,
+            policy=SimpleNamespace(device="cpu"),  # type: ignore[arg-type]
+            link=self,  # type: ignore[arg-type]
+            feed=Noted(self),
+            pack=self.pack,  # type: ignore[arg-type]
+            step=self,  # type: ignore[arg-type]
+            checkpoints=self,  # type: ignore[arg-type]
+            evaluate=self.evaluate,
+            evaluates=self.evaluates,
+            telemetry=self,  # type: ignore[arg-type]
+            records=self.records,
+            stop=self.stop,
+            reached=lambda step: setattr(self.trainer, "step", step),
+            grading=dict,
+            pace=Pace.fixed(2, self.lag),
+        )
+        return limited(loop.train(run, state))
+
+    # The link
+
+    @asynccontextmanager
+    async def open(self, start: PolicyVersion) -> AsyncIterator[Scene]:
+        yield self
+
+    async def rest(self) -> None:
+        """It never sleeps."""
+
+    @asynccontextmanager
+    async def commit(self, step: int, *, last: bool) -> AsyncIterator[Handoff]:
+        handoff = Handoff()
+        yield handoff
+        await self.some_while()
+        self.note(f"moved {step}")
+        handoff.published = Published(version=PolicyVersion(step=step, digest=f"d{step}"), moved=True)
+
+    # The step
+
+    def pack(self, groups: Sequence[Group], *, version: int) -> StepBatch:
+        return StepBatch(micro=(), groups=tuple(groups), advantages={}, num_loss_tokens=len(groups), num_samples=0)
+
+    async def forward_backward(self, batch: StepBatch) -> StepStats:
+        await self.some_while()
+        return StepStats(metrics={}, logprobs={})
+
+    async def apply(self, step: int, batch: StepBatch, stats: StepStats) -> Mapping[str, Any]:
+        self.batches.append(list(batch.groups))
+        self.note(f"trained {step}")
+        return {}
+
+    # What becomes of it
+
+    def records(self, step: int, batch: StepBatch, stats: StepStats) -> Sequence[Json]:
+        return [{"step": step}]
+
+    def rollouts(self, step: int, records: Sequence[Json]) -> None:
+        self.log.append(f"recorded {step}")  # on a thread, where no event may be set
+
+    def event(self, name: str, **told: Any) -> None:
+        self.note(f"{name} {told['step']}")
+
+    def emit(self, step: int, values: Any) -> None:
+        self.note(f"emitted {step}")
+
+    async def maybe_save(self, state: TrainerState) -> bool:
+        await self.some_while()
+        return await self.save(state) if state.step % self.every == 0 or state.step == STEPS else False
+
+    async def save(self, state: TrainerState) -> bool:
+        """As ``Checkpoints`` does, which writes no step twice."""
+        if state.step in self.saved:
+            return False
+        self.saved[state.step] = state.to_json()
+        self.note(f"saved {state.step}")
+        return True
+
+    async def evaluate(self, step: int) -> None:
+        if self.evaluates(step):
+            await self.some_while()
+            self.note(f"evaluated {step}")
+
+    async def some_while(self) -> None:
+        """Long enough for what is played beside it to begin."""
+        for _ in range(30):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Noted:
+    """A feed that notes when it is told of what, and who was being played then."""
+
+    scene: Scene
+
+    @asynccontextmanager
+    async def open(self, cursor: Cursor) -> AsyncIterator[Supply]:
+        async with self.scene.trainer.feed(n=2, max_lag=self.scene.lag).open(cursor) as feed:
+            self.feed = feed
+            yield self
+
+    async def take(self) -> list[Group]:
+        if self.scene.failure is not None and self.scene.trainer.step == 2:
+            raise self.scene.failure
+        return await self.feed.take()
+
+    def release(self, groups: Sequence[Group]) -> None:
+        self.scene.note(f"released {self.scene.trainer.step}")
+        self.feed.release(groups)
+
+    def cursor(self) -> Cursor:
+        return self.feed.cursor()
+
+    async def saved(self, cursor: Cursor) -> None:
+        self.scene.note(f"told of {self.scene.trainer.step}")
+
+    def metrics(self) -> Mapping[str, Any]:
+        return self.feed.metrics()
+
+
+def steps_of(scene: Scene) -> dict[int, list[str]]:
+    """What happened to each step, in order."""
+    return {step: [what.rpartition(" ")[0] for what in scene.log if what.endswith(f" {step}")] for step in range(6)}
+
+
+WRITTEN = ["recorded", "published", "emitted", "saved", "told of"]
+
+
+def test_sampling_goes_on_while_a_step_is_written_down_and_saved() -> None:
+    scene = Scene()
+    scene.train()
+    done = steps_of(scene)
+    assert all(done[step] == ["trained", "moved", "released", *WRITTEN] for step in range(1, STEPS))
+    assert done[STEPS] == ["trained", "moved", *WRITTEN, "released"], "after the last there is nothing to go on with"
+
+
+def test_an_engine_that_stands_still_is_asked_while_its_weights_are_moved_and_proven() -> None:
+    scene = Scene(stands_still=True)
+    scene.train()
+    done = steps_of(scene)
+    assert all(done[step] == ["trained", "released", "moved", *WRITTEN] for step in range(1, STEPS))
+    assert done[STEPS] == ["trained", "moved", *WRITTEN, "released"]
+    evaluating = Scene(stands_still=True, evaluates=lambda step: True)
+    evaluating.train()
+    assert steps_of(evaluating)[1] == ["trained", "moved", *WRITTEN, "evaluated", "released"]
+
+
+def test_what_is_evaluated_has_the_engine_to_itself() -> None:
+    scene = Scene(evaluates=lambda step: step % 2 == 0)
+    scene.train()
+    done = steps_of(scene)
+    assert done[0] == ["evaluated"]
+    for step in (2, 4):
+        assert done[step] == ["trained", "moved", *WRITTEN, "evaluated", "released"]
+    assert done[1] == done[3] == ["trained", "moved", "released", *WRITTEN]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_next_wave_is_played_before_the_step_is_saved_or_after_it_is_evaluated(evaluates: bool) -> None:
+    scene = Scene(evaluates=lambda step: evaluates)
+    play = scene.trainer.group
+
+    async def group(*words: Any, **given: Any) -> Group:
+        scene.log.append(f"played {scene.trainer.step}")
+        return await play(*words, **given)
+
+    scene.trainer.group = group  # type: ignore[method-assign]
+    scene.train()
+    for step, happened in steps_of(scene).items():
+        if 0 < step < STEPS:
+            assert happened.count("played") == 2
+            last = len(happened) - 1 - happened[::-1].index("played")
+            if evaluates:
+                assert happened.index("played") > happened.index("evaluated")
+            else:
+                assert last < happened.index("saved")
+
+
+def test_the_state_that_is_saved_is_the_same_either_way() -> None:
+    one, other, third = Scene(), Scene(evaluates=lambda step: True), Scene(stands_still=True)
+    assert one.train() == other.train() == third.train()
+    assert one.saved == other.saved == third.saved
+    assert sorted(one.saved) == list(range(1, STEPS + 1))
+    assert ids(one.batches) == ids(other.batches)
+    assert [TrainerState.from_json(state).cursor.admitted for state in one.saved.values()] == [2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("still", [False, True])
+@pytest.mark.parametrize(
+    "stop_at", ["trained 2", "moved 2", "released 2", "emitted 2", "saved 3", "told of 3", "evaluated 4"]
+)
+def test_a_stop_in_between_loses_nothing(stop_at: str, still: bool, every: int, lag: int) -> None:
+    """Whatever was being played when the run was stopped is trained by the run that goes on, once."""
+    whole = Scene(lag=lag)
+    whole.train()
+    first = Scene(lag=lag, every=every, stop_at=stop_at, stands_still=still, evaluates=lambda step: step == 4)
+    reached = first.train()
+    assert reached.step == int(stop_at[-1])
+    assert sorted(first.saved)[-1] == reached.step
+    second = Scene(lag=lag, every=every, stands_still=still)
+    second.train(TrainerState.from_json(first.saved[reached.step]))
+    assert ids(first.batches) + ids(second.batches) == ids(whole.batches)
+    assert len(set(ids(whole.batches))) == 2 * STEPS
+
+
+def test_what_was_played_since_the_last_step_is_not_played_again() -> None:
+    first = Scene(every=10, stop_at="emitted 2")
+    first.train()
+    kept = {group.id for _, group in TrainerState.from_json(first.saved[2]).cursor.ready}
+    assert kept
+    second = Scene()
+    second.train(TrainerState.from_json(first.saved[2]))
+    assert not kept & set(second.trainer.started)
+
+
+@pytest.mark.parametrize(
+    ("failure", "saved"),
+    [
+        (EngineError("engine.restarts allows 3 restarts"), True),
+        (Deadline("trainer waited 9 s for the broker", on="broker"), True),
+        (Deadline("trainer waited 9 s for the compute thread", on="compute thread"), False),
+    ],
+    ids=["engine", "broker", "compute thread"],
+)
+def test_a_run_that_gets_no_groups_any_more_is_saved(failure: TandemError, saved: bool) -> None:
+    """By whoever can: the compute thread would have to save it."""
+    scene = Scene(every=10, failure=failure)
+    with pytest.raises(type(failure), match=str(failure)):
+        scene.train()
+    assert list(scene.saved) == ([2] if saved else [])
+    if saved:
+        assert TrainerState.from_json(scene.saved[2]).cursor.ready, "what was played since is kept"
+        second = Scene()
+        second.train(TrainerState.from_json(scene.saved[2]))
+        whole = Scene()
+        whole.train()
+        assert ids(scene.batches) + ids(second.batches) == ids(whole.batches)

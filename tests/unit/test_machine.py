@@ -1,0 +1,44 @@
+"""The collector while a run is under way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from tandem import machine
+
+
+class Node:
+    """Something that refers to itself, so that the collector alone can take it away."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_was_there_before_is_not_looked_at_and_is_collected_afterwards() -> None:
+    node = Node()
+    old = weakref.ref(node)
+    with machine.settled():
+        assert gc.get_freeze_count() > 10_000
+        del node
+        new = weakref.ref(Node())
+        gc.collect()
+        assert old() is not None
+        assert new() is None
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    assert old() is None
+
+
+def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", {"cuda:1": 5}.__getitem__)
+    assert machine.held("cpu") is None
+    assert machine.held("cuda:1") == 5
+
+
+def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(ZeroDivisionError), machine.settled():
+        _ = 1 / 0
+    assert gc.get_freeze_count() == 0
