@@ -179,6 +179,7 @@ class Client:
             lora_config=None,
             parallel_config=parallel,
             cache_config=SimpleNamespace(block_size=16),
+            scheduler_config=SimpleNamespace(max_num_seqs=256),
         )
         self._model = model
         self._worker = Worker()

@@ -88,7 +88,7 @@ class Engine:
             await never()
 
     async def on_health(self, said: Any) -> Any:
-        return {"running": 0}
+        return {"running": 0, "waiting": 0}
 
     async def on_bridge_info(self, said: Any) -> Any:
         worker = {"rank": 0, "world": 1, "pid": os.getpid(), "device": "cpu", "torch": "", "backend": "gloo"}

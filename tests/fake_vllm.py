@@ -14,6 +14,8 @@ import pytest
 
 LIMIT = 64
 """Context of the fake."""
+SEQUENCES = 33
+"""Answers that it samples at once."""
 
 
 class VLLMClientError(Exception):
@@ -86,6 +88,7 @@ class FakeClient:
             lora_config=object() if adapters else None,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             cache_config=SimpleNamespace(block_size=1),
+            scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES),
         )
 
     async def check_health(self) -> None:

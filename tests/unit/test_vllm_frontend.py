@@ -320,7 +320,7 @@ def test_swapped_adapters_keep_the_version_a_request_began_with() -> None:
         assert steps(front, await unstamped) == [-1, -1]
         assert [request.adapter.lora_name for request in client.seen] == ["one", "two", "one", "three"]
         assert front.state == "serving"
-        assert not front.users, "nobody uses an adapter any more"
+        assert not front.places.users, "nobody uses an adapter any more"
         front.forget(two)
         assert (front.adapter, front.step) == (None, -1), "the base is no version"
 
@@ -349,10 +349,10 @@ def test_users_of_an_adapter_are_counted() -> None:
         await front.stamp(1, "", LoRARequest("one", 1, "x"))
         task = asked(front, 2)
         await client.step()
-        assert (front.users["one"], front.running) == (1, 1)
+        assert (front.places.users["one"], front.places.running) == (1, 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert (front.users["one"], front.running, client.aborted) == (0, 0, 1)
+        assert (front.places.users["one"], front.places.running, client.aborted) == (0, 0, 1)
 
     run(body)
 

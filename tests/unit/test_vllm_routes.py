@@ -186,7 +186,7 @@ def test_bad_requests_are_told_why(asked: Any, status: int, says: str, monkeypat
     async def body(c: Client) -> None:
         found = await c.post("/generate", asked)
         assert (found.status, says in found.detail) == (status, True), found.raw
-        assert c.front.running == 0
+        assert c.front.places.running == 0
 
     run(body)
 
@@ -285,11 +285,11 @@ def test_a_client_that_goes_away_takes_its_work_along() -> None:
         gone = asyncio.Event()
         task = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 50}, gone=gone))
         await c.vllm.step(3)
-        assert c.front.running == 1
+        assert c.front.places.running == 1
         gone.set()
         with pytest.raises(AssertionError, match="no answer"):
             await task
-        assert (c.front.running, c.vllm.aborted, c.vllm.requests) == (0, 1, [])
+        assert (c.front.places.running, c.vllm.aborted, c.vllm.requests) == (0, 1, [])
 
     run(body)
 
@@ -316,7 +316,7 @@ def test_a_stop_is_503_for_those_in_flight_and_for_new_ones_until_a_publish() ->
         await c.post("/bridge/stop", {"reason": "bytes differ"})
         found = await flying
         assert (found.status, "bytes differ" in found.detail) == (503, True)
-        assert (c.front.running, c.vllm.requests) == (0, [])
+        assert (c.front.places.running, c.vllm.requests) == (0, [])
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             assert (await c.post(path, {"prompt": "a"})).status == 503
         assert (await c.get("/health")).status == 503
@@ -527,7 +527,7 @@ def test_stock_answers_wait_for_the_proof_of_the_weights_they_are_from() -> None
     async def body(c: Client) -> None:
         task = asyncio.ensure_future(c.begin("/v1/completions", {"prompt": "a"}))
         await settle()
-        assert c.front.running == 1
+        assert c.front.places.running == 1
         await c.front.pause()
         await c.front.prove()
         go.set()
@@ -536,7 +536,7 @@ def test_stock_answers_wait_for_the_proof_of_the_weights_they_are_from() -> None
         await c.front.stamp(1, "")
         await c.front.resume()
         assert (await task).json == "done"
-        assert c.front.running == 0
+        assert c.front.places.running == 0
 
     run(body, stock=stock)
 
@@ -566,7 +566,7 @@ def test_stock_sampling_ends_with_a_stop(streams: bool) -> None:
             found = await task
             assert (found.status, "torn" in found.detail) == (503, True)
         assert ended == ["http.disconnect"]
-        assert c.front.running == 0
+        assert c.front.places.running == 0
 
     run(body, stock=stock)
 

@@ -80,7 +80,7 @@ class Somebodys:
         return web.Response(body=msgspec.json.encode(about), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": 0})
+        return web.json_response({"running": 0, "waiting": 0})
 
     async def _lora(self, request: web.Request) -> web.Response:
         return web.json_response({"loaded": [], "in_place": None})

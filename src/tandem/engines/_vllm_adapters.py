@@ -109,7 +109,7 @@ class Adapters:
         held = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
         names = held if asked.adapter_name is None else [asked.adapter_name]
         if asked.unless_used:
-            names = [name for name in names if not self._frontend.users[name]]
+            names = [name for name in names if not self._frontend.places.users[name]]
         for name in names:
             request = self.named(name)
             self._frontend.forget(request)

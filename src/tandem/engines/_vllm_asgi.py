@@ -121,6 +121,15 @@ def given(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) 
     return again
 
 
+def answers_of(body: bytes) -> int:
+    """How many answers a body asks for; 1 where vLLM itself must say what is wrong."""
+    try:
+        number = json.loads(body)["n"]
+    except (ValueError, TypeError, KeyError):
+        return 1
+    return number if isinstance(number, int) and number > 0 else 1
+
+
 def salted(body: bytes, salt: str) -> bytes:
     """The body with a cache salt, its own one mixed in; as it is where vLLM itself must say what is wrong."""
     try:

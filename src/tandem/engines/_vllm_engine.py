@@ -216,8 +216,8 @@ class Vllm(Engine):
     async def health(self) -> Health:
         found = await asyncio.gather(*(s.get("/health", dict) for s in self.servers), return_exceptions=True)
         bad = [str(f) for f in found if isinstance(f, BaseException)]
-        running = sum(int(f["running"]) for f in found if isinstance(f, dict))
-        return Health(ok=not bad, running=running, waiting=0, detail="; ".join(bad))
+        running, waiting = (sum(int(f[key]) for f in found if isinstance(f, dict)) for key in ("running", "waiting"))
+        return Health(ok=not bad, running=running, waiting=waiting, detail="; ".join(bad))
 
     # The transaction
 

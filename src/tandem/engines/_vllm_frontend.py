@@ -13,11 +13,11 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.engines._vllm_answers import Answer, Answers
+from tandem.engines._vllm_places import PROBES, Places
 from tandem.engines._vllm_scheduler import ASKED as IN_PIECES
 from tandem.engines._vllm_wire import IN_PLACE, Refused
 
@@ -56,8 +56,7 @@ class Frontend:
         self.updates = 0
         self.steps: dict[int, int] = {UNKNOWN: UNKNOWN, 0: UNKNOWN}
         self.digest = ""
-        self.running = 0
-        self.users: Counter[str] = Counter()
+        self.places = Places(client.vllm_config.scheduler_config.max_num_seqs - PROBES)
         self._live: dict[str, Answers] = {}
         self._proven = 0
         self._era_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
@@ -93,8 +92,7 @@ class Frontend:
                 self._break_off(reason)
             await self._turn("paused")
             if finish:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self.running == 0)
+                await self.places.empty()
             await self._halt()
             self._paused_at = self._paused_at or time.monotonic()
             return before
@@ -274,35 +272,21 @@ class Frontend:
                     return
                 await self._changed.wait()
 
-    async def admitted(self) -> None:
-        """Return once new requests may be handed to the scheduler: their cache salt must be that of their era."""
-        async with self._changed:
-            while self.state == "paused":
-                await self._changed.wait()
-            if self.state == "stopped":
-                raise Stopped(self.reason)
+    @contextlib.asynccontextmanager
+    async def admitted(self, answers: int = 1) -> AsyncIterator[None]:
+        """Within it that many answers may be asked of the scheduler: their cache salt must be that of their era."""
+        async with self.places.taken(answers):
+            async with self._changed:
+                while self.state == "paused":
+                    await self._changed.wait()
+                if self.state == "stopped":
+                    raise Stopped(self.reason)
+            yield
 
     @property
     def salt(self) -> str:
         """Prefix cache entries are found under the same salt alone, so none outlives the weights it was made by."""
         return f"{self.id}-{self.era}"
-
-    @contextlib.asynccontextmanager
-    async def counted(self, adapter: Any = None) -> AsyncIterator[None]:
-        """Around the life of one request."""
-        name = adapter.lora_name if adapter is not None else ""
-        self.running += 1
-        self.users[name] += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self.users[name] -= 1
-            if not self.users[name]:
-                del self.users[name]
-            if not self.running:
-                async with self._changed:
-                    self._changed.notify_all()
 
     async def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], *, adapter: Any = None, probe: bool = False
@@ -322,13 +306,18 @@ class Frontend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if not probe:
-            await self.admitted()
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.DELTA if self._states is None else RequestOutputKind.FINAL_ONLY
         whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
         params_ = SamplingParams(**params, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
-        found = Answers([Answer() for _ in range(params_.n)], list(prompt), None, 0)
+        async with contextlib.nullcontext() if probe else self.admitted(params_.n):
+            found = await self._sampled(prompt, params_, adapter)
+        if not probe:
+            await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))
+        return found
+
+    async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any) -> Answers:
+        found = Answers([Answer() for _ in range(params.n)], list(prompt), None, 0)
         served, adapter = adapter is None, adapter or self.adapter
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
         era = None
@@ -338,15 +327,13 @@ class Frontend:
         if era is None:
             self._live[key] = found
         try:
-            async with self.counted(adapter):
+            async with self.places.counted(adapter):
                 # With its type it is what vLLM makes of a prompt, so nothing is left to be done in a thread of its own.
                 asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": self.salt}
-                async for output in self.client.generate(asked, params_, key, lora_request=adapter):
+                async for output in self.client.generate(asked, params, key, lora_request=adapter):
                     found.add(output, self.era if era is None else era)
         finally:
             self._live.pop(key, None)
-        if not probe:
-            await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))
         return found
 
     async def probe(

@@ -20,6 +20,7 @@ from tandem.engines._vllm_asgi import (
     Scope,
     Send,
     answer,
+    answers_of,
     authorise,
     disconnected,
     given,
@@ -145,13 +146,12 @@ class Routes:
                 name, path = _adapter_of(body)
                 not_kept(name)
                 allowed(path)
-            await front.admitted()
-            era = front.era
-            if sampled:
-                body = salted(body, front.salt)
-            headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
-            headers.append((b"content-length", str(len(body)).encode()))
-            async with front.counted():
+            async with front.admitted(answers_of(body) if sampled else 0), front.places.counted():
+                era = front.era
+                if sampled:
+                    body = salted(body, front.salt)
+                headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
+                headers.append((b"content-length", str(len(body)).encode()))
                 await self._app({**scope, "headers": headers}, given(body, receive, front.broken_off), proven)
         except (Refused, Stopped, Gone) as error:
             if begun:
@@ -211,7 +211,8 @@ class _Live:
         front = self.frontend
         if front.state == "stopped":
             raise Stopped(front.reason)
-        return {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, "running": front.running}
+        requests = {"running": front.places.running, "waiting": front.places.waiting}
+        return {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
 
     async def generate(self, body: bytes) -> wire.Generated:
         asked = parsed(body, wire.Generate)
@@ -246,7 +247,7 @@ class _Live:
             step=front.step,
             digest=front.digest,
             updates=front.updates,
-            running=front.running,
+            running=front.places.running,
             adapter=front.adapter.lora_name if front.adapter else None,
             model=config.model_config.model,
             context=config.model_config.max_model_len,

@@ -28,8 +28,8 @@ class Sleeper:
         front = self._frontend
         if front.state not in ("paused", "stopped"):
             raise Refused(409, "/bridge/sleep takes the memory of what is being sampled: pause first")
-        if front.running:
-            raise Refused(409, f"{front.running} requests are in flight, and sleep would lose their keys and values")
+        if running := front.places.running:
+            raise Refused(409, f"{running} requests are in flight, and sleep would lose their keys and values")
         if not getattr(front.client.vllm_config.model_config, "enable_sleep_mode", False):
             raise Refused(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
         if not self.level:

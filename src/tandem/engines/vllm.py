@@ -17,6 +17,7 @@ from tandem.engines._vllm_arguments import flag, not_free
 from tandem.engines._vllm_client import Server
 from tandem.engines._vllm_engine import Vllm as LiveVllm
 from tandem.engines._vllm_fleet import Fleet, Launch
+from tandem.engines._vllm_places import PROBES
 from tandem.engines._vllm_process import has_vllm
 from tandem.engines.base import (
     CanAdapt,
@@ -68,7 +69,7 @@ class Vllm(EngineSpec):
     max_model_len: int | None = None
     """Most tokens of a prompt and its answer together; null: the recipe's context."""
     max_num_seqs: int = 256
-    """Most requests sampled at once."""
+    """Most answers sampled at once; a probe of new weights has a place of its own beside them."""
     enforce_eager: bool = False
     """True does without CUDA graphs and compilation: a faster start, slower sampling."""
     enable_prefix_caching: bool = True
@@ -266,7 +267,7 @@ class Vllm(EngineSpec):
             "dtype": needs.dtype,
             "seed": (needs.seed + number) % 2**31,
             "max-model-len": self.max_model_len or context,
-            "max-num-seqs": self.max_num_seqs,
+            "max-num-seqs": self.max_num_seqs + PROBES,
             "tensor-parallel-size": self.tensor_parallel_size,
             "logprobs-mode": "processed_logprobs",
             "worker-extension-cls": "tandem.engines._vllm_worker.Worker",

@@ -96,15 +96,15 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
             goes_on = state.step + 1 < run.steps and not run.evaluates(state.step + 1)
             async with link.commit(state.step + 1, last=state.step + 1 == run.steps) as handoff:
-                applied = await run.step.apply(state.step + 1, batch, stats)
                 run.reached(state.step + 1)
                 # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
                 paced = run.pace.step(state.step + 1, stats.metrics)
-                parts, cursor = [applied, paced, feed.metrics(), run.grading()], feed.cursor()
+                parts, cursor = [paced, feed.metrics(), run.grading()], feed.cursor()
                 # What is asked while the engine stands still waits there, all of it, and is sampled by the new weights.
                 early = goes_on and link.stands_still
                 if early:
                     feed.release(groups)
+                parts.append(await run.step.apply(state.step + 1, batch, stats))
             assert handoff.published is not None
             parts.append(handoff.metrics())
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)

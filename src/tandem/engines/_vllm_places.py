@@ -1,0 +1,92 @@
+"""How many answers vLLM's scheduler has at a time: one fewer than it could, so that a probe is never kept waiting.
+
+A scheduler that is full begins what comes next when something ends, and what has waited longest goes first. A probe of
+new weights would stand behind every request of a step, and the trainer with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+PROBES = 1
+"""Places that are kept for probes, whose questions are asked one after another."""
+
+
+class Places:
+    """Requests in flight: who has a place, who waits for one, and by which adapter they are sampled.
+
+    Args:
+        number: of answers at a time; a request for more has all places to itself.
+    """
+
+    def __init__(self, number: int):
+        self.running = 0
+        """Requests with vLLM."""
+        self.users: Counter[str] = Counter()
+        """Those of each adapter, by name; of none: the empty name."""
+        self._all = self._free = number
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no place yet."""
+        return sum(not turn.cancelled() for _, turn in self._queue)
+
+    @contextlib.asynccontextmanager
+    async def taken(self, answers: int) -> AsyncIterator[None]:
+        """Within it so many places are one's own; first come, first served."""
+        number = min(answers, self._all)
+        if self._queue or number > self._free:
+            await self._turn(number)
+        else:
+            self._free -= number
+        try:
+            yield
+        finally:
+            self._give(number)
+
+    async def _turn(self, number: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((number, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            # Without a result nothing was given to it; who stood behind may fit now.
+            self._give(0 if turn.cancelled() else number)
+            raise
+
+    def _give(self, number: int) -> None:
+        self._free += number
+        while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
+            number, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self._free -= number
+                turn.set_result(None)
+
+    @contextlib.asynccontextmanager
+    async def counted(self, adapter: Any = None) -> AsyncIterator[None]:
+        """Around the life of one request with vLLM."""
+        name = adapter.lora_name if adapter is not None else ""
+        self.running += 1
+        self.users[name] += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.users[name] -= 1
+            if not self.users[name]:
+                del self.users[name]
+            if not self.running:
+                self._empty.set()
+
+    async def empty(self) -> None:
+        """Return once vLLM has no request."""
+        while self.running:
+            await self._empty.wait()
