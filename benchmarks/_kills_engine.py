@@ -190,6 +190,16 @@ class Client:
         self._goes_on.set()
         self._work = asyncio.create_task(self._steps(), name="scheduler")
 
+    @property
+    def errored(self) -> bool:
+        """Whether the scheduler has ended."""
+        return self._work.done()
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Why."""
+        return self._work.exception() or RuntimeError("the scheduler ended")
+
     async def check_health(self) -> None:
         """Raise if the scheduler has ended."""
         if self._work.done():

@@ -91,9 +91,18 @@ class FakeClient:
             scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES),
         )
 
+    @property
+    def errored(self) -> bool:
+        return self.dead
+
+    @property
+    def dead_error(self) -> Exception:
+        found: Exception = type("EngineDeadError", (Exception,), {})("EngineCore encountered an issue")
+        return found
+
     async def check_health(self) -> None:
         if self.dead:
-            raise type("EngineDeadError", (Exception,), {})("EngineCore encountered an issue")
+            raise self.dead_error
 
     def get_tokenizer(self) -> Any:
         return SimpleNamespace(
@@ -191,7 +200,7 @@ class FakeClient:
         found = self.answers.get(method, [None])
         if isinstance(found, Exception):
             raise found
-        return found
+        return await found if isinstance(found, asyncio.Future) else found
 
     async def remove_lora(self, number: int) -> None:
         self.removed.append(number)

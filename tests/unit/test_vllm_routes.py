@@ -280,6 +280,20 @@ def test_health_is_that_of_the_engine() -> None:
     run(body)
 
 
+def test_a_control_message_ends_with_the_process_that_was_to_do_it() -> None:
+    """vLLM never ends a call into a process that dies under it."""
+
+    async def body(c: Client) -> None:
+        c.vllm.answers["tandem_checksums"] = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(c.post("/bridge/checksums", {"travels": "weights"}))
+        await settle()
+        assert not task.done()
+        c.vllm.dead = True
+        assert (await asyncio.wait_for(task, 5)).status == 503
+
+    run(body)
+
+
 def test_a_client_that_goes_away_takes_its_work_along() -> None:
     async def body(c: Client) -> None:
         gone = asyncio.Event()

@@ -29,6 +29,9 @@ State = Literal["serving", "paused", "proving", "stopped"]
 UNKNOWN = -1
 """Era, and policy step, of weights that nobody has stamped."""
 
+LOOK = 0.2
+"""Seconds between two looks at whether vLLM's process lives."""
+
 SETTLE = 20
 """Turns of the event loop in which tokens that have arrived reach whoever asked for them."""
 
@@ -236,6 +239,12 @@ class Frontend:
         """
         await self._broken_off.wait()
         raise Stopped(self.reason)
+
+    async def died(self) -> None:
+        """Wait for vLLM's process to end, and raise its error: calls under way to that process would wait for ever."""
+        while not self.client.errored:
+            await asyncio.sleep(LOOK)
+        raise self.client.dead_error
 
     async def prove(self) -> None:
         """Let the scheduler go on, with everything sampled from now on held back."""

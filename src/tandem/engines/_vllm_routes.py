@@ -123,7 +123,7 @@ class Routes:
             raise Refused(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
         if path in SAMPLE:
             return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
-        return await handler(body)
+        return await unless(handler(body), live.frontend.died())
 
     async def _pass(self, live: _Live, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """On to vLLM's own routes."""

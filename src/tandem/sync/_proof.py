@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,11 +22,20 @@ log = logging.getLogger(__name__)
 Checksums = Mapping[str, int]
 """Checksum of each tensor by name, see ``weights/checksums.py``."""
 
-PROBE = "The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36."
+PROBE = (
+    "The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36. In the year 1889 a tower was "
+    "finished that was not meant to stay. Why does bread rise? Because yeast eats sugar and breathes out a gas, which "
+    "the dough keeps. def area(r): return 3.14159 * r**2  # of a circle. Ask for the red book, not the blue one; it is "
+    "on the third shelf, behind the lamp."
+)
 """Scored on both sides after a publish."""
+SHORT = 64
+"""Tokens of it that are enough where nothing is routed, or where rounding is small."""
+LONG = 256
+"""Tokens of it where requests may be routed past an adapter, and rounding hides that from each single token."""
 
-_ENOUGH = 16
-"""Tokens of a probe, of which chance hardly ever puts nine tenths on one side."""
+_CERTAIN = 5.0
+"""What ``mistaken_for`` asks for: chance alone is below exp(-12.5), 4 in a million."""
 
 
 def differing(mine: Checksums, theirs: Checksums) -> list[str]:
@@ -87,8 +97,10 @@ class Behaviour:
         """
         policy = self._policy
         if not self.tokens:
-            self.tokens = policy.tokenizer.encode(PROBE)[:64]
-            if off := self._trains.untrained(policy.model):
+            off = self._trains.untrained(policy.model)
+            most = min(LONG, max(SHORT, engine.context // 2)) if off and policy.dtype.itemsize < 4 else SHORT
+            self.tokens = policy.tokenizer.encode(PROBE)[:most]
+            if off:
                 self._others["the model without its adapter"] = await policy.compute(self._within, off)
         mine, probes = await asyncio.gather(policy.compute(policy.score, self.tokens), engine.probe(self.tokens))
         worst = 0.0
@@ -144,8 +156,10 @@ def mistaken_for(engine: Sequence[float], mine: Sequence[float], others: Mapping
     """Which other weights an engine samples from, judged by its logprobs of a probe; empty if it is none of them.
 
     In bfloat16 the tolerance of a probe must be wide, and an adapter that is left out may stay within it. But numerics
-    know no weights: they put an engine as often on one side as on the other, while one that samples from other weights
-    is nearer to those at almost every token, and by far in all.
+    know no weights: a token's logprob is no more likely beyond the middle between the two than short of it. How far
+    beyond it is, summed over the tokens and divided by the root of the squares' sum, exceeds x by chance with a
+    probability below exp(-x^2 / 2), whatever the distribution (Hoeffding's inequality for the signs, JASA 1963). It is
+    at most the root of the number of tokens, and about half of that where weights differ by twice the rounding.
 
     Args:
         engine: what an engine answered.
@@ -153,10 +167,12 @@ def mistaken_for(engine: Sequence[float], mine: Sequence[float], others: Mapping
         others: what it computed with others, by what they are.
     """
     for what, theirs in others.items():
-        from_mine = [abs(e - m) for e, m in zip(engine, mine, strict=True)]
-        from_theirs = [abs(e - t) for e, t in zip(engine, theirs, strict=True)]
-        nearer = sum(t < m for t, m in zip(from_theirs, from_mine, strict=True))
-        if nearer > 0.9 * len(engine) and sum(from_theirs) < 0.5 * sum(from_mine) and len(engine) >= _ENOUGH:
+        beyond = [
+            math.copysign(1.0, t - m) * (e - (m + t) / 2)
+            for e, m, t in zip(engine, mine, theirs, strict=True)
+            if t != m
+        ]
+        if sum(beyond) > _CERTAIN * math.sqrt(math.fsum(x * x for x in beyond)):
             return what
     return ""
 
