@@ -87,9 +87,8 @@ def joined(parts: Sequence[Any]) -> Any:
     Its rows are as wide as the narrowest: what other requests of a batch asked for made the others wider.
     """
     width = min(part.logprobs.shape[1] for part in parts)
-    return type(parts[0])(
-        np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
-        np.concatenate([part.logprobs[:, :width] for part in parts]),
-        np.concatenate([part.sampled_token_ranks for part in parts]),
-        None,
-    )
+    ids, logprobs = [part.logprob_token_ids for part in parts], [part.logprobs for part in parts]
+    if any(row.shape[1] != width for row in logprobs):
+        ids, logprobs = [row[:, :width] for row in ids], [row[:, :width] for row in logprobs]
+    ranks = np.concatenate([part.sampled_token_ranks for part in parts])
+    return type(parts[0])(np.concatenate(ids), np.concatenate(logprobs), ranks, None)
