@@ -137,6 +137,20 @@ def step(what: str) -> Command:
     return command
 
 
+def overlap(settings: str) -> Command:
+    """Steps at lag 0 and 1."""
+
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        given = ["--shape", args.shape, "--settings", settings, "--minutes", str(args.minutes - 0.4)]
+        return python(str(HERE / "overlap.py"), *given, "--out", str(out / "overlap.jsonl"), *args.extra)
+
+    return command
+
+
+def decoding(args: argparse.Namespace, out: Path) -> list[str]:
+    return python(str(HERE / "decoding.py"), "--shape", args.shape, "--requests", "32", "128", "--profile", *args.extra)
+
+
 def itself(job: str) -> Command:
     def command(args: argparse.Namespace, out: Path) -> list[str]:
         return python(str(HERE / "gpu.py"), "--job", job, "--out", str(out))
@@ -223,6 +237,23 @@ PARTS: dict[str, Part] = {
     ),
     "versus-tandem": Part("Tandem's half of the comparison with TRL, a few settings", versus("tandem"), 420, 550),
     "versus-trl": Part("TRL's half", versus("trl"), 420, 550),
+    "overlap": Part("lag 1 beside lag 0 on one card", overlap("shared0,shared1"), 260, 400),
+    "overlap-two": Part(
+        "the same, and lag 1 with the engine on a card of its own",
+        overlap("shared0,shared1,broadcast1"),
+        450,
+        550,
+        cards=2,
+    ),
+    "asleep": Part(
+        "engines that sleep while a step is trained",
+        suite("tests/integration/test_vllm.py", chosen="asleep"),
+        300,
+        500,
+        tests=True,
+        may_skip=False,
+    ),
+    "decoding": Part("what logprobs cost while vLLM decodes, with a profile", decoding, 160, 300),
     "scaling": Part("a training step by length, shape, adapter, compilation, checkpointing", step("scaling"), 420, 550),
     "profile": Part("where each millisecond of a training step goes", step("profile"), 90, 200),
 }

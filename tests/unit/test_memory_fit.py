@@ -22,7 +22,14 @@ from tandem.types import Sampling
 
 HOST = Machine(name="this machine", free=10**12, total=10**13, is_host=True)
 CARD = Machine(name="a card", free=10**12, total=10**13, is_host=False)
-OPTIMIZERS = (("adamw", "masters"), ("adamw", "kahan"), ("adamw8bit", "kahan"), ("adamw_cpu", ""))
+NARROW = {"precision": "kahan", "gradients": "bfloat16"}
+OPTIMIZERS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("adamw", {"precision": "masters"}),
+    ("adamw", {"precision": "kahan"}),
+    ("adamw8bit", {"precision": "kahan"}),
+    ("adamw8bit", NARROW),
+    ("adamw_cpu", {}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +59,21 @@ def searched(planner: memory.Planner, config: RunConfig, given: Collection[str])
     """The first that fits of everything, by going through all of it."""
     ways = CHECKPOINTING if "checkpointing" not in given else (config.checkpointing,)
     kinds = [k for k in OPTIMIZERS if k[0] != "adamw_cpu" or not planner.machine.is_host]
-    for share, (kind, precision), how in itertools.product((ROOM, 1.0), kinds, ways):
-        options = {"precision": precision} if precision else {}
+    for share, (kind, options), how in itertools.product((ROOM, 1.0), kinds, ways):
         optimizer = resolve.find("optimizers", kind)(lr=config.optimizer.lr, **options)
         for size in sorted(budgets(planner, config, given), reverse=True):
             found = replace(config, optimizer=optimizer, checkpointing=how, micro_batch_tokens=size)
             plan = planner.plan(found)
             fits = plan.total <= share * plan.machine.free
             if fits and (plan.beside is None or plan.total_beside <= share * plan.beside.free):
-                return kind, precision, how, size
+                return chosen(found)
     return None
 
 
 def chosen(config: RunConfig) -> tuple[Any, ...]:
+    options = [getattr(config.optimizer, name, "") for name in ("precision", "gradients")]
     kind = resolve.kind_of("optimizers", config.optimizer)
-    return kind, getattr(config.optimizer, "precision", ""), config.checkpointing, config.micro_batch_tokens
+    return kind, *options, config.checkpointing, config.micro_batch_tokens
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -85,7 +92,7 @@ def test_it_chooses_what_a_search_through_everything_finds(planners: Any, on_hos
             assert chosen(fitted.config) == expected
             assert fitted.plan.fits
             assert len(fitted.told) == 3
-        seen.add(expected and expected[:3])
+        seen.add(expected and expected[:4])
     assert len(seen) > 3, seen
 
 
@@ -140,10 +147,27 @@ def test_a_precision_that_is_set_is_kept(planners: Any) -> None:
     assert tried == {"masters"}  # of float32 weights there is nothing to keep beside them
 
 
+def test_gradients_are_narrowed_only_where_few_are_added_up_and_the_weights_are_narrow(planners: Any) -> None:
+    def narrowed(own: RunConfig, *given: str) -> list[RunConfig]:
+        tried = fitting._ways(own, given, planners[False])
+        return [way for way in tried if getattr(way.optimizer, "gradients", "") == "bfloat16"]
+
+    assert len(narrowed(recipe())) == len(CHECKPOINTING)
+    assert narrowed(recipe(), "optimizer.gradients") == []
+    assert narrowed(recipe(dtype="float32")) == []
+    assert narrowed(recipe(trains=resolve.find("trains", "lora")())) == []
+    way, *_ = narrowed(recipe())
+    whole = planners[False].step_tokens(way)
+    sizes = [whole // 64, whole // 33, -(-whole // 32), whole // 2, whole]
+    assert fitting._precise(planners[False], way, sizes) == sizes[2:]
+    assert fitting._precise(planners[False], recipe(), sizes) == sizes
+    assert fitting._precise(planners[False], way, sizes[:2]) == sizes[1:2]
+
+
 def test_smaller_states_keep_the_other_options(planners: Any) -> None:
     own = recipe(optimizer=resolve.find("optimizers", "adamw")(lr=3e-5, beta2=0.98, weight_decay=0.1, warmup_steps=4))
     tried = [way.optimizer for way in fitting._ways(own, (), planners[False])]
-    assert [resolve.kind_of("optimizers", one) for one in tried[::3]] == ["adamw", "adamw", "adamw8bit", "adamw_cpu"]
+    assert [resolve.kind_of("optimizers", one) for one in tried[::3]] == [kind for kind, _ in OPTIMIZERS]
     assert {(one.lr, one.beta2, one.weight_decay, one.warmup_steps) for one in tried} == {(3e-5, 0.98, 0.1, 4)}  # type: ignore[attr-defined]
 
 

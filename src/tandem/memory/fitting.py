@@ -1,8 +1,9 @@
 """``memory: fit``: the fastest way to run that fits, by the memory plan.
 
-What is tried, first what costs no time: the optimizer as it is, with smaller states, and on the host; for each of them
-all activations kept, then some, then those between layers alone; and for each of these the largest micro-batch that
-fits. None of it changes what a step computes but by rounding, and by adamw8bit's coarser moments.
+What is tried, first what costs no time: the optimizer as it is, with smaller states, with narrower gradients, and on
+the host; for each of them all activations kept, then some, then those between layers alone; and for each of these the
+largest micro-batch that fits. None of it changes what a step computes but by rounding, and by adamw8bit's coarser
+moments.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """From the fastest to the smallest."""
 SMALLEST = 1024
 """Tokens of a micro-batch below which memory is rather saved elsewhere, unless the recipe bounds it so."""
+NARROW = 32
+"""Most micro-batches of a step whose gradients are added up in bfloat16, where the recipe does not ask for it."""
 ROOM = 0.9
 """Share of what is free that is filled, if that can be: the plan may be wrong by a tenth."""
 
@@ -48,15 +51,17 @@ def fit(run: Planner, config: RunConfig, given: Collection[str]) -> Fitted:
         run: plans it.
         config: the recipe.
         given: options that its file sets, by dotted path. ``micro_batch_tokens`` is then the most that is taken;
-            ``checkpointing`` and ``optimizer.precision`` are kept, and so is every optimizer but adamw.
+            ``checkpointing``, ``optimizer.precision`` and ``optimizer.gradients`` are kept, and so is every optimizer
+            but adamw.
 
     Raises:
         DoesNotFit: nothing does; with the table of the smallest.
     """
-    sizes = budgets(run, config, given)
+    every = budgets(run, config, given)
     smallest: MemoryPlan | None = None
     for share in (ROOM, 1.0):
         for ways in _ways(config, given, run):
+            sizes = _precise(run, ways, every)
             fitting = _largest(run, ways, sizes, share)
             if fitting is not None:
                 return _fitted(run, config, fitting, given)
@@ -105,6 +110,13 @@ def budgets(run: Planner, config: RunConfig, given: Collection[str]) -> list[int
     return sorted({least, *sizes})
 
 
+def _precise(run: Planner, config: RunConfig, sizes: list[int]) -> list[int]:
+    """Those that leave gradients precise enough: each micro-batch rounds a narrow sum once more."""
+    if getattr(config.optimizer, "gradients", "") != "bfloat16":
+        return sizes
+    return [size for size in sizes if run.step_tokens(config) <= NARROW * size] or sizes[-1:]
+
+
 def _largest(run: Planner, config: RunConfig, sizes: list[int], share: float) -> RunConfig | None:
     """The recipe with the largest micro-batch that fits; more tokens never take less."""
 
@@ -143,6 +155,11 @@ def _optimizers(config: RunConfig, given: Collection[str], on_host: bool) -> Ite
         precise = {"precision": "kahan"}  # to the bit what masters give
         yield dataclasses.replace(own, **precise)  # type: ignore[arg-type]
     yield _as("adamw8bit", own, precise)
+    whole = (
+        resolve.kind_of("trains", config.trains) == "full"
+    )  # an adapter's weights are float32, and so are its gradients
+    if whole and config.dtype == "bfloat16" and "optimizer.gradients" not in given:
+        yield _as("adamw8bit", own, {**precise, "gradients": "bfloat16"})
     if not on_host and "optimizer.precision" not in given:
         yield _as("adamw_cpu", own, {})
 
@@ -179,8 +196,11 @@ def _told(run: Planner, before: RunConfig, config: RunConfig, given: Collection[
     else:
         faster = CHECKPOINTING[CHECKPOINTING.index(config.checkpointing) - 1]
         yield f"checkpointing: {config.checkpointing}, {_lack(run, config, checkpointing=faster)}"
-    kind, precision = resolve.kind_of("optimizers", config.optimizer), getattr(config.optimizer, "precision", "")
-    name = f"optimizer: {kind}" + (f" (precision: {precision})" if precision and config.dtype == "bfloat16" else "")
+    name = f"optimizer: {resolve.kind_of('optimizers', config.optimizer)}"
+    precision = getattr(config.optimizer, "precision", "")
+    if precision and config.dtype == "bfloat16":
+        narrow = ", gradients: bfloat16" if getattr(config.optimizer, "gradients", "") == "bfloat16" else ""
+        name += f" (precision: {precision}{narrow})"
     if config.optimizer == before.optimizer:
         yield f"{name}, as the recipe has it"
     else:
