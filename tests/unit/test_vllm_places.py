@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
-from fake_vllm import FakeClient, install, settle
+from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines._vllm_frontend import Frontend, Stopped
 from tandem.engines._vllm_places import PROBES, Places
@@ -43,6 +43,21 @@ def test_first_come_first_served_and_nobody_overtakes() -> None:
         also_two.over.set()
         one.over.set()
         await asyncio.gather(two.task, also_two.task, one.task)
+
+    run(body)
+
+
+def test_who_needs_no_place_waits_for_none() -> None:
+    async def body() -> None:
+        places, log = Places(1), list[Request]()
+        one, two = Request(places, 1, log), Request(places, 1, log)
+        await settle()
+        none = Request(places, 0, log)
+        await settle()
+        assert log == [one, none]
+        for request in (one, two, none):
+            request.over.set()
+        await asyncio.gather(one.task, two.task, none.task)
 
     run(body)
 
@@ -170,6 +185,28 @@ def test_a_probe_has_a_place_however_many_wait(monkeypatch: pytest.MonkeyPatch) 
             assert len(client.requests) <= 2
         answers = [(await task).completions[0] for task in wave]
         assert all([front.steps[era] for era in answer.eras] == [1, 1, 1] for answer in answers)
+
+    run(body)
+
+
+def test_an_adapter_asked_for_by_name_is_in_use_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+
+    async def body() -> None:
+        client = FakeClient(counts=True)
+        client.vllm_config.scheduler_config.max_num_seqs = 1 + PROBES
+        front, old = Frontend(client), LoRARequest("old", 1, "/old")
+        tasks = [
+            asyncio.ensure_future(front.generate([i + 1], {"max_tokens": 1, "logprobs": 0}, adapter=adapter))
+            for i, adapter in enumerate((None, old))
+        ]
+        await settle()
+        assert (front.places.waiting, front.places.users["old"]) == (1, 1)
+        await client.step()
+        assert (front.places.waiting, front.places.users["old"]) == (0, 1)
+        await client.step()
+        await asyncio.gather(*tasks)
+        assert front.places.users == {}
 
     run(body)
 

@@ -319,8 +319,9 @@ class Frontend:
         kind = RequestOutputKind.DELTA if self._states is None else RequestOutputKind.FINAL_ONLY
         whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
         params_ = SamplingParams(**params, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
-        async with contextlib.nullcontext() if probe else self.admitted(params_.n):
-            found = await self._sampled(prompt, params_, adapter)
+        with self.places.using(adapter):  # whoever asks for one by name has it also after it has waited
+            async with contextlib.nullcontext() if probe else self.admitted(params_.n):
+                found = await self._sampled(prompt, params_, adapter)
         if not probe:
             await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))
         return found
@@ -336,7 +337,7 @@ class Frontend:
         if era is None:
             self._live[key] = found
         try:
-            async with self.places.counted(adapter):
+            async with self.places.counted(adapter if served else None):
                 # With its type it is what vLLM makes of a prompt, so nothing is left to be done in a thread of its own.
                 asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": self.salt}
                 async for output in self.client.generate(asked, params, key, lora_request=adapter):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 PROBES = 1
@@ -40,9 +40,9 @@ class Places:
 
     @contextlib.asynccontextmanager
     async def taken(self, answers: int) -> AsyncIterator[None]:
-        """Within it so many places are one's own; first come, first served."""
+        """Within it so many places are one's own; first come, first served. For none nobody waits."""
         number = min(answers, self._all)
-        if self._queue or number > self._free:
+        if number and (self._queue or number > self._free):
             await self._turn(number)
         else:
             self._free -= number
@@ -72,19 +72,27 @@ class Places:
     @contextlib.asynccontextmanager
     async def counted(self, adapter: Any = None) -> AsyncIterator[None]:
         """Around the life of one request with vLLM."""
-        name = adapter.lora_name if adapter is not None else ""
         self.running += 1
-        self.users[name] += 1
         self._empty.clear()
+        try:
+            with self.using(adapter):
+                yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._empty.set()
+
+    @contextlib.contextmanager
+    def using(self, adapter: Any) -> Iterator[None]:
+        """Around what an adapter must stay loaded for."""
+        name = adapter.lora_name if adapter is not None else ""
+        self.users[name] += 1
         try:
             yield
         finally:
-            self.running -= 1
             self.users[name] -= 1
             if not self.users[name]:
                 del self.users[name]
-            if not self.running:
-                self._empty.set()
 
     async def empty(self) -> None:
         """Return once vLLM has no request."""
