@@ -664,12 +664,19 @@ def test_a_cursor_survives_json() -> None:
     assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def test_a_record_has_no_number_where_nobody_told_one() -> None:
+@pytest.mark.parametrize(
+    ("trained", "numbers"),
+    [((-1.0, -2.0), (-1.0, -2.0)), ((-1.234567, -1e-6), (-1.23457, -0.0)), ((-1.0,), (None, None))],
+    ids=["all", "rounded", "not all were computed"],
+)
+def test_a_record_has_no_number_where_nobody_told_one(
+    trained: tuple[float, ...], numbers: tuple[float | None, ...]
+) -> None:
     told = sent("a", inference_logprobs=None, advantages=[[0.0, 0.25, -1.0], [0.0] * 3])
     rules = Rules(policy_logprobs=True, given_advantages=True)
     group = group_from_wire(told, id="a@0", version=0, rules=rules)
     batch = StepBatch(micro=(), groups=(group,), advantages={"a@0/0": -0.375}, num_loss_tokens=2, num_samples=1)
-    stats = StepStats(metrics={}, logprobs={"a@0/0": (-1.0, -2.0)})
+    stats = StepStats(metrics={}, logprobs={"a@0/0": trained})
 
     class Pieces:
         def pieces(self, tokens: tuple[int, ...]) -> list[str]:
@@ -677,8 +684,8 @@ def test_a_record_has_no_number_where_nobody_told_one() -> None:
 
     (one, _) = records(1, batch, stats, Pieces())  # type: ignore[arg-type]
     assert [(t["lp"], t["tp"], t["adv"], t["m"]) for t in one["tokens"]] == [
-        (None, -1.0, 0.25, 1),
-        (None, -2.0, -1.0, 1),
+        (None, numbers[0], 0.25, 1),
+        (None, numbers[1], -1.0, 1),
     ]
 
 

@@ -6,8 +6,10 @@ the engine was given: the token ids before each turn, its temperature, and the v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import groupby, repeat
+
+import numpy as np
 
 from tandem.rollout.chat import Template
 from tandem.trainer.pack import StepBatch
@@ -43,7 +45,7 @@ def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -
                     "prompts": _prompts(rollout),
                     "temperatures": [turn.temperature for turn in rollout.turns],
                     "stamps": _stamps(rollout),
-                    "tokens": list(_tokens(rollout, advantage, stats.logprobs.get(rollout.id), template)),
+                    "tokens": _tokens(rollout, advantage, stats.logprobs.get(rollout.id), template),
                 }
             )
     return out
@@ -85,20 +87,26 @@ def _stamps(rollout: Rollout) -> list[tuple[int, int]]:
 
 def _tokens(
     rollout: Rollout, advantage: float | None, trained: Sequence[float] | None, template: Template
-) -> Iterator[dict[str, Json]]:
-    """Sampled tokens of all turns; ``tp`` is the trainer's logprob of those it trained."""
-    trainer = iter(trained or ())
-    given = iter(rollout.advantages or ())
-    for turn in rollout.turns:
-        completion = turn.completion
-        for text, token, logprob in zip(
-            template.pieces(completion.tokens), completion.tokens, completion.logprobs, strict=True
-        ):
-            yield {
-                "t": text,
-                "id": token,
-                "lp": None if logprob == UNKNOWN else round(logprob, 5),
-                "tp": None if trained is None else round(next(trainer), 5),
-                "adv": next(given, advantage),
-                "m": int(trained is not None),
-            }
+) -> list[dict[str, Json]]:
+    """Sampled tokens of all turns; ``tp`` is the trainer's logprob of those it trained.
+
+    None has one where only some of a rollout's sequences were computed: the others had no advantage.
+    """
+    said = [turn.completion for turn in rollout.turns]
+    ids = [token for completion in said for token in completion.tokens]
+    sampled = _rounded([logprob for completion in said for logprob in completion.logprobs])
+    whole = trained is not None and len(trained) == len(ids)
+    trainer: Iterable[float | None] = _rounded(trained or ()) if whole else repeat(None, len(ids))
+    mask = int(trained is not None)
+    return [
+        {"t": text, "id": id, "lp": None if lp == UNKNOWN else lp, "tp": tp, "adv": adv, "m": mask}
+        for text, id, lp, tp, adv in zip(
+            template.pieces(ids), ids, sampled, trainer, rollout.advantages or repeat(advantage, len(ids)), strict=True
+        )
+    ]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """To five places, all at once: a step has tens of thousands, and the next one waits until they are written."""
+    rounded: list[float] = np.round(np.asarray(values, dtype=np.float64), 5).tolist()
+    return rounded
