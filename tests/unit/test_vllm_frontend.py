@@ -48,7 +48,8 @@ async def publish(front: Frontend, client: FakeClient, step: int, *, prove: bool
     await front.pause()
     client.weights = step
     if prove:
-        await front.prove()
+        async with front.proving():
+            pass
     await front.stamp(step, f"digest {step}")
     await front.resume()
 
@@ -125,7 +126,8 @@ def test_what_is_sampled_while_proving_is_held_back() -> None:
         await client.step(2)
         await front.pause()
         client.weights = 2
-        await front.prove()
+        async with front.proving():
+            pass
         new = asked(front, 1)
         await client.step(3)
         assert not client.requests, "both are sampled to their end"
@@ -155,7 +157,8 @@ def test_a_failed_proof_gives_out_nothing_and_the_next_publish_recovers() -> Non
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
         client.weights = 7
-        await front.prove()
+        async with front.proving():
+            pass
         held = asked(front, 1)
         await client.step()
         await front.stop("torn")
@@ -182,7 +185,8 @@ def test_tokens_of_weights_that_were_never_proven_reach_nobody() -> None:
 
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
-        await front.prove()
+        async with front.proving():
+            pass
         waits = asyncio.ensure_future(front.broken_off())
         await settle()
         await publish(front, client, 2)
@@ -219,7 +223,8 @@ def test_weights_that_were_written_are_not_served_without_a_stamp() -> None:
         await front.stamp(1, "")
         await front.resume()
         await front.pause()
-        await front.prove()
+        async with front.proving():
+            pass
         with pytest.raises(Refused, match="stamp"):
             await front.resume()
         assert front.state == "proving"
@@ -275,7 +280,8 @@ def test_a_proof_that_nobody_ends_stops_the_engine() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
         front.expect_back(0.05)
-        await front.prove()
+        async with front.proving():
+            pass
         waits = asked(front, 1)
         await client.step()
         with pytest.raises(Stopped, match="never resumed"):
@@ -363,7 +369,8 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
         for stale in (False, True):
             await front.pause()
             client.weights = 3
-            await front.prove()
+            async with front.proving():
+                pass
             if stale:
                 client.cache.add(front.salt)
             ask = {"temperature": 0.7, "max_tokens": 2, "seed": 0, "ends": []}
@@ -374,7 +381,9 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
             assert found["scored"] == [-3.0, -3.0]
             assert found["tokens"] == [3, 3]
             assert found["logprobs"] == [-3.0, -3.0]
-            assert found["cached"] == (3 if stale else 0), "scoring first would have filled the cache"
+            assert found["cached"] == (3 if stale else 0)
+            sampled, scored = (asked.prompt["cache_salt"] for asked in client.seen[-2:])
+            assert sampled == front.salt != scored, "what scoring puts into the cache would be taken for something old"
             await front.stamp(3, "")
             await front.resume()
 

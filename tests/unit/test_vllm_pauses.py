@@ -124,7 +124,8 @@ def test_weights_that_are_being_proven_are_not_held_back_for_ever() -> None:
     async def work() -> None:
         server = Server()
         await server.front.stop("half a publish")
-        await server.front.prove()
+        async with server.front.proving():
+            pass
         await Pauses().release([server], "the proof failed", sleeps=0, seconds=50.0)  # type: ignore[list-item]
         assert server.front.state == "stopped"
 

@@ -1,4 +1,4 @@
-"""Places with vLLM's scheduler: first come, first served, and one is always free for a probe."""
+"""Places with vLLM's scheduler: first come, first served, and some are always free for a probe."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_empty_waits_for_the_last_and_is_not_fooled_by_the_next() -> None:
 
 
 def test_a_probe_has_a_place_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is asked before whoever waited for the pause to end."""
+    """And it is asked before those that waited for the pause to end."""
     install(monkeypatch)
 
     async def body() -> None:
@@ -177,7 +177,7 @@ def test_a_probe_has_a_place_however_many_wait(monkeypatch: pytest.MonkeyPatch) 
             await client.step()
             assert len(client.requests) <= 2 + PROBES
         assert not any(task.done() for task in wave)  # nobody has vouched for these weights
-        assert client.seen[0].prompt["prompt_token_ids"] == [7, 8]
+        assert [asked.prompt["prompt_token_ids"] for asked in client.seen[:2]] == [[7, 8], [7, 8]]
         await front.stamp(1, "d")
         await front.resume()
         while not all(task.done() for task in wave):

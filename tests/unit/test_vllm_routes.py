@@ -543,7 +543,8 @@ def test_stock_answers_wait_for_the_proof_of_the_weights_they_are_from() -> None
         await settle()
         assert c.front.places.running == 1
         await c.front.pause()
-        await c.front.prove()
+        async with c.front.proving():
+            pass
         go.set()
         await settle()
         assert not task.done()
@@ -571,7 +572,8 @@ def test_stock_sampling_ends_with_a_stop(streams: bool) -> None:
         task = asyncio.ensure_future(c.begin("/v1/completions", {"prompt": "a"}))
         await settle()
         await c.front.pause()
-        await c.front.prove()
+        async with c.front.proving():
+            pass
         await c.front.stop("torn")
         if streams:
             with pytest.raises(Exception, match="torn"):

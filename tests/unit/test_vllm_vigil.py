@@ -99,6 +99,32 @@ def test_weights_are_brought_to_an_engine_that_came_back_though_nobody_asks_it_f
     run(go())
 
 
+def test_who_published_before_is_asked_for_nothing_any_more() -> None:
+    """A link that has ended cannot bring weights: its trainer's thread is gone."""
+
+    async def go() -> None:
+        engine, published = Answering(), asyncio.Event()
+
+        async def ended() -> None:
+            raise AssertionError("it is another's engine now")
+
+        async def republish() -> None:
+            one.servers[0].boot = engine.engine
+            published.set()
+
+        async with engine.up() as server:
+            one = fleet(server)
+            one.watch(ended)
+            await asyncio.sleep(0)
+            one.watch(republish)
+            engine.engine = "second"
+            await published.wait()
+            assert one.failure is None
+            await one.close()
+
+    run(go())
+
+
 @asynccontextmanager
 async def looked_at(engine: Answering, *others: Server) -> AsyncIterator[tuple[Fleet, list[int]]]:
     """Servers whose first is away; with how often the weights were to be brought to them."""

@@ -307,8 +307,10 @@ class Fleet:
             await asyncio.gather(*arriving, return_exceptions=True)
 
     def watch(self, republish: Callable[[], Awaitable[None]]) -> None:
-        """Bring the weights back to servers that lose them; ``republish`` is the field's."""
+        """Bring the weights back to servers that lose them; ``republish`` is the field's, instead of one before."""
         self.republish = republish
+        if self._watching is not None:
+            self._watching.cancel()
         self._watching = asyncio.create_task(watch(self, republish), name="engines that are there")
 
     async def _look(self) -> None:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
-from tandem.engines._vllm_answers import Answer, Answers
+from tandem.engines._vllm_answers import Answer, Answers, beyond_a_block
 from tandem.engines._vllm_places import PROBES, Places
 from tandem.engines._vllm_scheduler import ASKED as IN_PIECES
 from tandem.engines._vllm_wire import IN_PLACE, Refused
@@ -246,12 +246,20 @@ class Frontend:
             await asyncio.sleep(LOOK)
         raise self.client.dead_error
 
-    async def prove(self) -> None:
-        """Let the scheduler go on, with everything sampled from now on held back."""
+    @contextlib.asynccontextmanager
+    async def proving(self) -> AsyncIterator[None]:
+        """Let the scheduler go on, with everything sampled from now on held back.
+
+        What is asked within is asked before all that waited: nobody is told yet.
+        """
         async with self._control:
-            if self.state in ("paused", "stopped"):
+            if stood := self.state in ("paused", "stopped"):
                 await self._go_on()
-                await self._turn("proving")
+            try:
+                yield
+            finally:
+                if stood:
+                    await self._turn("proving")
 
     async def _go_on(self) -> None:
         self.era += 1
@@ -298,7 +306,7 @@ class Frontend:
         return f"{self.id}-{self.era}"
 
     async def generate(
-        self, prompt: Sequence[int], params: Mapping[str, Any], *, adapter: Any = None, probe: bool = False
+        self, prompt: Sequence[int], params: Mapping[str, Any], *, adapter: Any = None, probe: str = ""
     ) -> Answers:
         """Sample; the answer is given out once every era in it is proven.
 
@@ -306,7 +314,7 @@ class Frontend:
             prompt: token ids.
             params: of vLLM's SamplingParams.
             adapter: a LoRARequest, instead of the one that is served.
-            probe: a question about the weights themselves: answered while they are being proven.
+            probe: cache salt of a question about the weights themselves: answered while they are being proven.
 
         Raises:
             Stopped: the weights are in doubt.
@@ -321,12 +329,12 @@ class Frontend:
         params_ = SamplingParams(**params, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
         with self.places.using(adapter):  # whoever asks for one by name has it also after it has waited
             async with contextlib.nullcontext() if probe else self.admitted(params_.n):
-                found = await self._sampled(prompt, params_, adapter)
+                found = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
             await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))
         return found
 
-    async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any) -> Answers:
+    async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> Answers:
         found = Answers([Answer() for _ in range(params.n)], list(prompt), None, 0)
         served, adapter = adapter is None, adapter or self.adapter
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
@@ -339,7 +347,7 @@ class Frontend:
         try:
             async with self.places.counted(adapter if served else None):
                 # With its type it is what vLLM makes of a prompt, so nothing is left to be done in a thread of its own.
-                asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": self.salt}
+                asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt or self.salt}
                 async for output in self.client.generate(asked, params, key, lora_request=adapter):
                     found.add(output, self.era if era is None else era)
         finally:
@@ -357,18 +365,19 @@ class Frontend:
         adapter: Any = None,
     ) -> dict[str, Any]:
         """Score the tokens and sample a few after them, by the weights held now."""
-        await self.prove()
         ask: dict[str, Any] = {"detokenize": False, "temperature": temperature, "seed": seed, "logprobs": 0}
         sample = {**ask, "max_tokens": max_tokens, "stop_token_ids": list(ends)}
-        # First, for it reads the prefix cache and so tells whether there was any; scoring never reads it, but fills it.
-        sampled = await self.generate(tokens, sample, adapter=adapter, probe=True)
-        score = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
-        scored = await self.generate(tokens, score, adapter=adapter, probe=True)
-        answer = sampled.completions[0]
-        cached = sampled.cached
-        if longer := self._beyond_a_block(tokens):
-            once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-            cached = (await self.generate(longer, once, adapter=adapter, probe=True)).cached
+        once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        longer = beyond_a_block(tokens, self.client.vllm_config)
+        async with self.proving():
+            salt = self.salt
+            # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
+            asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
+            asks += [(longer, once, salt)] if longer else []
+            asked = asyncio.gather(*(self.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks))
+            await asyncio.sleep(0)  # each is handed in
+        sampled, scored, *more = await asked
+        answer, cached = sampled.completions[0], (more or [sampled])[0].cached
         return {
             "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],
             "tokens": answer.tokens,
@@ -377,14 +386,6 @@ class Frontend:
             "cached": cached,
             "temperature": temperature,
         }
-
-    def _beyond_a_block(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens again and again, one more than the prefix cache's unit: it keeps nothing that is shorter."""
-        config = self.client.vllm_config
-        block = int(config.cache_config.block_size)
-        if len(tokens) > block or block + 1 >= config.model_config.max_model_len:
-            return []
-        return ([*tokens] * (block // len(tokens) + 1))[: block + 1]
 
     def steps_of(self, answer: Answer) -> list[int]:
         """Policy step of each token."""

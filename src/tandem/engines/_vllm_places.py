@@ -1,4 +1,4 @@
-"""How many answers vLLM's scheduler has at a time: one fewer than it could, so that a probe is never kept waiting.
+"""How many answers vLLM's scheduler has at a time: a few fewer than it could, so that a probe is never kept waiting.
 
 A scheduler that is full begins what comes next when something ends, and what has waited longest goes first. A probe of
 new weights would stand behind every request of a step, and the trainer with it.
@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-PROBES = 1
-"""Places that are kept for probes, whose questions are asked one after another."""
+PROBES = 3
+"""Places that are kept for a probe, whose questions are asked all at once."""
 
 
 class Places:
