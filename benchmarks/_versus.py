@@ -72,6 +72,26 @@ def add_work(parser: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
 
 
+def add_engine(parser: Any) -> None:
+    """Options of every script that starts Tandem's engine."""
+    parser.add_argument(
+        "--utilization", type=float, default=0.3, help="gpu_memory_utilization of an engine that shares"
+    )
+    parser.add_argument("--python", help="interpreter that has vLLM, for Tandem's engine; by default this one")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more options of Tandem's vLLM, as JSON")
+
+
+def engine_options(args: Any) -> dict[str, Any]:
+    """Of Tandem's vLLM: those that TRL gives to its own."""
+    import torch
+
+    cuda, work = torch.cuda.is_available(), work_of(args)
+    where = {"gpu_memory_utilization": args.utilization} if cuda else {"kv_cache_gb": 0.25, "enforce_eager": True}
+    more = {"python": args.python} if args.python else {}
+    batched = {"max_num_batched_tokens": 4096, **args.engine_args}
+    return {"max_num_seqs": work.groups * work.siblings, **where, "args": batched, **more}
+
+
 def work_of(args: Any) -> Work:
     return Work(**{name: getattr(args, name) for name in vars(Work())})
 

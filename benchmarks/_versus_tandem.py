@@ -63,14 +63,6 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
     }
 
 
-def engine_options(work: Work, utilization: float, python: str | None) -> dict[str, Any]:
-    """vLLM's options: those that TRL gives to its own."""
-    cuda = torch.cuda.is_available()
-    where = {"gpu_memory_utilization": utilization} if cuda else {"kv_cache_gb": 0.25, "enforce_eager": True}
-    batched = {"args": {"max_num_batched_tokens": 4096}}
-    return {"max_num_seqs": work.groups * work.siblings, **where, **batched, **({"python": python} if python else {})}
-
-
 def instrument(parts: Parts, lines: Path) -> None:
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
     take, pack, commit = Feed.take, Packer.__call__, Link.commit

@@ -208,7 +208,12 @@ PARTS: dict[str, Part] = {
     ),
     "sync": Part("plain engine, shared, merged", sync("--ways", "plain,shared,merged"), 330, 500),
     "lora": Part("an adapter in memory, and by hot swap", sync("--ways", "shared-lora,hotswap"), 240, 400),
-    "swaps": Part("1,000 hot swaps under load", sync("--ways", "swaps", "--tokens", "48", "--repeat", "1"), 450, 535),
+    "swaps": Part(
+        "1,000 hot swaps under load",
+        sync("--ways", "swaps", "--requests", "32", "--tokens", "64", "--repeat", "1"),
+        450,
+        535,
+    ),
     "faults": Part("the fault bench", faults, 240, 400),
     "copy": Part("14B, full fine-tuning, one copy, one card", one_copy, 330, 535),
     "wire": Part("NCCL between two cards: bare, and publishes by phase", itself("wire"), 60, 200, cards=2),

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import _models
-from _versus import SKIPPED, Card, add_work, aligned, append, read, work_of, work_options
+from _versus import SKIPPED, Card, add_engine, add_work, aligned, append, engine_options, read, work_of, work_options
 from versus_trl import Bench, end_in_order, served
 
 HERE = Path(__file__).resolve().parent
@@ -106,9 +106,7 @@ def _seconds(wait: Mapping[str, Any]) -> float:
 
 
 def measure(bench: Bench, settings: Sequence[str]) -> None:
-    from _versus_tandem import engine_options
-
-    engine = engine_options(bench.work, bench.args.utilization, bench.args.python)
+    engine = engine_options(bench.args)
     engine["max_num_seqs"] *= 2  # of two batches
     theirs, ours = halves()
     shared = [name for name in settings if name.startswith("shared")]
@@ -167,8 +165,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="small", help="of the model: small, or one of _models.SHAPES")
     parser.add_argument("--settings", default="shared0,shared1", help="comma-separated")
     parser.add_argument("--override", action="append", default=[], help="an override of every setting's recipe")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of a shared engine")
-    parser.add_argument("--python", help="interpreter that has vLLM; by default this one")
+    add_engine(parser)
     parser.add_argument("--minutes", type=float, default=8.0, help="all of it")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of one setting")
     parser.add_argument("--engine-limit", type=float, default=240.0, help="seconds until the engine is there")

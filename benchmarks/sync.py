@@ -31,7 +31,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,14 +282,19 @@ async def measured(bench: Bench, name: str) -> dict[str, Any]:
         return found
 
 
-def summarise(live: Live, found: dict[str, Any]) -> None:
-    """Phases in milliseconds, bytes, and what the answers said."""
-    rows, load = live.watch.rows, live.load
-    found["ms"] = {
+def phases(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Spread of each phase of these publishes, in milliseconds."""
+    return {
         phase: [round(1000 * value, 2) for value in spread([row[phase] for row in rows if phase in row])]
         for phase in PHASES
         if any(phase in row for row in rows)
     }
+
+
+def summarise(live: Live, found: dict[str, Any]) -> None:
+    """Phases in milliseconds, bytes, and what the answers said."""
+    rows, load = live.watch.rows, live.load
+    found["ms"] = phases(rows)
     found["bytes"] = max(row["bytes"] for row in rows)
     moved = found["ms"]["move"][0]
     if found["bytes"] and moved:
@@ -314,7 +319,10 @@ async def swaps(bench: Bench) -> dict[str, Any]:
                 await load.no_older_than(done - args.versions + 1)
                 await publish(live, done)
                 if done % 100 == 0:
-                    print(f"  {done} swaps, {load.answered} answers, {len(load.failures)} failures", flush=True)
+                    told = {k: v[0] for k, v in phases(live.watch.rows[-100:]).items() if v[0]}
+                    print(
+                        f"  {done} swaps, {load.answered} answers, {len(load.failures)} failures; ms {told}", flush=True
+                    )
         found["swaps"] = done
         summarise(live, found)
         await live.link.policy.compute(_right_policy, live, done, args.samples, found)

@@ -35,7 +35,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _versus import Card, Work, add_work, append, read, summary, table, work_of, work_options
+from _versus import (
+    Card,
+    Work,
+    add_engine,
+    add_work,
+    append,
+    engine_options,
+    read,
+    summary,
+    table,
+    work_of,
+    work_options,
+)
 
 HERE = Path(__file__).resolve().parent
 EIGHT_BITS = "optimizer.kind=adamw8bit optimizer.precision=stochastic optimizer.gradients=bfloat16"
@@ -124,9 +136,7 @@ def trl(bench: Bench) -> None:
 
 def tandem(bench: Bench) -> None:
     """Tandem's settings, one after another on one engine."""
-    from _versus_tandem import engine_options
-
-    engine = engine_options(bench.work, bench.args.utilization, bench.args.python)
+    engine = engine_options(bench.args)
     with contextlib.ExitStack() as stack:
         url = None if bench.args.own_engine else stack.enter_context(served(bench, engine))
         for text in bench.args.tandem or TANDEM:
@@ -279,9 +289,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tandem", action="append", help="a setting: name and overrides; again for another")
     parser.add_argument("--override", action="append", default=[], help="an override of every setting of Tandem's")
     parser.add_argument("--trl", action="append", help="a setting: name and key=value; again for another")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of both engines")
     parser.add_argument("--own-engine", action="store_true", help="every setting of Tandem's starts its own engine")
-    parser.add_argument("--python", help="interpreter that has vLLM, for Tandem's engine; by default this one")
+    add_engine(parser)
     parser.add_argument("--trl-python", help="interpreter that has TRL; by default this one")
     parser.add_argument("--minutes", type=float, default=9.0, help="all of it")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one setting")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def placed(way: str) -> dict[str, Any]:
             pytest.skip(f"{way} needs an engine over {size} CUDA cards, and this machine has {cards}")
         # The trainer is on the first; NCCL refuses two members on one card, and who sleeps does so for a card's sake.
         apart = cards > size and not changes.get("sleep")
-        changes["devices"] = [",".join(str(card + apart) for card in range(size))]
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards)))).split(",")
+        changes["devices"] = [",".join(names[apart : apart + size])]
         asked = {**asked, "sync": {"kind": "broadcast", "backend": "nccl" if apart else "gloo"}}
     return {**asked, "engine": engine(**changes)}
 
