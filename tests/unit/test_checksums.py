@@ -184,9 +184,15 @@ def test_wide_loads_are_promised_only_where_they_hold() -> None:
     assert not module._aligned(base.view(-1)[:4000].view(50, 80)[:, :72].as_strided((50, 64), (72, 1)))  # rows drift
 
 
+NO_TRITON = 77
+"""What the program below ends with in an environment that has none."""
 KERNEL = """
-import warnings
+import sys, warnings
 warnings.simplefilter("ignore")
+try:
+    import triton
+except ImportError:
+    sys.exit(77)
 import torch
 from tandem.weights import checksums as module
 from tandem.weights.checksums import Shard, _DeviceTally, _matrix, checksum
@@ -194,12 +200,13 @@ from tandem.weights.checksums import Shard, _DeviceTally, _matrix, checksum
 MASK = (1 << 64) - 1
 _DeviceTally.TILE = (8, 32)  # many tiles of small tensors
 torch.manual_seed(0)
-whole = torch.randint(0, 256, (40, 192), dtype=torch.uint8)
+whole = torch.randint(0, 256, (12, 192), dtype=torch.uint8)  # a tile takes the interpreter some 10 ms
 cases = []
-for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bfloat16):
-    t = whole.view(dtype)
-    cases += [(t, (0, 0)), (t[3:21], (3, 0)), (t[:, 5:], (0, 5)), (t[9:, 1:2], (70000, 1)), (t[0], (0, 0))]
+for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8):
+    t = whole.view(dtype)[:, :96]
+    cases += [(t, (0, 0)), (t[3:], (3, 0)), (t[:, 5:], (0, 5)), (t[9:, 1:2], (70000, 1)), (t[0], (0, 0))]
     cases += [(t.T, (0, 0))]
+cases += [(whole.view(torch.bfloat16), (0, 0))]  # far from the others of its kind
 cases += [(whole[4, 3:90].clone(), (8, 0)), (torch.tensor([1.5]), (0, 0))]
 matrices = [(i, _matrix(t, first)) for i, (t, first) in enumerate(cases)]
 tally = _DeviceTally(matrices, len(cases))
@@ -214,17 +221,14 @@ for _ in range(2):
 
 def test_the_cuda_kernel_computes_the_same() -> None:
     """Under triton's interpreter, which runs kernels on CPU tensors, in whichever environment has triton."""
-    for python in (sys.executable, str(ROOT / ".venv-engine" / "bin" / "python")):
-        if (
-            Path(python).exists()
-            and not subprocess.run([python, "-c", "import triton"], capture_output=True).returncode
-        ):
-            break
-    else:
-        pytest.skip("triton is in neither environment: the kernel is checked where torch has CUDA")
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
-    ran = subprocess.run([python, "-c", KERNEL], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    for python in (sys.executable, str(ROOT / ".venv-engine" / "bin" / "python")):
+        if Path(python).exists():
+            ran = subprocess.run([python, "-c", KERNEL], env=env, capture_output=True, text=True)
+            if ran.returncode != NO_TRITON:
+                assert ran.returncode == 0, ran.stderr
+                return
+    pytest.skip("triton is in neither environment: the kernel is checked where torch has CUDA")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 import tandem
 from tandem import cli, resolve
@@ -23,6 +25,8 @@ from tandem.verbs.show import curve, duration
 
 MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"
 Run = Callable[..., tuple[int, str, str]]
+COMMAND = functools.cache(typer.main.get_command)
+"""Typer reads every verb's signature anew for each call, which takes longer than most verbs do here."""
 
 
 @pytest.fixture
@@ -30,6 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Run the command line in an empty folder: arguments in; exit code, stdout and stderr out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(typer.main, "get_command", COMMAND)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("TANDEM_DEBUG", raising=False)
 
@@ -66,6 +71,15 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setitem(sys.modules, "tandem.run", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(tandem, "run", fake, raising=False)
     return fake
+
+
+@pytest.fixture
+def known_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward and backward take is not measured, for tests that ask nothing of the memory plan but its place."""
+    from tandem.memory import passes
+
+    known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
+    monkeypatch.setattr(passes.Modelled, "run", lambda self, config, layout: known)
 
 
 def make_run(folder: Path, *overrides: str, steps: tuple[int, ...] = ()) -> RunConfig:
@@ -346,6 +360,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     assert "at the peak" in out
 
 
+@pytest.mark.usefixtures("known_pass")
 def test_check_looks_at_each_of_several_environments(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path
 ) -> None:
@@ -382,6 +397,7 @@ def test_check_looks_at_each_of_several_environments(
         (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
     ],
 )
+@pytest.mark.usefixtures("known_pass")
 def test_check_finds_each_mistake_and_exits_with_its_code(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path, overrides: list[str], code: int, message: str
 ) -> None:
@@ -416,6 +432,7 @@ def test_check_tells_every_problem(run: Run, trainer: types.SimpleNamespace) -> 
     assert "skipped  memory" in out
 
 
+@pytest.mark.usefixtures("known_pass")
 def test_check_refuses_parts_that_cannot_work_together(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path
 ) -> None:

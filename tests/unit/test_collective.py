@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
-from subprocess import PIPE
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -28,14 +28,31 @@ from tandem.weights.rendezvous import Rendezvous
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-CHILD = """
-import hashlib, json, os, signal, sys
+NURSERY = """
+import hashlib, json, os, signal, socket, sys
 import torch
 from tandem.errors import TransportError
 from tandem.weights.collective import Member
 from tandem.weights.rendezvous import Rendezvous
 
-print("ready", flush=True)
+asked = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    word, fds, _, _ = socket.recv_fds(asked, 100, 3)
+    if not word:
+        sys.exit()
+    if fds:
+        if not (pid := os.fork()):
+            break
+        asked.send(json.dumps(pid).encode())
+    else:
+        found = os.waitid(os.P_PID, json.loads(word), os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        asked.send(json.dumps([found.si_code, found.si_status]).encode())
+    for fd in fds:
+        os.close(fd)
+asked.close()
+for place, fd in enumerate(fds):  # from here on a process as any other, to its end
+    os.dup2(fd, place)
+    os.close(fd)
 for line in sys.stdin:
     job = json.loads(line)
     out = []
@@ -60,34 +77,73 @@ for line in sys.stdin:
 """
 
 
-@contextmanager
-def children(count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that take jobs as lines of JSON and answer each with one."""
-    started = [
-        subprocess.Popen([sys.executable, "-c", CHILD], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
-        for _ in range(count)
-    ]
-    try:
-        for child in started:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-        yield started
-    finally:
-        for child in started:
-            child.kill()
-            if not child.stdin.closed:  # type: ignore[union-attr]
-                child.communicate()
+class Child:
+    """A process that takes jobs as lines of JSON and answers each with one."""
+
+    def __init__(self, nursery: socket.socket) -> None:
+        self._nursery = nursery
+        (stdin, given), (answers, stdout), (told, stderr) = os.pipe(), os.pipe(), os.pipe()
+        socket.send_fds(nursery, [b"fork"], [stdin, stdout, stderr])
+        self.pid: int = json.loads(nursery.recv(100))
+        for theirs in (stdin, stdout, stderr):
+            os.close(theirs)
+        self.stdin, self.stdout, self.stderr = os.fdopen(given, "w"), os.fdopen(answers), os.fdopen(told)
+
+    def state(self) -> tuple[int, int]:
+        """How it ended or was stopped, which is waited for, and by which code or signal."""
+        self._nursery.send(json.dumps(self.pid).encode())
+        how, status = json.loads(self._nursery.recv(100))
+        return how, status
+
+    def leave(self) -> tuple[str, str, tuple[int, int]]:
+        """End it; what it still had to say on stdout and on stderr, and how it ended."""
+        self.stdin.close()
+        return self.stdout.read(), self.stderr.read(), self.state()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)  # it has this id for as long as its parent lives, which never asks for it
+        for file in (self.stdin, self.stdout, self.stderr):
+            file.close()
 
 
-def give(child: subprocess.Popen[str], **job: Any) -> None:
-    assert child.stdin is not None
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[socket.socket]:
+    """A process that has imported all that the others need, which takes seconds, and is forked for each of them."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    argv = [sys.executable, "-c", NURSERY, str(its.fileno())]
+    with mine, subprocess.Popen(argv, pass_fds=[its.fileno()], stdin=DEVNULL) as process:
+        its.close()
+        yield mine
+        mine.close()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.fixture
+def children(nursery: socket.socket) -> Iterator[Callable[[int], list[Child]]]:
+    """Starts processes, which end with the test."""
+    started: list[Child] = []
+
+    def start(count: int) -> list[Child]:
+        started.extend(Child(nursery) for _ in range(count))
+        return started
+
+    yield start
+    for child in started:
+        child.kill()
+
+
+def give(child: Child, **job: Any) -> None:
     child.stdin.write(json.dumps(job) + "\n")
     child.stdin.flush()
 
 
-def answer(child: subprocess.Popen[str]) -> Any:
-    assert child.stdout is not None
+def answer(child: Child) -> Any:
     return json.loads(child.stdout.readline())
+
+
+Children = Callable[[int], list[Child]]
+ENDED = ("", "", (os.CLD_EXITED, 0))
+"""What ``leave`` finds where all went well."""
 
 
 def meeting(world: int = 2, seconds: float = 60.0, **options: Any) -> Rendezvous:
@@ -159,35 +215,33 @@ def described(tensors: dict[str, Tensor]) -> list[list[Any]]:
     return out
 
 
-def test_bytes_arrive_exactly_at_two_processes_publish_after_publish_group_after_group() -> None:
-    with children(2) as workers:
-        for bucket in (1000, 1 << 20):
-            trainer = Member.host(meeting(world=3))
-            publishes = [weights(seed) for seed in (1, 2, 3)]
-            entries = [manifest(named.items()) for named in publishes]
-            for rank, worker in enumerate(workers, 1):
-                give(worker, rendezvous=asdict(trainer.rendezvous), rank=rank, publishes=entries, bucket=bucket)
-            trainer.connect()
-            for named in publishes:
-                size = sum(t.numel() * t.dtype.itemsize for t in named.values())
-                assert trainer.send(named.items(), bucket) == size
-            for worker in workers:
-                assert answer(worker) == [row for named in publishes for row in described(named)]
-            trainer.close()
-        for worker in workers:
-            assert worker.communicate() == ("", "")
-            assert worker.returncode == 0
-
-
-def test_a_worker_whose_trainer_left_ends_quietly() -> None:
-    with children(1) as (worker,):
-        trainer = Member.host(meeting(seconds=10))
-        give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[[("a", (3,), "float32")]], bucket=1)
+def test_bytes_arrive_exactly_at_two_processes_publish_after_publish_group_after_group(children: Children) -> None:
+    workers = children(2)
+    for bucket in (1000, 1 << 20):
+        trainer = Member.host(meeting(world=3))
+        publishes = [weights(seed) for seed in (1, 2, 3)]
+        entries = [manifest(named.items()) for named in publishes]
+        for rank, worker in enumerate(workers, 1):
+            give(worker, rendezvous=asdict(trainer.rendezvous), rank=rank, publishes=entries, bucket=bucket)
         trainer.connect()
+        for named in publishes:
+            size = sum(t.numel() * t.dtype.itemsize for t in named.values())
+            assert trainer.send(named.items(), bucket) == size
+        for worker in workers:
+            assert answer(worker) == [row for named in publishes for row in described(named)]
         trainer.close()
-        assert "rank 0 (trainer) left the group" in answer(worker)
-        assert worker.communicate() == ("", "")
-        assert worker.returncode == 0
+    for worker in workers:
+        assert worker.leave() == ENDED
+
+
+def test_a_worker_whose_trainer_left_ends_quietly(children: Children) -> None:
+    (worker,) = children(1)
+    trainer = Member.host(meeting(seconds=10))
+    give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[[("a", (3,), "float32")]], bucket=1)
+    trainer.connect()
+    trainer.close()
+    assert "rank 0 (trainer) left the group" in answer(worker)
+    assert worker.leave() == ENDED
 
 
 def test_memory_is_reused_only_after_the_consumer_came_back() -> None:
@@ -321,14 +375,14 @@ def test_what_cannot_travel_is_named(entry: Entry) -> None:
         Plan([Entry("fine", (3,), "int8"), entry], 100)
 
 
-def test_who_never_joins_is_named_on_every_side() -> None:
-    with children(1) as (worker,):
-        trainer = Member.host(meeting(world=3, seconds=2))
-        give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[], bucket=1)
-        with pytest.raises(TransportError, match=r"for rank 2\b"):
-            trainer.connect()
-        assert "rank 2" in answer(worker)
-        trainer.close()
+def test_who_never_joins_is_named_on_every_side(children: Children) -> None:
+    (worker,) = children(1)
+    trainer = Member.host(meeting(world=3, seconds=2))
+    give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[], bucket=1)
+    with pytest.raises(TransportError, match=r"for rank 2\b"):
+        trainer.connect()
+    assert "rank 2" in answer(worker)
+    trainer.close()
 
 
 def test_a_trainer_that_is_not_there() -> None:
@@ -338,33 +392,32 @@ def test_a_trainer_that_is_not_there() -> None:
         Member.join(meeting(seconds=0.5, port=port), 1)
 
 
-def test_a_worker_killed_between_two_tensors_is_named_by_the_others() -> None:
+def test_a_worker_killed_between_two_tensors_is_named_by_the_others(children: Children) -> None:
     named = {f"t{i}": torch.full((100_000,), float(i)) for i in range(60)}
     entries = manifest(named.items())
-    with children(2) as workers:
-        trainer = Member.host(meeting(world=3, seconds=10))
-        job = {"rendezvous": asdict(trainer.rendezvous), "publishes": [entries], "bucket": 400_000}
-        give(workers[0], rank=1, **job)
-        give(workers[1], rank=2, dies_at="t5", **job)
-        trainer.connect()
-        with pytest.raises(TransportError, match=r"no sign of life from rank 2 \(engine 2\)"):
-            trainer.send(named.items(), 400_000)
-        assert "rank 2 (engine 2)" in answer(workers[0])
-        with pytest.raises(TransportError):
-            trainer.send(named.items())  # a broken group stays broken
-        trainer.close()
+    workers = children(2)
+    trainer = Member.host(meeting(world=3, seconds=10))
+    job = {"rendezvous": asdict(trainer.rendezvous), "publishes": [entries], "bucket": 400_000}
+    give(workers[0], rank=1, **job)
+    give(workers[1], rank=2, dies_at="t5", **job)
+    trainer.connect()
+    with pytest.raises(TransportError, match=r"no sign of life from rank 2 \(engine 2\)"):
+        trainer.send(named.items(), 400_000)
+    assert "rank 2 (engine 2)" in answer(workers[0])
+    with pytest.raises(TransportError):
+        trainer.send(named.items())  # a broken group stays broken
+    trainer.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_trainer_that_dies_or_stands_still_is_named(how: signal.Signals) -> None:
-    with children(1) as (trainer,):
-        give(trainer, rendezvous=asdict(meeting(seconds=3)), rank=0, signal=int(how))
-        assert trainer.stdout is not None
-        worker = Member.join(meeting(seconds=3, port=int(trainer.stdout.readline())), 1)
-        os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-        with pytest.raises(TransportError, match="rank 0"):
-            list(worker.receive([("a", (3,), "float32")]))
-        worker.close()
+def test_a_trainer_that_dies_or_stands_still_is_named(children: Children, how: signal.Signals) -> None:
+    (trainer,) = children(1)
+    give(trainer, rendezvous=asdict(meeting(seconds=3)), rank=0, signal=int(how))
+    worker = Member.join(meeting(seconds=3, port=int(trainer.stdout.readline())), 1)
+    assert trainer.state()[1] == how
+    with pytest.raises(TransportError, match="rank 0"):
+        list(worker.receive([("a", (3,), "float32")]))
+    worker.close()
 
 
 def test_a_worker_that_does_not_begin_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,20 +95,29 @@ def certify(config: RunConfig, *, real: bool = False, several: int = RANKS) -> C
         TandemError: one of several processes failed.
     """
     began = time.monotonic()
-    with contextlib.closing(_Case(config, real)) as case:
+    with contextlib.closing(Case(config, real=real)) as case:
         lines, described = tuple(case.lines(several)), case.described
-    # Which options are read does not depend on how large the model is.
-    with contextlib.closing(_Case(config, False)) as case:
-        inert, on_policy = case.inert()
+        inert, on_policy = ((), ()) if real else case.inert()
+    if real:  # which options are read does not depend on how large the model is
+        with contextlib.closing(Case(config, real=False)) as case:
+            inert, on_policy = case.inert()
     return Certificate(
         model=described, lines=lines, inert=inert, inert_on_policy=on_policy, seconds=time.monotonic() - began
     )
 
 
-class _Case:
-    """A recipe's parts, a model and groups."""
+class Case:
+    """A recipe's parts, a model and groups.
 
-    def __init__(self, config: RunConfig, real: bool):
+    Args:
+        config: the recipe.
+        real: its own model instead of a tiny one of its architecture.
+
+    Raises:
+        ConfigError: the model cannot be read.
+    """
+
+    def __init__(self, config: RunConfig, *, real: bool):
         self.config, self._slack = config, REAL if real else 1.0
         model = models.certified(config, real=real)
         self._exact = models.Exact(model)
@@ -130,28 +140,27 @@ class _Case:
         count = sum(parameter.numel() for parameter in model.parameters())
         kind = self._live.policy.config.model_type
         self.described = f"{config.model if real else f'a tiny {kind}'}, {count:,} parameters, float32 on the CPU"
-        self.author = Author(
+        author = Author(
             sampling=config.sampling,
             vocabulary=self._live.policy.head.weight.shape[0],
             weights=self._weights,
             foreign=config.broker is not None,
             given=config.broker is not None and config.broker.given_advantages,
         )
-        self.groups = self._made_up()
+        self._place(0)
+        own = functools.cache(self._own)  # both have the same tokens
+        self.groups, self._on_policy = author.groups(own), author.groups(own, on_policy=True)
 
     def close(self) -> None:
+        """End its thread."""
         self._live.close()
-
-    def _made_up(self) -> list[Group]:
-        self._place(0)
-        return self.author.groups(self.own)
 
     def _place(self, update: int) -> models.Exact:
         self._live.place(update)
         self._exact.take(self._setup.model)
         return self._exact
 
-    def own(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
+    def _own(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
         """The policy's logprobs, by the formulas."""
         ids = (*prompt, *tokens)
         one = reference.Spoken(
@@ -169,7 +178,7 @@ class _Case:
         return run.packer(config, self._live.policy)
 
     def lines(self, several: int) -> Iterator[Line]:
-        """Every check."""
+        """Every check; ``several``: as of ``certify``."""
         pack = self._pack(self.config)
         base, _ = self._live.gradients(pack(self.groups, version=0))
         size = norm(base)
@@ -231,14 +240,12 @@ class _Case:
     def inert(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Options that change nothing; and those that change nothing while the recipe is on-policy, if it is."""
         config, on_policy = self.config, list[str]()
-        never = options.inert(config, self.differs(self.groups))
+        never = options.inert(config, self._differs(self.groups))
         if not config.max_lag and config.updates == 1 and config.broker is None:
-            self._place(0)
-            own = self.author.groups(self.own, on_policy=True)
-            on_policy = [name for name in options.inert(config, self.differs(own)) if name not in never]
+            on_policy = [name for name in options.inert(config, self._differs(self._on_policy)) if name not in never]
         return tuple(never), tuple(on_policy)
 
-    def differs(self, groups: Sequence[Group]) -> Callable[[RunConfig], bool]:
+    def _differs(self, groups: Sequence[Group]) -> Callable[[RunConfig], bool]:
         """Whether another recipe's step on the groups is another."""
 
         def seen(config: RunConfig) -> tuple[list[Gradient], tuple[list[int], Mapping[str, torch.Tensor]]]:

@@ -106,6 +106,7 @@ class Live:
         self.setup = setup
         self._parameters = dict(setup.trains.parameters(setup.model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._moves = {name: setup.moves * _deviation(loaded) for name, loaded in self._loaded.items()}
         self.policy = Policy(setup.model, None, name="certified", compute=Compute(torch.get_num_threads()))
         self.recorder = Recorder({id(p): name for name, p in self._parameters.items()}, self.place)
         if total is not None:
@@ -129,12 +130,9 @@ class Live:
         noise = torch.Generator()
         for i, (name, parameter) in enumerate(self._parameters.items()):
             noise.manual_seed(i)  # so that each state goes on where the one before it was
-            loaded = self._loaded[name]
-            deviation = loaded.std(correction=0).item() if loaded.numel() > 1 else 0.0
-            parameter.copy_(loaded)
+            parameter.copy_(self._loaded[name])
             for _ in range(update + 1):
-                drawn = torch.randn(loaded.shape, generator=noise)
-                parameter.add_(drawn, alpha=self.setup.moves * (deviation or LEAST / MOVES))
+                parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=self._moves[name])
         self._fold()
 
     def gradients(self, batch: StepBatch) -> tuple[list[Gradient], float]:
@@ -176,6 +174,11 @@ class Live:
     def close(self) -> None:
         """End its thread."""
         self.policy.close()
+
+
+def _deviation(loaded: Tensor) -> float:
+    """Of a weight's numbers; of those that are all alike, one that moves them by ``LEAST``."""
+    return (loaded.std(correction=0).item() if loaded.numel() > 1 else 0.0) or LEAST / MOVES
 
 
 def norm(updates: Sequence[Gradient]) -> float:

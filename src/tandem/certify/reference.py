@@ -100,29 +100,27 @@ class Spoken:
 def gradients(place: Place, groups: Sequence[Group], known: Formula) -> list[dict[str, Tensor]]:
     """The objective's gradient by parameter name, float64, for every update on the batch."""
     sequences = list(spoken(groups, known))
-    first = _fixed(place, 0, sequences, known)
     before: Sequence[Tensor | None] = [None] * len(sequences)
     if known.penalty is not None:
-        before = _fixed(place, -1, sequences, known)
+        exact = place(-1)
+        with torch.no_grad():
+            before = [logprobs(exact, sequence, known) for sequence in sequences]
+    first: list[Tensor] = []
     found = []
     for update in range(known.updates):
         exact = place(update)
         exact.model.zero_grad()
-        for sequence, own, reference in zip(sequences, first, before, strict=True):
+        for i, (sequence, reference) in enumerate(zip(sequences, before, strict=True)):
             now = logprobs(exact, sequence, known)
+            if update == 0:
+                first.append(now.detach())
             weight = _share(known, sequences, sequence)
-            (cost(known, sequence, now, own, reference).sum() * weight).backward()
+            (cost(known, sequence, now, first[i], reference).sum() * weight).backward()
         named = exact.model.named_parameters()
         found.append(
             {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named if p.requires_grad}
         )
     return found
-
-
-def _fixed(place: Place, update: int, sequences: Sequence[Spoken], known: Formula) -> list[Tensor]:
-    exact = place(update)
-    with torch.no_grad():
-        return [logprobs(exact, sequence, known) for sequence in sequences]
 
 
 def spoken(groups: Sequence[Group], known: Formula) -> Iterator[Spoken]:
@@ -191,8 +189,8 @@ def logprobs(exact: Exact, sequence: Spoken, known: Formula) -> Tensor:
 def _penalised(row: Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Options) -> Tensor:
     """Logits with what tokens before do to them."""
     scale, less = torch.ones_like(row, requires_grad=False), torch.zeros_like(row, requires_grad=False)
-    for token in {*prompt, *answer}:
-        scale[token] = sampling["repetition_penalty"] ** (-1 if row[token] > 0 else 1)
+    seen = list({*prompt, *answer})
+    scale[seen] = sampling["repetition_penalty"] ** torch.where(row[seen] > 0, -1.0, 1.0).double()
     for token, count in Counter(answer).items():
         less[token] = sampling["frequency_penalty"] * count + sampling["presence_penalty"]
     return row * scale - less
