@@ -47,6 +47,7 @@ class Scene:
     stop_at: str = ""
     failure: TandemError | None = None
     log: list[str] = field(default_factory=list)
+    recorded: list[tuple[int, bool]] = field(default_factory=list)
     saved: dict[int, Json] = field(default_factory=dict)
     batches: list[list[Group]] = field(default_factory=list)
     trainer: Trainer = field(default_factory=Trainer)
@@ -91,10 +92,13 @@ class Scene:
     @asynccontextmanager
     async def commit(self, step: int, *, last: bool) -> AsyncIterator[Handoff]:
         handoff = Handoff()
+        if self.stands_still:
+            handoff.stands_still()
         yield handoff
         await self.some_while()
         self.note(f"moved {step}")
         handoff.published = Published(version=PolicyVersion(step=step, digest=f"d{step}"), moved=True)
+        handoff.stands_still()
 
     # The step
 
@@ -116,7 +120,7 @@ class Scene:
         return [{"step": step}]
 
     def rollouts(self, step: int, records: Sequence[Json]) -> None:
-        self.log.append(f"recorded {step}")  # on a thread, where no event may be set
+        self.recorded.append((step, f"emitted {step}" in self.log))  # on a thread, beside the update
 
     def event(self, name: str, **told: Any) -> None:
         self.note(f"{name} {told['step']}")
@@ -183,7 +187,7 @@ def steps_of(scene: Scene) -> dict[int, list[str]]:
     return {step: [what.rpartition(" ")[0] for what in scene.log if what.endswith(f" {step}")] for step in range(6)}
 
 
-WRITTEN = ["recorded", "published", "emitted", "saved", "told of"]
+WRITTEN = ["published", "emitted", "saved", "told of"]
 
 
 def test_sampling_goes_on_while_a_step_is_written_down_and_saved() -> None:
@@ -192,6 +196,7 @@ def test_sampling_goes_on_while_a_step_is_written_down_and_saved() -> None:
     done = steps_of(scene)
     assert all(done[step] == ["trained", "moved", "released", *WRITTEN] for step in range(1, STEPS))
     assert done[STEPS] == ["trained", "moved", *WRITTEN, "released"], "after the last there is nothing to go on with"
+    assert scene.recorded == [(step, False) for step in range(1, STEPS + 1)], "each is, before its numbers are out"
 
 
 def test_an_engine_that_stands_still_is_asked_while_its_weights_are_updated_moved_and_proven() -> None:

@@ -135,6 +135,13 @@ class CopiedAtRest(Copied):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopiedDrained(Copied):
+    @property
+    def finishes(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
 class CopiedLive(Copied):
     pause: ClassVar[Literal["step", "move", "never"]] = "never"
 
@@ -308,9 +315,10 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("sync", "order"),
     [
-        (CopiedAtRest, ["pause", "optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
-        (Copied, ["optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
-        (CopiedLive, ["optimizer", "move", "compare", "score", "stamp", "resume"]),
+        (CopiedAtRest, ["pause", "ask", "optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
+        (Copied, ["optimizer", "pause", "ask", "move", "compare", "score", "stamp", "resume"]),
+        (CopiedDrained, ["optimizer", "drain", "move", "compare", "score", "stamp", "resume", "ask"]),
+        (CopiedLive, ["optimizer", "move", "compare", "score", "stamp", "resume", "ask"]),
     ],
 )
 def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[str]) -> None:
@@ -320,6 +328,7 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
         async with sync().open(policy, engine, START, Full()) as link:
             events.clear()
             async with link.commit(1) as handoff:
+                handoff.when_still(lambda: events.append("ask"))
                 events.append("optimizer")
                 assert handoff.published is None
             assert handoff.published is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from tandem.metrics import Max, Sum, Value
 from tandem.types import PolicyVersion
@@ -33,6 +33,21 @@ class Handoff:
 
     published: Published | None = None
     """Set when the block is left and the publish succeeded."""
+    _still: bool = False
+    _asks: list[Callable[[], None]] = field(default_factory=list)
+
+    def when_still(self, ask: Callable[[], None]) -> None:
+        """Call ``ask`` once nothing is sampled by older weights any more: what it asks waits for the new ones."""
+        self._asks.append(ask)
+        if self._still:
+            self.stands_still()
+
+    def stands_still(self) -> None:
+        """For who runs the publish: so it is. Again does nothing."""
+        self._still = True
+        asks, self._asks = self._asks, []
+        for ask in asks:
+            ask()
 
     def metrics(self) -> Mapping[str, Value]:
         """Numbers of this publish."""

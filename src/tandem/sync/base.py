@@ -242,22 +242,19 @@ class Link:
                 paused_at = time.monotonic()
                 await self._stand_still()
                 self.written = True
+                handoff.stands_still()
             optimizer_at = time.monotonic()
             yield handoff
             optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
             version = PolicyVersion(step=step, digest="")
             if self.sync.due(step, last=last):
-                handoff.published = await self._persist(version, paused_at=paused_at, optimizer=optimizer)
+                handoff.published = await self._persist(version, handoff, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self.policy.compute(self.trains.fold, self.policy.model)
                 found = digest(await self.policy.compute(self.trained.checksums))
                 self._current = PolicyVersion(step=step, digest=found)
                 handoff.published = Published(version=self._current, moved=False)
-
-    @property
-    def stands_still(self) -> bool:
-        """True if the engine samples nothing within the block of ``commit``, nor after it until weights are moved."""
-        return self.sync.pause == "step"
+            handoff.stands_still()
 
     async def rest(self) -> None:
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
@@ -302,12 +299,17 @@ class Link:
                 await self._persist(self._current)
 
     async def _persist(
-        self, version: PolicyVersion, *, paused_at: float | None = None, optimizer: float = 0.0
+        self,
+        version: PolicyVersion,
+        handoff: Handoff | None = None,
+        *,
+        paused_at: float | None = None,
+        optimizer: float = 0.0,
     ) -> Published:
         """Publish, and begin again where an engine died under it."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
             return await self._insist(
-                lambda: self._publish(version, paused_at=paused_at, optimizer=optimizer),
+                lambda: self._publish(version, handoff, paused_at=paused_at, optimizer=optimizer),
                 f"version {version.step} is published again",
             )
 
@@ -336,10 +338,14 @@ class Link:
         if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
             await self._bind(fresh=False)
 
-    async def _publish(self, version: PolicyVersion, *, paused_at: float | None, optimizer: float) -> Published:
+    async def _publish(
+        self, version: PolicyVersion, handoff: Handoff | None, *, paused_at: float | None, optimizer: float
+    ) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
             await self._halt()
+            if handoff is not None and not self.sync.finishes:  # where requests would die with the engine, later
+                handoff.stands_still()
         elif self._bound != self.engine.epoch:
             await self._bind(fresh=False)
         # A way that never pauses lays the new version beside the old one, which is served on.

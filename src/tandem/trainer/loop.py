@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from tandem import machine
@@ -95,22 +96,20 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             stats = await run.step.forward_backward(batch)
             # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
             goes_on = state.step + 1 < run.steps and not run.evaluates(state.step + 1)
-            async with link.commit(state.step + 1, last=state.step + 1 == run.steps) as handoff:
-                run.reached(state.step + 1)
+            step = state.step + 1
+            async with _written(run, step, batch, stats), link.commit(step, last=step == run.steps) as handoff:
+                run.reached(step)
                 # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
-                paced = run.pace.step(state.step + 1, stats.metrics)
+                paced = run.pace.step(step, stats.metrics)
                 parts, cursor = [paced, feed.metrics(), run.grading()], feed.cursor()
-                # What is asked while the engine stands still waits there, all of it, and is sampled by the new weights.
-                early = goes_on and link.stands_still
-                if early:
-                    feed.release(groups)
-                parts.append(await run.step.apply(state.step + 1, batch, stats))
+                if goes_on:
+                    # What is asked while the engine stands still waits there, all of it, and gets the new weights.
+                    handoff.when_still(partial(feed.release, groups))
+                parts.append(await run.step.apply(step, batch, stats))
             assert handoff.published is not None
             parts.append(handoff.metrics())
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)
-            if goes_on and not early:
-                feed.release(groups)
-            await _emit(run, state, batch, stats, parts, begun, handoff.published)
+            _emit(run, state, batch, stats, parts, begun, handoff.published)
             if await run.checkpoints.maybe_save(state):
                 await feed.saved(state.cursor)
             if not goes_on:
@@ -124,7 +123,18 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
     return state
 
 
-async def _emit(
+@contextlib.asynccontextmanager
+async def _written(run: Run, step: int, batch: StepBatch, stats: StepStats) -> AsyncIterator[None]:
+    """Write a step's rollouts down on a thread, while what is within is done: there are tens of thousands of tokens."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_record, run, step, batch, stats))
+    try:
+        yield
+    finally:
+        with trace.span("seconds/record"):
+            await writing
+
+
+def _emit(
     run: Run,
     state: TrainerState,
     batch: StepBatch,
@@ -133,18 +143,16 @@ async def _emit(
     begun: float,
     published: Published,
 ) -> None:
-    """Write one step down."""
-    with trace.span("seconds/record"):
-        await asyncio.to_thread(_record, run, state.step, batch, stats)
-        if published.moved:
-            run.telemetry.event(
-                "published",
-                step=state.step,
-                digest=published.version.digest,
-                seconds=published.seconds,
-                bytes=published.bytes,
-                probe_gap=published.probe_gap,
-            )
+    """Write one step's numbers down."""
+    if published.moved:
+        run.telemetry.event(
+            "published",
+            step=state.step,
+            digest=published.version.digest,
+            seconds=published.seconds,
+            bytes=published.bytes,
+            probe_gap=published.probe_gap,
+        )
     seconds = time.perf_counter() - begun
     merged = merge([stats.metrics, batch.metrics, *parts])
     sampled = merged.get("tokens/generated", Sum(0.0))
@@ -159,7 +167,7 @@ async def _emit(
 
 
 def _record(run: Run, step: int, batch: StepBatch, stats: StepStats) -> None:
-    """A line for every rollout and a number for every token: on a thread, since it takes a while."""
+    """A line for every rollout and a number for every token."""
     run.telemetry.rollouts(step, run.records(step, batch, stats))
 
 
