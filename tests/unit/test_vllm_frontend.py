@@ -12,6 +12,7 @@ from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines._vllm_answers import Answer, Answers
 from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_probe import probe as question
 from tandem.engines._vllm_scheduler import ASKED
 from tandem.engines._vllm_wire import IN_PLACE, Refused
 
@@ -374,7 +375,7 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
             if stale:
                 client.cache.add(front.salt)
             ask = {"temperature": 0.7, "max_tokens": 2, "seed": 0, "ends": []}
-            probe = asyncio.ensure_future(front.probe([5, 6, 7], **ask))
+            probe = asyncio.ensure_future(question(front, [5, 6, 7], **ask))
             while not probe.done():
                 await client.step()
             found = probe.result()

@@ -12,6 +12,7 @@ from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines._vllm_frontend import Frontend, Stopped
 from tandem.engines._vllm_places import PROBES, Places
+from tandem.engines._vllm_probe import probe
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
@@ -160,7 +161,7 @@ def test_empty_waits_for_the_last_and_is_not_fooled_by_the_next() -> None:
 
 
 def test_a_probe_has_a_place_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is asked before those that waited for the pause to end."""
+    """And it is answered before those that waited for the pause to end are let in."""
     install(monkeypatch)
 
     async def body() -> None:
@@ -172,12 +173,13 @@ def test_a_probe_has_a_place_however_many_wait(monkeypatch: pytest.MonkeyPatch) 
         await settle()
         assert (client.requests, front.places.waiting) == ([], 3)
         client.weights = 1
-        probe = asyncio.ensure_future(front.probe([7, 8], temperature=0.7, max_tokens=2, seed=0, ends=[]))
-        while not probe.done():
+        asked = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0, ends=[]))
+        while not asked.done():
+            assert {tuple(one.prompt["prompt_token_ids"]) for one in client.seen} <= {(7, 8)}
             await client.step()
-            assert len(client.requests) <= 2 + PROBES
+        await settle()
+        assert (front.state, len(client.requests)) == ("proving", 2)
         assert not any(task.done() for task in wave)  # nobody has vouched for these weights
-        assert [asked.prompt["prompt_token_ids"] for asked in client.seen[:2]] == [[7, 8], [7, 8]]
         await front.stamp(1, "d")
         await front.resume()
         while not all(task.done() for task in wave):

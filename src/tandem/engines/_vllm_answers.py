@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,14 +58,3 @@ class Answers:
 
 def _plain(logprobs: Mapping[int, Any]) -> dict[int, float]:
     return {token: value.logprob for token, value in logprobs.items()}
-
-
-def beyond_a_block(tokens: Sequence[int], config: Any) -> list[int]:
-    """The tokens again and again, one more than the prefix cache's unit: it keeps nothing that is shorter.
-
-    Empty where they are long enough by themselves, or where so many would not fit. ``config`` is vLLM's.
-    """
-    block = int(config.cache_config.block_size)
-    if len(tokens) > block or block + 1 >= config.model_config.max_model_len:
-        return []
-    return ([*tokens] * (block // len(tokens) + 1))[: block + 1]

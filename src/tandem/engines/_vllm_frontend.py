@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
-from tandem.engines._vllm_answers import Answer, Answers, beyond_a_block
+from tandem.engines._vllm_answers import Answer, Answers
 from tandem.engines._vllm_places import PROBES, Places
 from tandem.engines._vllm_scheduler import ASKED as IN_PIECES
 from tandem.engines._vllm_wire import IN_PLACE, Refused
@@ -70,6 +70,7 @@ class Frontend:
         self._stood_still = 0.0
         self._stamped: int | None = None
         self.written = False
+        self._first = 0
         self._changed = asyncio.Condition()
         self._control = asyncio.Lock()
 
@@ -261,6 +262,16 @@ class Frontend:
                 if stood:
                     await self._turn("proving")
 
+    @contextlib.asynccontextmanager
+    async def first(self) -> AsyncIterator[None]:
+        """Around a probe: who waited for a pause to end waits for this too, for prompts of a whole wave take longer."""
+        self._first += 1
+        try:
+            yield
+        finally:
+            self._first -= 1
+            await self._turn(self.state)
+
     async def _go_on(self) -> None:
         self.era += 1
         self.steps[self.era] = UNKNOWN if self._stamped is None else self._stamped
@@ -294,7 +305,7 @@ class Frontend:
         """Within it that many answers may be asked of the scheduler: their cache salt must be that of their era."""
         async with self.places.taken(answers):
             async with self._changed:
-                while self.state == "paused":
+                while self.state == "paused" or (self._first and self.state == "proving"):
                     await self._changed.wait()
                 if self.state == "stopped":
                     raise Stopped(self.reason)
@@ -353,39 +364,6 @@ class Frontend:
         finally:
             self._live.pop(key, None)
         return found
-
-    async def probe(
-        self,
-        tokens: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        ends: Sequence[int],
-        adapter: Any = None,
-    ) -> dict[str, Any]:
-        """Score the tokens and sample a few after them, by the weights held now."""
-        ask: dict[str, Any] = {"detokenize": False, "temperature": temperature, "seed": seed, "logprobs": 0}
-        sample = {**ask, "max_tokens": max_tokens, "stop_token_ids": list(ends)}
-        once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-        longer = beyond_a_block(tokens, self.client.vllm_config)
-        async with self.proving():
-            salt = self.salt
-            # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
-            asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
-            asks += [(longer, once, salt)] if longer else []
-            asked = asyncio.gather(*(self.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks))
-            await asyncio.sleep(0)  # each is handed in
-        sampled, scored, *more = await asked
-        answer, cached = sampled.completions[0], (more or [sampled])[0].cached
-        return {
-            "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],
-            "tokens": answer.tokens,
-            "logprobs": [p[t] for t, p in zip(answer.tokens, answer.logprobs, strict=True)],
-            "finish": answer.finish,
-            "cached": cached,
-            "temperature": temperature,
-        }
 
     def steps_of(self, answer: Answer) -> list[int]:
         """Policy step of each token."""

@@ -30,6 +30,7 @@ from tandem.engines._vllm_asgi import (
     unless,
 )
 from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_probe import probe
 from tandem.engines._vllm_receiver import Receiver
 from tandem.engines._vllm_sleep import Sleeper
 from tandem.engines._vllm_watch import Watch
@@ -303,7 +304,8 @@ class _Live:
 
     async def probe(self, body: bytes) -> Any:
         asked = parsed(body, wire.Probe)
-        return await self.frontend.probe(
+        return await probe(
+            self.frontend,
             asked.tokens,
             temperature=asked.temperature,
             max_tokens=asked.max_tokens,
