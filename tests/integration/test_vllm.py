@@ -177,7 +177,10 @@ def checked(folder: Path, options: dict[str, Any], *, steps: int, resumed: int =
         assert {oldest, newest} <= {0, *found}, "sampled by weights that were never published"
     if not lag:
         assert all(step["kl_behavior"] < KL for step in told.values())
-    assert all(step["grad_norm"] > 0 for step in told.values())
+    # In the first steps of those that learn it may be that nobody hits anything, as one in twenty-five does.
+    moved = {row["step"] for row in rollouts(folder) if row["advantage"]}
+    assert len(moved) >= steps - 1
+    assert all(told[step]["grad_norm"] > 0 for step in moved)
     same_logprobs(folder)
     groups_once(folder, each=options["groups_per_step"])
 
