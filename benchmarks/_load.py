@@ -204,7 +204,7 @@ class TimedCompute(Compute):
         "_as_stored": "sum here",
         "<lambda>": "sum here",
         "probe_gap": "probe here",
-        "save": "save",
+        "_write": "save",
     }
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
