@@ -78,7 +78,11 @@ class Lora(Trains):
             # PEFT asks transformers for a property by a name that transformers has since deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted: nn.Module = get_peft_model(model, self._config(targets), autocast_adapter_dtype=False)
-        return _merged.convert(adapted, self.alpha / self.rank, self.base_on) if self.merged else adapted
+        if self.merged:
+            return _merged.convert(adapted, self.alpha / self.rank, self.base_on)
+        from tandem.trains import _adapted  # which imports PEFT
+
+        return _adapted.adapt(adapted)
 
     def _config(self, targets: list[str]) -> Any:
         from peft import LoraConfig
