@@ -33,10 +33,10 @@ RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)
 """Of policy to behaviour, token by token: within the clips and beyond each, the dual clip included."""
 
 ENDS = (3, 250)
+"""Tokens that end an answer, as far as penalties know."""
 ROUNDING = 2e-6
 """Of a gradient in float32, relative: logprobs around -8 are exact to 5e-7, and ratios with them. By the processor's
 kernels 0.9e-6 to 1.2e-6 were seen."""
-"""Tokens that end an answer, as far as penalties know."""
 PENALISED: dict[str, Any] = {
     "repetition_penalty": 1.3,
     "presence_penalty": 0.3,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from safetensors.torch import save_file
-
 from tandem.engines.base import Adapter, CanSwap
 from tandem.sync._periodic import Periodic
 from tandem.sync.base import Link
 from tandem.types import PolicyVersion
+from tandem.weights.adapters import write_adapter
 
 SPARE = 3
 """Folders kept beyond the versions that may be needed: an engine reads one again when it loads it back."""
@@ -44,8 +42,6 @@ class Hotswap(Periodic):
 
 
 def _write(adapter: Adapter, folder: Path) -> None:
-    """A PEFT folder with what an engine reads and nothing for people, which takes longer than all the tensors."""
-    folder.mkdir(parents=True)
+    """What an engine reads and nothing for people, which takes longer than all the tensors."""
     tensors = {name.replace(".default.", "."): tensor.detach() for name, tensor in adapter.tensors}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
+    write_adapter(folder, tensors, adapter.config)

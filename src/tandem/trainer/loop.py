@@ -6,7 +6,7 @@ from the feed's tasks, which go on while this coroutine awaits the compute threa
     consumes:      groups from the feed, in order of admission
     waits for:     the feed (rollouts, or a broker), the compute thread (forward, backward, optimizer), the sync (engine
                    at rest)
-    is unblocked:  by the feed's workers as they finish groups; slots are released at the end of each step
+    is unblocked:  by the feed's workers as they finish groups; slots are free once nothing is sampled by older weights
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             with trace.span("seconds/pack"):
                 batch = run.pack(groups, version=state.step)
             stats = await run.step.forward_backward(batch)
-            # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
-            goes_on = state.step + 1 < run.steps and not run.evaluates(state.step + 1)
             step = state.step + 1
+            # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
+            goes_on = step < run.steps and not run.evaluates(step)
             async with _written(run, step, batch, stats), link.commit(step, last=step == run.steps) as handoff:
                 run.reached(step)
                 # Before the state that is saved: a resumed run goes on as far ahead as this one would have.

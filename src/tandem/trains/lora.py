@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tandem.errors import CheckpointError, ConfigError
 from tandem.trains import _merged
 from tandem.trains.base import Trains, WeightSource, layer_of, read_into, safetensors_in
+from tandem.weights.adapters import write_adapter
 
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of the model it wraps."""
@@ -170,10 +169,7 @@ class Lora(Trains):
     def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
         """Write the adapter, which ``PeftModel.from_pretrained(base, folder)`` loads."""
         if self.merged:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(self._adapter(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-            text = json.dumps(self.adapter_config(model), indent=2, sort_keys=True)
-            (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+            write_adapter(folder, self._adapter(model), self.adapter_config(model))
         else:
             # save_embedding_layers decides now what PEFT would otherwise ask the hub about.
             model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]

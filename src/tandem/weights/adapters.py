@@ -1,0 +1,19 @@
+"""An adapter as a folder that PEFT and engines read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write its two files: tensors by the names of PEFT's file, and ``adapter_config.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(dict(config), indent=2, sort_keys=True)
+    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
