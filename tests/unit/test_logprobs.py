@@ -40,9 +40,22 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
+FROZEN = pytest.mark.parametrize("frozen", [False, True])
+"""Whether the weight is: its gradient by the hidden states is then summed up in the forward pass."""
+
+
 def run(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, upstream: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """With ``frozen``, the weight's gradient is that of another call: there it has none."""
+    if options.pop("frozen", False):
+        trained = run(hidden, weight, targets, temperature, upstream, **options)
+        hidden = hidden.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, **options)
+        logprobs.backward(upstream)
+        assert hidden.grad is not None
+        assert torch.equal(logprobs, trained[0])
+        return logprobs.detach(), entropy, hidden.grad, trained[3]
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, **options)
     logprobs.backward(upstream)
@@ -53,18 +66,20 @@ def run(
 
 @pytest.mark.parametrize("n", [1, 2, 50])
 @pytest.mark.parametrize("per_token", [True, False])
-def test_values_and_gradients_equal_float64(n: int, per_token: bool) -> None:
+@FROZEN
+def test_values_and_gradients_equal_float64(n: int, per_token: bool, frozen: bool) -> None:
     hidden, weight, targets, temperatures, upstream = case(n)
     temperature = temperatures if per_token else 0.7
     want = reference(hidden, weight, targets, temperature, upstream)
-    got = run(hidden, weight, targets, temperature, upstream, entropy=True, tile=50 * 64)
+    got = run(hidden, weight, targets, temperature, upstream, entropy=True, tile=50 * 64, frozen=frozen)
     for ours, theirs in zip(got, want, strict=True):
         assert ours is not None
         assert ours.dtype == torch.float32
         assert relative(ours, theirs) < 1e-6
 
 
-def test_gradient_of_confident_tokens_keeps_its_digits() -> None:
+@FROZEN
+def test_gradient_of_confident_tokens_keeps_its_digits(frozen: bool) -> None:
     """Where p is near 1, 1 - p must not be the difference of two bfloat16 numbers: it would be lost entirely."""
     torch.manual_seed(0)
     hidden = torch.eye(24).bfloat16()
@@ -72,17 +87,18 @@ def test_gradient_of_confident_tokens_keeps_its_digits() -> None:
     targets = torch.arange(24)
     weight[targets, targets] = 14.0
     args = (hidden, weight, targets, 1.0, torch.ones(24))
-    want, got = reference(*args), run(*args)
+    want, got = reference(*args), run(*args, frozen=frozen)
     assert 0.99 < float(want[0].exp().min()) < float(want[0].exp().max()) < 0.9999
     assert relative(got[2], want[2]) < 8e-3
     assert relative(got[3], want[3]) < 8e-3
 
 
 @pytest.mark.parametrize("tile", [1, 64, 1000, 5000, 10**9])
-def test_result_does_not_depend_on_the_tile(tile: int) -> None:
+@FROZEN
+def test_result_does_not_depend_on_the_tile(tile: int, frozen: bool) -> None:
     args = case(33)
-    whole = run(*args, entropy=True)
-    tiled = run(*args, entropy=True, tile=tile)
+    whole = run(*args, entropy=True, frozen=frozen)
+    tiled = run(*args, entropy=True, tile=tile, frozen=frozen)
     for a, b in zip(whole, tiled, strict=True):
         assert a is not None
         assert b is not None
@@ -98,11 +114,12 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         assert torch.allclose(part[2], whole[2][rows], rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_is_within_its_rounding() -> None:
+@FROZEN
+def test_bfloat16_is_within_its_rounding(frozen: bool) -> None:
     hidden, weight, targets, temperature, upstream = case(50)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     want = reference(hidden, weight, targets, temperature, upstream)
-    got = run(hidden, weight, targets, temperature, upstream, entropy=True, tile=64 * 50)
+    got = run(hidden, weight, targets, temperature, upstream, entropy=True, tile=64 * 50, frozen=frozen)
     assert got[0].dtype == torch.float32
     assert got[3].dtype == torch.bfloat16
     assert relative(got[0], want[0]) < 4e-3
@@ -112,21 +129,23 @@ def test_bfloat16_is_within_its_rounding() -> None:
     assert relative(got[3], want[3]) < 8e-3
 
 
-def test_extreme_logits_stay_finite() -> None:
+@FROZEN
+def test_extreme_logits_stay_finite(frozen: bool) -> None:
     hidden, weight, targets, _, upstream = case(20)
     for factor in (1e4, 1e-4):
-        got = run(hidden * factor, weight, targets, 1.0, upstream, entropy=True, tile=64 * 20)
+        got = run(hidden * factor, weight, targets, 1.0, upstream, entropy=True, tile=64 * 20, frozen=frozen)
         for tensor in got:
             assert tensor is not None
             assert bool(tensor.isfinite().all())
         assert relative(got[0], reference(hidden * factor, weight, targets, 1.0, upstream)[0]) < 1e-6
 
 
-def test_no_tokens() -> None:
+@FROZEN
+def test_no_tokens(frozen: bool) -> None:
     hidden, weight, targets, _, upstream = case(0)
     for limits in ({}, {"top_p": 0.9}):
         logprobs, entropy, grad_hidden, grad_weight = run(
-            hidden, weight, targets, 1.0, upstream, entropy=True, **limits
+            hidden, weight, targets, 1.0, upstream, entropy=True, frozen=frozen, **limits
         )
         assert logprobs.shape == (0,)
         assert entropy is not None
@@ -151,11 +170,12 @@ def test_frozen_weight_gets_no_gradient_and_bias_gets_its_own() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.8, "top_k": 20}])
-def test_support_is_renormalised_as_it_was_sampled(limits: dict[str, float]) -> None:
+@FROZEN
+def test_support_is_renormalised_as_it_was_sampled(limits: dict[str, float], frozen: bool) -> None:
     hidden, weight, _, temperature, upstream = case(30)
     targets = (hidden @ weight.T).argmax(-1)
     want = reference(hidden, weight, targets, temperature, upstream, **limits)
-    got = run(hidden, weight, targets, temperature, upstream, entropy=True, tile=64 * 30, **limits)
+    got = run(hidden, weight, targets, temperature, upstream, entropy=True, tile=64 * 30, frozen=frozen, **limits)
     for ours, theirs in zip(got, want, strict=True):
         assert ours is not None
         assert relative(ours, theirs) < 2e-6
@@ -184,12 +204,13 @@ def test_target_outside_the_recomputed_support_is_counted_in() -> None:
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 3}])
-def test_no_tensor_grows_with_tokens_times_vocabulary(limits: dict[str, int]) -> None:
+@FROZEN
+def test_no_tensor_grows_with_tokens_times_vocabulary(limits: dict[str, int], frozen: bool) -> None:
     seen = {}
     for n, vocab in ((64, 4096), (256, 4096), (64, 16384), (256, 16384)):
         hidden, weight, targets, _, upstream = case(n, vocab, hidden=4)
         with Largest() as largest:
-            run(hidden, weight, targets, 1.0, upstream, entropy=True, tile=1 << 15, **limits)
+            run(hidden, weight, targets, 1.0, upstream, entropy=True, tile=1 << 15, frozen=frozen, **limits)
         seen[n, vocab] = largest.elements
         assert largest.elements <= max(1 << 15, vocab * 4)
     assert seen[256, 4096] == seen[64, 4096]
@@ -199,18 +220,22 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(limits: dict[str, int]) ->
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_arithmetic_gives_the_same_from_one_code_for_any_number_of_tokens(dtype: torch.dtype) -> None:
+@FROZEN
+def test_compiled_arithmetic_gives_the_same_from_one_code_for_any_number_of_tokens(
+    dtype: torch.dtype, frozen: bool
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     graphs = []
     for n in (50, 33, 7):
         hidden, weight, *rest = case(n)
         args = (hidden.to(dtype), weight.to(dtype), *rest)
-        eager, compiled = (run(*args, entropy=True, tile=64 * n, compile=compile) for compile in (False, True))
+        options = {"entropy": True, "tile": 64 * n, "frozen": frozen}
+        eager, compiled = (run(*args, **options, compile=compile) for compile in (False, True))
         for ours, theirs in zip(compiled, eager, strict=True):
             assert ours is not None
             assert theirs is not None
             assert relative(ours, theirs.double()) < (1e-6 if dtype is torch.float32 else 2e-3)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [2, 2, 2], "one forward, one backward"
+    assert graphs == [2 + frozen] * 3, "one forward, one backward; one for both with a frozen weight"
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Scene:
     stop_at: str = ""
     failure: TandemError | None = None
     log: list[str] = field(default_factory=list)
-    recorded: list[tuple[int, bool]] = field(default_factory=list)
+    recorded: list[tuple[int, bool, bool]] = field(default_factory=list)
     saved: dict[int, Json] = field(default_factory=dict)
     batches: list[list[Group]] = field(default_factory=list)
     trainer: Trainer = field(default_factory=Trainer)
@@ -120,7 +121,10 @@ class Scene:
         return [{"step": step}]
 
     def rollouts(self, step: int, records: Sequence[Json]) -> None:
-        self.recorded.append((step, f"emitted {step}" in self.log))  # on a thread, beside the update
+        time.sleep(0.01)
+        self.recorded.append((step, f"moved {step}" in self.log, f"saved {step}" in self.log))  # on a thread
+
+        self.log.append(f"written {step}")
 
     def event(self, name: str, **told: Any) -> None:
         self.note(f"{name} {told['step']}")
@@ -128,12 +132,12 @@ class Scene:
     def emit(self, step: int, values: Any) -> None:
         self.note(f"emitted {step}")
 
-    async def maybe_save(self, state: TrainerState) -> bool:
-        await self.some_while()
-        return await self.save(state) if state.step % self.every == 0 or state.step == STEPS else False
+    def due(self, step: int) -> bool:
+        return step % self.every == 0 or step == STEPS
 
     async def save(self, state: TrainerState) -> bool:
         """As ``Checkpoints`` does, which writes no step twice."""
+        await self.some_while()
         if state.step in self.saved:
             return False
         self.saved[state.step] = state.to_json()
@@ -183,8 +187,9 @@ class Noted:
 
 
 def steps_of(scene: Scene) -> dict[int, list[str]]:
-    """What happened to each step, in order."""
-    return {step: [what.rpartition(" ")[0] for what in scene.log if what.endswith(f" {step}")] for step in range(6)}
+    """What happened to each step, in order, but for what a thread wrote."""
+    done = [what for what in scene.log if not what.startswith("written ")]
+    return {step: [what.rpartition(" ")[0] for what in done if what.endswith(f" {step}")] for step in range(6)}
 
 
 WRITTEN = ["published", "emitted", "saved", "told of"]
@@ -196,7 +201,16 @@ def test_sampling_goes_on_while_a_step_is_written_down_and_saved() -> None:
     done = steps_of(scene)
     assert all(done[step] == ["trained", "moved", "released", *WRITTEN] for step in range(1, STEPS))
     assert done[STEPS] == ["trained", "moved", *WRITTEN, "released"], "after the last there is nothing to go on with"
-    assert scene.recorded == [(step, False) for step in range(1, STEPS + 1)], "each is, before its numbers are out"
+    assert scene.recorded == [(step, True, False) for step in range(1, STEPS + 1)], "each is, before it is saved"
+
+
+@pytest.mark.parametrize("stop_at", ["", "emitted 2"])
+def test_rollouts_are_written_one_step_at_a_time_while_the_next_is_sampled(stop_at: str) -> None:
+    scene = Scene(every=10, stop_at=stop_at)
+    last = scene.train().step
+    assert scene.recorded == [(step, True, False) for step in range(1, last + 1)], "all, and before it ends"
+    if not stop_at:
+        assert scene.log.index("written 2") > scene.log.index("emitted 2")
 
 
 def test_an_engine_that_stands_still_is_asked_while_its_weights_are_updated_moved_and_proven() -> None:

@@ -388,7 +388,7 @@ def test_the_record_gives_back_every_turn() -> None:
         group = Group(id=f"t@{case}", index=0, env="e", rollouts=(rollout,))
         batch = StepBatch(micro=(), groups=(group,), advantages={rollout.id: 0.0}, num_loss_tokens=total, num_samples=1)
         stats = StepStats(metrics={}, logprobs={rollout.id: (-2.0,) * total})
-        found, passed = spoken(json.loads(json.dumps(records(7, batch, stats, Pieces()))), 1)  # type: ignore[arg-type]
+        found, passed = spoken(json.loads(json.dumps(list(records(7, batch, stats, Pieces())))), 1)  # type: ignore[arg-type]
         assert passed == (total == 0)
         want = [turn for turn in said if turn.completion.tokens]
         assert [

@@ -5,6 +5,9 @@ long the micro-batch and large the vocabulary, so that it stays in cache and pea
 tokens x vocabulary. The backward pass recomputes the tiles. Each row of the weight's gradient is complete
 after its own tile, so no float32 copy of it is needed.
 
+Where the weight is frozen nothing is recomputed: the gradient of a logprob by its hidden state needs no gradient from
+above but as a factor, so it is summed up in the forward pass, tile by tile as the logprob is.
+
 A tile is one product and then arithmetic on each of its numbers: ``absorb`` in the forward pass, ``slope`` in the
 backward pass. Eager they run over the tile in float32 a handful of times; compiled each reads the product once or twice
 and holds no float32 tile at all.
@@ -106,19 +109,18 @@ class _Sums(NamedTuple):
 
 def absorb(tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, s: _Sums) -> _Sums:
     """The sums with one more tile in them."""
-    logits_NW, place_N1, here_N1, _ = _finished(tile_NW, wide_NW, bias_W, rows)
-    target_N1 = torch.where(here_N1, logits_NW.gather(1, place_N1), s.target_N1)
-    raised_N1 = torch.maximum(s.top_N1, logits_NW.amax(-1, keepdim=True))
-    shrink_N1 = (s.top_N1 - raised_N1).exp()
-    logits_NW.sub_(raised_N1)
-    weighted_N1 = None
-    if s.weighted_N1 is None:
-        probs_NW = logits_NW.exp_()
-    else:
-        probs_NW = logits_NW.exp()
-        moved_N1 = torch.where(s.total_N1 > 0, (s.top_N1 - raised_N1) * s.total_N1, 0.0)
-        weighted_N1 = (s.weighted_N1 + moved_N1) * shrink_N1 + torch.linalg.vecdot(probs_NW, logits_NW)[:, None]
-    return _Sums(raised_N1, s.total_N1 * shrink_N1 + probs_NW.sum(-1, keepdim=True), target_N1, weighted_N1)
+    return _absorbed(_finished(tile_NW, wide_NW, bias_W, rows), s)[0]
+
+
+def absorb_and_keep(
+    tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, s: _Sums
+) -> tuple[_Sums, Tensor, Tensor]:
+    """The same, by how much what was summed before shrinks, and exp(logit - top) of all but targets as a tile is."""
+    finished = _absorbed(_finished(tile_NW, wide_NW, bias_W, rows), s)
+    sums, shrink_N1, probs_NW, place_N1, here_N1 = finished
+    others_N1 = torch.where(here_N1, 0.0, probs_NW.gather(1, place_N1))
+    kept_NW = probs_NW.to(tile_NW.dtype)
+    return sums, shrink_N1, kept_NW.scatter_(1, place_N1, others_N1.to(kept_NW.dtype))
 
 
 def slope(
@@ -139,6 +141,26 @@ def slope(
         probs_NW.mul_(slope_NW)
     grad_NW = probs_NW.to(tile_NW.dtype)
     return grad_NW.scatter_(1, place_N1, own_N1.to(grad_NW.dtype))
+
+
+def _absorbed(
+    finished: tuple[Tensor, Tensor, Tensor, Tensor | None], s: _Sums
+) -> tuple[_Sums, Tensor, Tensor, Tensor, Tensor]:
+    """The sums; the factor to the top before; exp(logit - top); where the target's column is, and if it is here."""
+    logits_NW, place_N1, here_N1, _ = finished
+    target_N1 = torch.where(here_N1, logits_NW.gather(1, place_N1), s.target_N1)
+    raised_N1 = torch.maximum(s.top_N1, logits_NW.amax(-1, keepdim=True))
+    shrink_N1 = (s.top_N1 - raised_N1).exp()
+    logits_NW.sub_(raised_N1)
+    weighted_N1 = None
+    if s.weighted_N1 is None:
+        probs_NW = logits_NW.exp_()
+    else:
+        probs_NW = logits_NW.exp()
+        moved_N1 = torch.where(s.total_N1 > 0, (s.top_N1 - raised_N1) * s.total_N1, 0.0)
+        weighted_N1 = (s.weighted_N1 + moved_N1) * shrink_N1 + torch.linalg.vecdot(probs_NW, logits_NW)[:, None]
+    sums = _Sums(raised_N1, s.total_N1 * shrink_N1 + probs_NW.sum(-1, keepdim=True), target_N1, weighted_N1)
+    return sums, shrink_N1, probs_NW, place_N1, here_N1
 
 
 def _finished(
@@ -260,24 +282,44 @@ class _TokenLogprobs(torch.autograd.Function):
         # Each a tensor of its own: for one that is given twice the compiler would keep code apart.
         total_N1, target_N1, weighted_N1 = (torch.zeros_like(top_N1) for _ in range(3))
         sums = _Sums(top_N1, total_N1, target_N1, weighted_N1 if entropy else None)
-        for _, _, absorbed in tiles.walk(absorb):
-            sums = absorbed(sums)
+        needs_hidden, *needs_others = ctx.needs_input_grad[:3]
+        # A penalty's slope would have to be kept for the target too.
+        ctx.keeps = needs_hidden and not any(needs_others) and tiles.history is None
+        others_NH = torch.zeros_like(hidden_NH, dtype=top_N1.dtype) if ctx.keeps else None
+        if others_NH is None:
+            for _, _, absorbed in tiles.walk(absorb):
+                sums = absorbed(sums)
+        else:
+            part_NH = torch.empty_like(hidden_NH)
+            for start, end, absorbed in tiles.walk(absorb_and_keep):
+                sums, shrink_N1, kept_NW = absorbed(sums)
+                torch.mm(kept_NW, weight_VH[start:end], out=part_NH)
+                torch.addcmul(part_NH, others_NH, shrink_N1, out=others_NH)
         lse_N1 = sums.top_N1 + sums.total_N1.log()
+        logprobs_N1 = sums.target_N1 - lse_N1
         ctx.tiles = tiles
-        ctx.save_for_backward(hidden_NH, weight_VH, lse_N1)
+        if others_NH is None:
+            ctx.save_for_backward(hidden_NH, weight_VH, lse_N1)
+        else:
+            # 1 - p before anything is rounded, as in ``slope``.
+            own_NH = weight_VH.index_select(0, tiles.targets_N1[:, 0]) * -logprobs_N1.expm1()
+            ctx.save_for_backward(own_NH.sub_(others_NH.div_(sums.total_N1)))
         if sums.weighted_N1 is not None:
             weighted_N1 = sums.weighted_N1
         entropy_N = (sums.total_N1.log() - weighted_N1 / sums.total_N1)[:, 0]
         ctx.mark_non_differentiable(entropy_N)
-        return (sums.target_N1 - lse_N1)[:, 0], entropy_N
+        return logprobs_N1[:, 0], entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """By logit j: ((1 if j is the target else 0) - p_j) / temperature."""
-        hidden_NH, weight_VH, lse_N1 = ctx.saved_tensors
         tiles: _Tiles = ctx.tiles
         scale_N1 = grads[0][:, None] / tiles.temperature_N1
+        if ctx.keeps:
+            (slope_NH,) = ctx.saved_tensors
+            return (slope_NH * scale_N1).to(tiles.hidden_NH.dtype), None, None, None, None
+        hidden_NH, weight_VH, lse_N1 = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Sums over tiles are kept wide; a row of the weight's gradient belongs to one tile and is written once.
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=lse_N1.dtype) if needs_hidden else None

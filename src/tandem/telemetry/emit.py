@@ -130,16 +130,18 @@ class Telemetry:
             self._to_folder("events.jsonl", lambda writer: writer.event(name, fields))
             self._to_sinks(lambda writer: writer.event(name, fields))
 
-    def rollouts(self, step: int, records: Sequence[Mapping[str, Json]]) -> None:
-        """Write the rollouts that a step trained on to rollouts/NNNNNN.jsonl; whole or not at all."""
+    def rollouts(self, step: int, records: Iterable[Mapping[str, Json]]) -> None:
+        """Write the rollouts that a step trained on to rollouts/NNNNNN.jsonl; whole or not at all. From one thread.
+
+        Numbers and events are not held up by it: it takes its time, and writes a file of its own.
+        """
         path = self._info.folder / "rollouts" / f"{step:06d}.jsonl"
 
         def write(_: Writer) -> None:
             path.parent.mkdir(exist_ok=True)
             _lines.replace(path, records)
 
-        with self._lock:
-            self._to_folder("rollouts", write)
+        self._to_folder("rollouts", write)
 
     def evaluation(self, record: Mapping[str, Json]) -> None:
         """Append an evaluation to eval.jsonl and give its numbers to the sinks under ``eval/``.

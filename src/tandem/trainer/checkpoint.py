@@ -55,18 +55,16 @@ class Checkpoints:
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
 
-    async def maybe_save(self, state: TrainerState) -> bool:
-        """Save if it is time; True if a checkpoint of this state was written.
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved."""
+        return step % self.every == 0 or step >= self.steps
+
+    async def save(self, state: TrainerState) -> bool:
+        """Write a checkpoint of this state, unless its step has one, and prune old ones; True if it was written.
 
         Raises:
             CheckpointError: it cannot be written; older checkpoints are untouched.
         """
-        if state.step % self.every == 0 or state.step >= self.steps:
-            return await self.save(state)
-        return False
-
-    async def save(self, state: TrainerState) -> bool:
-        """Write a checkpoint of this state, unless its step has one, and prune old ones; True if it was written."""
         final = self.folder / f"{state.step:06d}"
         is_new = not final.exists()
         if is_new:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -64,8 +64,8 @@ class Run:
     """Whether it is."""
     telemetry: Telemetry
     """Where numbers go."""
-    records: Callable[[int, StepBatch, StepStats], Sequence[Mapping[str, Json]]]
-    """Rollout records of a step, for people."""
+    records: Callable[[int, StepBatch, StepStats], Iterable[Mapping[str, Json]]]
+    """Rollout records of a step, for people, each made when it is asked for."""
     stop: asyncio.Event
     """Set to end after what is under way, with everything saved."""
     reached: Callable[[int], None]
@@ -84,6 +84,8 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
         # be sampled in other company than theirs for that.
         await _unless_stopped(run, run.evaluate(state.step))
         feed = await stack.enter_async_context(run.feed.open(state.cursor))
+        writing = _Writing(run)
+        stack.push_async_callback(writing.done)
         while state.step < run.steps and not run.stop.is_set():
             begun = time.perf_counter()
             with trace.span("seconds/wait"), run.pace.waiting():
@@ -97,7 +99,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             step = state.step + 1
             # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
             goes_on = step < run.steps and not run.evaluates(step)
-            async with _written(run, step, batch, stats), link.commit(step, last=step == run.steps) as handoff:
+            async with link.commit(step, last=step == run.steps) as handoff:
                 run.reached(step)
                 # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
                 paced = run.pace.step(step, stats.metrics)
@@ -109,29 +111,45 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             assert handoff.published is not None
             parts.append(handoff.metrics())
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)
+            await writing.begin(step, batch, stats)
             _emit(run, state, batch, stats, parts, begun, handoff.published)
-            if await run.checkpoints.maybe_save(state):
-                await feed.saved(state.cursor)
+            if run.checkpoints.due(step):
+                await writing.done()  # a run that goes on from here has the rollouts of all steps before
+                if await run.checkpoints.save(state):
+                    await feed.saved(state.cursor)
             if not goes_on:
                 await _unless_stopped(run, run.evaluate(state.step))
                 feed.release(groups)
         if run.stop.is_set():
             # What was played since the last step is kept too.
             state = dataclasses.replace(state, cursor=feed.cursor())
+            await writing.done()
             if await run.checkpoints.save(state):
                 await feed.saved(state.cursor)
     return state
 
 
-@contextlib.asynccontextmanager
-async def _written(run: Run, step: int, batch: StepBatch, stats: StepStats) -> AsyncIterator[None]:
-    """Write a step's rollouts down on a thread, while what is within is done: there are tens of thousands of tokens."""
-    writing = asyncio.ensure_future(asyncio.to_thread(_record, run, step, batch, stats))
-    try:
-        yield
-    finally:
-        with trace.span("seconds/record"):
-            await writing
+class _Writing:
+    """Writes rollouts down on a thread, one step at a time, while the next one is sampled: they have many tokens."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._task: asyncio.Future[None] | None = None
+
+    async def begin(self, step: int, batch: StepBatch, stats: StepStats) -> None:
+        """A step's, once those of the step before are written."""
+        await self.done()
+        self._task = asyncio.ensure_future(asyncio.to_thread(self._write, step, batch, stats))
+
+    async def done(self) -> None:
+        """Wait until nothing is being written."""
+        task, self._task = self._task, None
+        if task is not None:
+            with trace.span("seconds/record"):
+                await task
+
+    def _write(self, step: int, batch: StepBatch, stats: StepStats) -> None:
+        self._run.telemetry.rollouts(step, self._run.records(step, batch, stats))
 
 
 def _emit(
@@ -164,11 +182,6 @@ def _emit(
     if (held := machine.held(str(run.policy.device))) is not None:
         whole["memory/gpu_gb"] = Max(held / 1e9)
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
-
-
-def _record(run: Run, step: int, batch: StepBatch, stats: StepStats) -> None:
-    """A line for every rollout and a number for every token."""
-    run.telemetry.rollouts(step, run.records(step, batch, stats))
 
 
 async def _taken(run: Run, feed: Supply, state: TrainerState) -> list[Group] | None:

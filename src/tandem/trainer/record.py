@@ -6,7 +6,7 @@ the engine was given: the token ids before each turn, its temperature, and the v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, repeat
 
 import numpy as np
@@ -17,38 +17,37 @@ from tandem.trainer.step import StepStats
 from tandem.types import UNKNOWN, Json, Message, Rollout
 
 
-def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -> list[dict[str, Json]]:
-    """One record for each rollout of the batch, failed ones included."""
-    out: list[dict[str, Json]] = []
+def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -> Iterator[dict[str, Json]]:
+    """One record for each rollout of the batch, failed ones included.
+
+    Each is made when it is asked for: a thread that writes one before it makes the next holds nobody up for long.
+    """
     for group in batch.groups:
         for rollout in group.rollouts:
             advantage = batch.advantages.get(rollout.id)
-            out.append(
-                {
-                    "step": step,
-                    "group": group.id,
-                    "rollout": rollout.id,
-                    "env": group.env,
-                    "task": rollout.task.id,
-                    "prompt": _plain(rollout.task.prompt),
-                    "messages": _plain(rollout.messages),
-                    "answer": rollout.task.answer,
-                    "text": rollout.text,
-                    "rewards": rollout.rewards,
-                    "reward": rollout.reward,
-                    "advantage": advantage,
-                    "status": rollout.status,
-                    "error": rollout.error,
-                    "truncated": rollout.truncated,
-                    "versions": _versions(rollout),
-                    "turns": [len(turn.completion.tokens) for turn in rollout.turns],
-                    "prompts": _prompts(rollout),
-                    "temperatures": [turn.temperature for turn in rollout.turns],
-                    "stamps": _stamps(rollout),
-                    "tokens": _tokens(rollout, advantage, stats.logprobs.get(rollout.id), template),
-                }
-            )
-    return out
+            yield {
+                "step": step,
+                "group": group.id,
+                "rollout": rollout.id,
+                "env": group.env,
+                "task": rollout.task.id,
+                "prompt": _plain(rollout.task.prompt),
+                "messages": _plain(rollout.messages),
+                "answer": rollout.task.answer,
+                "text": rollout.text,
+                "rewards": rollout.rewards,
+                "reward": rollout.reward,
+                "advantage": advantage,
+                "status": rollout.status,
+                "error": rollout.error,
+                "truncated": rollout.truncated,
+                "versions": _versions(rollout),
+                "turns": [len(turn.completion.tokens) for turn in rollout.turns],
+                "prompts": _prompts(rollout),
+                "temperatures": [turn.temperature for turn in rollout.turns],
+                "stamps": _stamps(rollout),
+                "tokens": _tokens(rollout, advantage, stats.logprobs.get(rollout.id), template),
+            }
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
