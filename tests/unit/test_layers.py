@@ -6,12 +6,13 @@ import asyncio
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from layered import PLANS, distance, gradients, hidden
 from stepped import OBJECTIVES, TRAINS, whole_step
 from tiny import live_policy
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.engines.embedded import Embedded
 from tandem.errors import ConfigError
 from tandem.policy import _compile, layers
-from tandem.policy.attention import Packed, sequential_positions
+from tandem.policy.attention import Packed
 from tandem.policy.policy import Policy
 from tandem.trains.base import Trains
 from tandem.trains.full import Full
@@ -31,13 +32,6 @@ from tandem.types import Sampling
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 CPU = torch.device("cpu")
-PLANS = [
-    Packed(lengths=(9,), parents=(None,)),
-    Packed(lengths=(9, 4, 5), parents=(None, 0, 0)),
-    Packed(lengths=(30,), parents=(None,)),
-    Packed(lengths=(8, 7, 6, 5), parents=(None, 0, 0, None)),
-    Packed(lengths=(4, 3, 2, 6), parents=(None, 0, 1, 0)),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -54,29 +48,6 @@ def _compiled_code_is_dropped() -> Iterator[None]:
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """aot_eager needs no compiler of C++."""
     monkeypatch.setattr(_compile, "missing", lambda device: None)
-
-
-def hidden(policy: Policy, plan: Packed) -> Tensor:
-    num = sum(plan.lengths)
-    positions = torch.as_tensor(sequential_positions(plan))
-    return policy.hidden(torch.arange(num)[None] % 256, positions[None], plan)
-
-
-def gradients(policy: Policy, plan: Packed) -> dict[str, Tensor]:
-    """Of a number that no normalisation makes constant."""
-    torch.manual_seed(len(plan.lengths))
-    out = hidden(policy, plan)
-    (out * torch.randn_like(out)).sum().backward()
-    named = {name: p for name, p in policy.model.named_parameters() if p.grad is not None}
-    found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    policy.model.zero_grad()
-    return found
-
-
-def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    off = sum(float((a[n] - b[n]).double().square().sum()) for n in b)
-    return float((off / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5)
 
 
 def after_a_step(folder: Path, trains: Trains, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -201,8 +172,9 @@ def test_one_code_for_all_layers_and_all_plans_that_sampling_leaves_alone(tiny_m
         with torch.no_grad():
             hidden(policy, PLANS[0])
         graphs = counters["stats"]["unique_graphs"]
-        # The norm; queries, keys and values; the output; the rest: of each two, one that remembers and one that not.
-        assert graphs == 8
+        # The norm; queries, keys and values; attention, with nothing in it; the output; the rest: of each two, one that
+        # remembers and one that does not.
+        assert graphs == 10
 
         async def sample() -> None:
             async with Embedded(max_rows=4).open(policy, context=64) as engine:

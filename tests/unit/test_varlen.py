@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from standing import naive
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
@@ -26,39 +27,6 @@ LONG = Packed(lengths=(300, 130, 257, 64, 1, 90, 500), parents=(None, 0, 0, 1, 3
 """Across the borders of a kernel's tiles."""
 FLAT = Packed(lengths=(4, 1, 6), parents=(None, None, None))
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-
-
-def naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What torch's function is said to compute, by its definition: masks are aligned to the last query and key."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    group = query.shape[1] // key.shape[1]
-    outs = []
-    for s in range(len(cu_seq_q) - 1):
-        q = query[cu_seq_q[s] : cu_seq_q[s + 1]]
-        k, v = (x[cu_seq_k[s] : cu_seq_k[s + 1]].repeat_interleave(group, dim=1) for x in (key, value))
-        assert len(q) <= max_q
-        assert len(k) <= max_k
-        logits = torch.einsum("qhd,khd->hqk", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
-        at_q, at_k = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None]
-        left, right = window_size
-        seen = at_k <= at_q + right if right >= 0 else torch.ones(len(q), len(k), dtype=torch.bool)
-        if left >= 0:
-            seen &= at_k >= at_q - left
-        outs.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(~seen, -math.inf).softmax(-1), v))
-    return torch.cat(outs)
 
 
 @pytest.fixture
@@ -214,7 +182,7 @@ def test_what_the_kernel_cannot_take_is_said(
     monkeypatch.setattr(_varlen, "kernel", lambda: function and _varlen.Kernel(function))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
-    x = torch.zeros(1, 2, 3, case["size"], dtype=case["dtype"])
+    x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))
     found = _varlen.refusal(x, x, x, case["scaling"], case["dropout"], case["window"])
     assert found is None if why is None else why in (found or "")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,30 +26,29 @@ class Kernel:
     """torch's function, by what its signature takes: that has changed from release to release."""
 
     def __init__(self, function: Callable[..., Any]):
+        takes = inspect.signature(function).parameters
         self.function = function
-        self.takes = frozenset(inspect.signature(function).parameters)
-
-    @property
-    def windows(self) -> bool:
+        self.scales = "scale" in takes
+        """Products of queries and keys can be scaled otherwise than by the root of the head's size."""
+        self.windows = "window_size" in takes
         """A sliding window can be asked for."""
-        return "window_size" in self.takes
+        self.told = "enable_gqa" in takes
+        """It groups heads if it is told to, else unasked."""
 
     def options(self, scaling: float | None, window: int | None, grouped: bool) -> Mapping[str, Any]:
         """Keyword arguments for causal attention."""
-        found: dict[str, Any] = {"scale": scaling} if "scale" in self.takes else {}
+        found: dict[str, Any] = {"scale": scaling} if self.scales else {}
         if self.windows:
             # Keys to the left of the query's own: all, or as many as fill a window that counts the query's too.
             found["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             found["is_causal"] = True
-        if "enable_gqa" in self.takes:  # without the option the kernel groups heads unasked
+        if self.told:
             found["enable_gqa"] = grouped
         return found
 
 
-@cache
-def kernel() -> Kernel | None:
-    """torch's variable-length attention, or None where this build has none."""
+def _found() -> Kernel | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -58,22 +56,45 @@ def kernel() -> Kernel | None:
     return Kernel(varlen_attn) if torch.backends.cuda.is_flash_attention_available() else None
 
 
+_KERNEL = _found()
+
+
+def kernel() -> Kernel | None:
+    """torch's variable-length attention, or None where this build has none."""
+    return _KERNEL
+
+
 def refusal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> str | None:
     """Why the kernel cannot take these, in words that follow "since"; None if it can. Shapes (B, heads, T, D)."""
-    found, size = kernel(), query.shape[-1]
-    if found is None:
+    return unfit(query.dtype, query.device) or misfit(query, key, value, scaling, dropout, window)
+
+
+def unfit(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel takes nothing of this type on this device."""
+    if device.type != "cuda":
+        return "its kernel runs on a GPU"
+    if kernel() is None:
         return "this torch has no variable-length flash attention"
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"its kernel takes bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"
-    if torch.cuda.get_device_capability(query.device) < (8, 0):
-        return f"its kernel needs compute capability 8.0, and {torch.cuda.get_device_name(query.device)} is older"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"its kernel needs compute capability 8.0, and {torch.cuda.get_device_name(device)} is older"
+    return None
+
+
+def misfit(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
+) -> str | None:
+    """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
+    found, size = kernel(), query.shape[-1]
+    assert found is not None, "unfit() was not asked"
     if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
         return f"its kernel takes heads of up to {WIDEST} in steps of 8, not {size} with values of {value.shape[-1]}"
     if dropout > 0:
         return "its kernel has no dropout"
-    if "scale" not in found.takes and scaling not in (None, size**-0.5):
+    if not found.scales and scaling not in (None, size**-0.5):
         return f"its kernel in this torch cannot scale by {scaling}"
     if window is not None and not found.windows:
         return "its kernel in this torch has no sliding window"

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from tandem.errors import EngineError
 from tandem.policy import _varlen
-from tandem.policy.plans import Decode, KVCache, Packed, Plan, decode_plan, sequential_positions
+from tandem.policy.plans import Decode, KVCache, Packed, Plan, Spans, decode_plan, sequential_positions
 
 __all__ = ["NAME", "Decode", "KVCache", "Packed", "Plan", "attend", "decode_plan", "sequential_positions"]
 
@@ -33,9 +33,6 @@ NAME = "tandem"
 """The ``attn_implementation`` a policy is loaded with."""
 
 
-# A compiled layer calls it between its graphs: every plan is another, and a graph that looked into one would be
-# compiled for it alone.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -47,9 +44,12 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     plan: Plan | None = None,
+    spans: Spans | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query (B, H, T, D), key and value (B, K, T, D) -> (B, T, H, D).
+
+    ``spans`` are those of the plan where the kernel may take it: a compiled layer then has it within its graph.
 
     Raises:
         EngineError: the model asks for an attention that would be computed wrongly here.
@@ -61,13 +61,33 @@ def attend(
             )
     if not getattr(module, "is_causal", True):
         raise EngineError("this model's attention looks ahead, which Tandem does not compute; choose another model")
+    if spans is not None:
+        window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
+        if _varlen.misfit(query, key, value, scaling, dropout, window) is None:
+            return _varlen.attend(query, key, value, scaling, window, spans), None
+    return _between(module, query, key, value, scaling, dropout, sliding_window, plan), None
+
+
+# A compiled layer calls it between its graphs: every plan is another, and a graph that looked into one would be
+# compiled for it alone.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _between(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    plan: Plan | None,
+) -> Tensor:
     if plan is None:
         raise EngineError(
             "a Tandem policy was called without a plan; call Policy.hidden, or save the model and reload it"
         )
     if isinstance(plan, Decode):
-        return _decode(module, query, key, value, scaling, sliding_window, plan), None
-    return _packed(module, query, key, value, scaling, dropout, sliding_window, plan), None
+        return _decode(module, query, key, value, scaling, window, plan)
+    return _packed(module, query, key, value, scaling, dropout, window, plan)
 
 
 def _decode(

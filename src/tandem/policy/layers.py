@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.errors import ConfigError
-from tandem.policy import _compile
+from tandem.policy import _compile, _varlen
 from tandem.policy._compile import Compile
 from tandem.policy.checkpointing import Checkpointing, recomputed
 from tandem.policy.plans import Decode, Packed
@@ -78,6 +78,7 @@ class _Way:
         self._compile = compile
         self._checkpointing: Checkpointing = checkpointing
         self._backend = backend
+        self._whole = False
         self._scores: Callable[..., Any] | None = None
         self._trains: Callable[..., Any] = forward
 
@@ -87,21 +88,28 @@ class _Way:
             return self._eager(layer, hidden, *args, **kwargs)
         if self._scores is None:
             # Not before: the weights may have moved to another device after they were loaded.
-            self._choose(_compile.decide(self._compile, hidden.device))
+            self._choose(_compile.decide(self._compile, hidden.device), hidden)
+        # The kernel is within the layer's only graph then.
+        spans = {"spans": plan.spans(hidden.device)} if self._whole and isinstance(plan, Packed) else {}
         try:
             assert self._scores is not None
             run = self._trains if torch.is_grad_enabled() else self._scores
-            return run(layer, hidden, *args, **kwargs)
+            return run(layer, hidden, *args, **kwargs, **spans)
         except TorchDynamoException as error:
-            if self._compile is True:
+            if self._compile is True and not self._whole:
                 raise
             why = " ".join(str(error).split())[:200]
-            log.warning("the model's layers stay eager, since they cannot be compiled: %s", why)
         # Not within the handler: as long as the failed pass's frames live, checkpoint's hooks are those of that pass.
-        self._choose(False)
+        if self._whole:
+            self._whole = False
+            log.warning("layers are compiled without their attention, since with it they cannot be: %s", why)
+        else:
+            self._choose(False, hidden)
+            log.warning("the model's layers stay eager, since they cannot be compiled: %s", why)
         return self(layer, hidden, *args, **kwargs)
 
-    def _choose(self, compiled: bool) -> None:
+    def _choose(self, compiled: bool, hidden: torch.Tensor) -> None:
+        self._whole = compiled and _varlen.unfit(hidden.dtype, hidden.device) is None
         self._scores = self._trains = self._eager
         if compiled:
             self._scores = self._trains = _compile.compiled(self._eager, self._backend, self._checkpointing)

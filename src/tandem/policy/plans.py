@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,9 +61,11 @@ class KVCache:
         self.capacity = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spans:
-    """A packed row as one kernel takes it: S sequences, each with queries of its own and keys that may be repeated."""
+class Spans(NamedTuple):
+    """A packed row as one kernel takes it: S sequences, each with queries of its own and keys that may be repeated.
+
+    A named tuple is what torch's compiler looks into without making code for each one anew.
+    """
 
     query_ends: Tensor
     """int32 (S + 1); where each sequence's queries end, from 0."""
