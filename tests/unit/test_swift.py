@@ -658,5 +658,12 @@ def test_it_trains_and_writes_completions(run: Run, tiny_model: Path) -> None:
         assert line["long"] == sizes
     sink = swift.Completions()
     info = RunInfo(name="run", folder=Path("out/run"), steps=2, config={"model": str(tiny_model)}, resumed_step=1)
+    writer = sink.open(info)
+    assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]
+    writer.write(2, {})
+    assert len(Path("out/run/completions.jsonl").read_text().splitlines()) == 1, "its rollouts are not written yet"
+    writer.close()
+    assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table
+    Path("out/run/completions.jsonl").write_text("")  # as a killed run leaves it that has saved its first step
     sink.open(info).close()
-    assert len(Path("out/run/completions.jsonl").read_text().splitlines()) == 1
+    assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]

@@ -155,15 +155,27 @@ class _CompletionsWriter:
         self._model, self._template = info.config["model"], info.config.get("chat_template")
         self._tokenizer: Any = None
         path = info.folder / "completions.jsonl"
+        kept = [row for row in _lines.read(path) if int(row["step"][0]) <= info.resumed_step]
         if path.exists():
-            kept = [row for row in _lines.read(path) if int(row["step"][0]) <= info.resumed_step]
             _lines.replace(path, kept, durable=True)
         self._lines = _lines.Lines(path)
+        self._written = int(kept[-1]["step"][0]) if kept else 0
+        self._reached = info.resumed_step
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        # A run writes the rollouts of a step while it samples the next, and has them all before it closes its sinks.
+        self._reached = step
+        self._write_until(step - 1)
+
+    def _write_until(self, step: int) -> None:
+        """Add lines of steps up to this one; a killed run's last may be lacking."""
+        for later in range(self._written + 1, step + 1):
+            self._append(later)
+            self._written = later
+
+    def _append(self, step: int) -> None:
         from tandem.sinks import _lines
 
-        # The run has written the rollouts of this step before it asks sinks to write its numbers.
         rows = list(_lines.read(self._folder / "rollouts" / f"{step:06d}.jsonl"))
         if not rows:
             return
@@ -185,6 +197,7 @@ class _CompletionsWriter:
         return
 
     def close(self) -> None:
+        self._write_until(self._reached)
         self._lines.close()
 
     def _prompt(self, row: Mapping[str, Json]) -> str:
