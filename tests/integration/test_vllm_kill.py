@@ -84,7 +84,8 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path
 def orphaned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, Left, int]]:
     """A trainer killed while its engine was sampling; the engine, and the step whose weights it holds."""
     place, waits = tmp_path_factory.mktemp("orphaned"), engine(forks=False, linger_seconds=240.0)
-    run = Trainer.fresh(place, model, steps=STEPS, trains={"kind": "full"}, sync="shared", engine=waits)
+    long = {"max_tokens": 160}  # so that requests are in flight for most of a step, whatever else this machine does
+    run = Trainer.fresh(place, model, steps=STEPS, trains={"kind": "full"}, sync="shared", engine=waits, sampling=long)
     try:
         left, step = run.kill_between_publishes(after=2)
         yield run, left, step
