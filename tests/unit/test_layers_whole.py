@@ -15,7 +15,7 @@ from stepped import TRAINS
 from tiny import live_policy
 from torch._dynamo.utils import counters
 
-from tandem.policy import _compile, _varlen, attention, layers
+from tandem.policy import _compile, _varlen, layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -26,7 +26,6 @@ def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_compile, "missing", lambda device: None)
     monkeypatch.setattr(_varlen, "_KERNEL", _varlen.Kernel(standing.operation))
     monkeypatch.setattr(_varlen, "unfit", lambda dtype, device: None)
-    monkeypatch.setattr(_varlen, "WIDEST", 1 << 10)
     torch._dynamo.reset()
     counters.clear()
     _compile.decide.cache_clear()
@@ -69,7 +68,6 @@ def test_what_the_kernel_cannot_take_is_computed_between_two_graphs(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_varlen, "WIDEST", 1)
-    monkeypatch.setattr(attention, "_notice", lambda why: None)
     with live_policy(tiny_model) as policy:
         want = gradients(policy, PLANS[1])
         layers.tune(policy.model, compile=True, backend="aot_eager")

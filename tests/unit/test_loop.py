@@ -123,7 +123,6 @@ class Scene:
     def rollouts(self, step: int, records: Sequence[Json]) -> None:
         time.sleep(0.01)
         self.recorded.append((step, f"moved {step}" in self.log, f"saved {step}" in self.log))  # on a thread
-
         self.log.append(f"written {step}")
 
     def event(self, name: str, **told: Any) -> None:
