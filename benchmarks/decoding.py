@@ -7,7 +7,8 @@ By an interpreter that has vLLM, since this process takes the place of the engin
 requests, answers of exactly so many tokens; the three ways take turns, --repeat times. ``ms a token`` is the time of a
 wave over the tokens of an answer (median, and the best). The rest are microseconds of a processor for each token of
 each request: of this process, and of the threads of the engine's process that have most to do (the first launches
-forward passes, the next sends).
+forward passes, the next sends). ``--engine-args '{"distributed_executor_backend": "mp"}'`` gives the model a process of
+its own. The first line says which process is the engine's, for a profiler of one's own choice.
 
 With --profile, torch's profiler looks at the engine during a wave of each way: what is done, and how much of the time.
 """
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +73,8 @@ def spent(pid: int) -> dict[int, float]:
 class Bench:
     """An engine, and waves of requests to it."""
 
-    def __init__(self, client: Any, tokens: int):
-        self.client, self.tokens, self.waves = client, tokens, 0
+    def __init__(self, client: Any, tokens: int, ways: Sequence[str]):
+        self.client, self.tokens, self.ways, self.waves = client, tokens, ways, 0
         self.core = next(
             child.pid for child in multiprocessing.active_children() if child.pid and "EngineCore" in child.name
         )
@@ -108,11 +110,11 @@ class Bench:
 
     async def case(self, requests: int, repeat: int) -> dict[str, Any]:
         """All ways with so many requests at once, taking turns."""
-        for way in WAYS:
+        for way in self.ways:
             await self.wave(requests, way)
         waves = defaultdict(list)
         for turn in range(repeat):
-            order = list(WAYS)
+            order = list(self.ways)
             for way in order[turn % len(order) :] + order[: turn % len(order)]:
                 waves[way].append(await self.wave(requests, way))
         return {way: self.told(requests, found) for way, found in waves.items()}
@@ -130,7 +132,7 @@ class Bench:
     async def profile(self, requests: int, folder: Path) -> dict[str, Any]:
         """A few passes in the midst of a wave of each way, as torch's profiler saw them."""
         found = {}
-        for way in WAYS:
+        for way in self.ways:
             seen = set(folder.rglob("*.json*"))
             wave = asyncio.create_task(self.wave(requests, way))
             await asyncio.sleep(0.4)
@@ -181,11 +183,12 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
             enable_prefix_caching=True,
             scheduler_cls="tandem.engines._vllm_scheduler.scheduler",
             worker_extension_cls="tandem.engines._vllm_worker.Worker",
-            **here,
+            **here | args.engine_args,
         )
     )
     try:
-        bench = Bench(client, args.tokens)
+        bench = Bench(client, args.tokens, args.ways)
+        print(json.dumps({"engine": bench.core}), flush=True)
         for requests in args.requests:
             for way, found in (await bench.case(requests, args.repeat)).items():
                 print(json.dumps({"requests": requests, "logprobs": way, **found}), flush=True)
@@ -202,6 +205,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 128, 256])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="options of vLLM, as JSON")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
