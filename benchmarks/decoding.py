@@ -1,10 +1,10 @@
-"""What logprobs cost while vLLM decodes: none, one with each token, and in pieces as Tandem's engine asks for them.
+"""What logprobs cost while vLLM decodes: none, one with each token, in pieces, and these flat, as Tandem asks for them.
 
     PYTHONPATH=src .venv-engine/bin/python benchmarks/decoding.py --shape tiny --requests 128 --tokens 128   # on a CPU
     PYTHONPATH=src python benchmarks/decoding.py --shape qwen2.5-3b                                          # on a GPU
 
 By an interpreter that has vLLM, since this process takes the place of the engine's HTTP process. Waves of equal
-requests, answers of exactly so many tokens; the three ways take turns, --repeat times. ``ms a token`` is the time of a
+requests, answers of exactly so many tokens; the ways take turns, --repeat times. ``ms a token`` is the time of a
 wave over the tokens of an answer (median, and the best). The rest are microseconds of a processor for each token of
 each request: of this process, and of the threads of the engine's process that have most to do (the first launches
 forward passes, the next sends). ``--engine-args '{"distributed_executor_backend": "mp"}'`` gives the model a process of
@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "none": {"logprobs": None},
     "each": {"logprobs": 0},
     "pieces": {"logprobs": 0, "extra_args": {ASKED: True}},
+    "flat": {"logprobs": 0, "extra_args": {ASKED: True}, "flat_logprobs": True},
 }
 THREADS = 2
 """Threads of the engine's process that are told of."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
     detokenize: bool = True
     stop_token_ids: list[int] | None = None
     output_kind: Any = None
@@ -49,6 +51,25 @@ class SamplingParams:
             raise VLLMValidationError(f"temperature must be non-negative, got {self.temperature}.")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}.")
+
+
+class FlatLogprobs:
+    """Lists for all positions together, of which each has from one index to another."""
+
+    def __init__(self, positions: Sequence[dict[int, Any] | None]):
+        each = [position or {} for position in positions]
+        self.end_indices = list(accumulate(map(len, each)))
+        self.start_indices = [end - len(one) for end, one in zip(self.end_indices, each, strict=True)]
+        self.token_ids = [token for one in each for token in one]
+        self.logprobs = [value.logprob for one in each for value in one.values()]
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    def __iter__(self) -> Iterator[dict[int, Any]]:
+        for begin, end in zip(self.start_indices, self.end_indices, strict=True):
+            values = [SimpleNamespace(logprob=logprob) for logprob in self.logprobs[begin:end]]
+            yield dict(zip(self.token_ids[begin:end], values, strict=True))
 
 
 @dataclass
@@ -164,7 +185,8 @@ class FakeClient:
             self.cache.add(salt)
         logprob = SimpleNamespace(logprob=-float(self.weights))
         tokens = [self.weights] if request.params.output_kind == "delta" else list(request.history)
-        logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+        kind = FlatLogprobs if request.params.flat_logprobs else list
+        logprobs = kind([{token: SimpleNamespace(logprob=-float(token))} for token in tokens])
         part = SimpleNamespace(
             token_ids=tokens,
             logprobs=None if request.params.logprobs is None else logprobs,
@@ -176,7 +198,7 @@ class FakeClient:
             num_cached_tokens=request.cached,
             prompt_logprobs=None
             if request.params.prompt_logprobs is None
-            else [None, *({token: logprob} for token in prompt[1:])],
+            else kind([None, *({token: logprob} for token in prompt[1:])]),
             outputs=[SimpleNamespace(index=i, **vars(part)) for i in range(request.params.n)],
         )
 

@@ -130,6 +130,8 @@ def test_the_norm_is_not_narrow(monkeypatch: pytest.MonkeyPatch, device: str) ->
     monkeypatch.setattr(base, "_WIDENED", 500)  # several rows at a time, and rows that are longer
     grads = [*micro_batches(2, 37, 70, mean=0.3), *micro_batches(1, 3, 4, 600), *micro_batches(1, 33)]
     grads.append(torch.tensor(2.0, dtype=torch.bfloat16))
+    if device == "cuda":  # as many as an embedding has
+        grads.append(torch.randn(20_000, 1024, generator=torch.Generator().manual_seed(3)) + 0.3)
     want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
     norm = global_norm([g.to(device) for g in grads])
     assert norm.dtype == torch.float64

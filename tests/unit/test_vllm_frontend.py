@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import FakeClient, LoRARequest, install, settle
+from fake_vllm import FakeClient, FlatLogprobs, LoRARequest, install, settle
 
 from tandem.engines._vllm_answers import Answer, Answers
 from tandem.engines._vllm_frontend import Frontend, Stopped
@@ -448,6 +448,19 @@ def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause()
     assert found.completions[1].eras == [3, 3, 3]
 
 
+@pytest.mark.parametrize("kind", [list, FlatLogprobs])
+def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
+    """What was sampled comes first, and need not be the likeliest; answers come whole or in pieces."""
+    found = Answers([Answer()], [1], None, 0)
+    for tokens in ([7, 8], [9]):
+        logprobs = kind([{t: SimpleNamespace(logprob=-float(t)), 5: SimpleNamespace(logprob=-0.5)} for t in tokens])
+        part = SimpleNamespace(index=0, token_ids=tokens, logprobs=logprobs, text="", finish_reason=None)
+        found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
+    (answer,) = found.completions
+    assert answer.own_logprobs == [-7.0, -8.0, -9.0]
+    assert answer.logprobs == [{7: -7.0, 5: -0.5}, {8: -8.0, 5: -0.5}, {9: -9.0, 5: -0.5}]
+
+
 def test_an_answer_ended_from_without_has_no_token_without_its_logprob() -> None:
     for finish, tokens in (("abort", [7, 8]), ("length", [7, 8, 9])):
         logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
@@ -456,7 +469,7 @@ def test_an_answer_ended_from_without_has_no_token_without_its_logprob() -> None
         found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
         (answer,) = found.completions
         assert (answer.tokens, answer.eras) == (tokens, [3, 6, 6][: len(tokens)])
-        assert len(answer.logprobs) == len(tokens)
+        assert len(answer.logprobs) == len(answer.own_logprobs) == len(tokens)
     part.logprobs, part.finish_reason = None, "abort"
     found = Answers([Answer()], [1], None, 0)
     found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)

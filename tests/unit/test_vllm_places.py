@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_vllm import FakeClient, LoRARequest, install, settle
@@ -160,35 +161,52 @@ def test_empty_waits_for_the_last_and_is_not_fooled_by_the_next() -> None:
     run(body)
 
 
-def test_a_probe_has_a_place_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is answered before those that waited for the pause to end are let in."""
+@pytest.mark.parametrize("flying", [False, True])
+def test_a_probe_has_a_place_however_many_wait(flying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first of all that waited for a pause to end; where others go on meanwhile, it is alone with them."""
     install(monkeypatch)
 
     async def body() -> None:
         client = FakeClient(counts=True)
         client.vllm_config.scheduler_config.max_num_seqs = 2 + PROBES
         front = Frontend(client)
-        await front.pause()
-        wave = [asyncio.ensure_future(front.generate([i + 1], {"max_tokens": 3, "logprobs": 0})) for i in range(5)]
+        begun = [asyncio.ensure_future(front.generate([9], {"max_tokens": 9, "logprobs": 0}))] if flying else []
         await settle()
-        assert (client.requests, front.places.waiting) == ([], 3)
+        await front.pause()
+        new = [asyncio.ensure_future(front.generate([i + 1], {"max_tokens": 3, "logprobs": 0})) for i in range(5)]
+        await settle()
+        assert [first(one) for one in client.seen] == [9] * flying
         client.weights = 1
+        goes_on, seen = client.resume_generation, []
+
+        async def resume() -> None:
+            seen.append([first(one) for one in client.seen[flying:]])
+            await goes_on()
+
+        monkeypatch.setattr(client, "resume_generation", resume)
         asked = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0, ends=[]))
         while not asked.done():
-            assert {tuple(one.prompt["prompt_token_ids"]) for one in client.seen} <= {(7, 8)}
+            assert {first(one) for one in client.seen} <= ({9, 7} if flying else {7, 1, 2})
             await client.step()
+        assert seen == [[] if flying else [7, 7, 1, 2]], "all are there when the scheduler goes on, in this order"
         await settle()
-        assert (front.state, len(client.requests)) == ("proving", 2)
-        assert not any(task.done() for task in wave)  # nobody has vouched for these weights
+        assert front.state == "proving"
+        assert not any(task.done() for task in [*begun, *new])  # nobody has vouched for these weights
         await front.stamp(1, "d")
         await front.resume()
-        while not all(task.done() for task in wave):
+        while not all(task.done() for task in [*begun, *new]):
             await client.step()
             assert len(client.requests) <= 2
-        answers = [(await task).completions[0] for task in wave]
-        assert all([front.steps[era] for era in answer.eras] == [1, 1, 1] for answer in answers)
+        answers = [(await task).completions[0] for task in [*begun, *new]]
+        assert all({front.steps[era] for era in answer.eras} == {1} for answer in answers)
+        assert {one.prompt["cache_salt"] for one in client.seen[flying + 2 :]} == {front.salt}
 
     run(body)
+
+
+def first(asked: Any) -> int:
+    """Of its prompt's tokens."""
+    return int(asked.prompt["prompt_token_ids"][0])
 
 
 def test_an_adapter_asked_for_by_name_is_in_use_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import LIMIT, FakeClient, Models, install, settle
+from fake_vllm import LIMIT, FakeClient, Models, SamplingParams, install, settle
 
 from tandem.engines import _vllm_asgi as asgi
 from tandem.engines._vllm_adapters import FOLDERS, SLOT
@@ -130,6 +130,24 @@ def test_text_and_ids_are_answered_alike() -> None:
         ids = await c.post("/generate", {"prompt": {"prompt_token_ids": [97, 98]}, "max_tokens": 2, "logprobs": 1})
         assert {**ids.json, "cached": 0} == text.json
         assert c.vllm.seen[0].params.logprobs == 0, "one mapping of one token, the sampled one"
+
+    run(body)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_logprobs_are_told_flat_whether_or_not_this_vllm_can(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not known:
+        monkeypatch.delattr(SamplingParams, "flat_logprobs")
+
+    async def body(c: Client) -> None:
+        c.vllm.weights = 3
+        asked = {"prompt": "ab", "max_tokens": 2, "n": 2, "flat_logprobs": True}
+        found = (await c.post("/generate", {**asked, "logprobs": 0})).json
+        assert (found["logprobs"], found["token_logprobs"]) == (None, [[-3.0, -3.0]] * 2)
+        assert c.vllm.seen[0].params.flat_logprobs is known
+        found = (await c.post("/generate", asked)).json
+        assert found["logprobs"] is None
+        assert "token_logprobs" not in found
 
     run(body)
 

@@ -95,7 +95,7 @@ class Somebodys:
         await self.gate.wait()
         found = wire.Generated(
             engine=self.boot, text=[""], finish_reasons=["stop"], token_ids=[[5]], versions=[[(self.step, 1)]],
-            logprobs=[[[{5: -0.5}]]], prompt="", prompt_token_ids=[],
+            token_logprobs=[[-0.5]], prompt="", prompt_token_ids=[],
         )  # fmt: skip
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 

@@ -13,8 +13,8 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     """Sampled so far."""
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    """Of each token: its logprob, and those of the likeliest ones where they were asked for; empty without logprobs."""
+    told: list[Any] = field(default_factory=list)
+    """What vLLM said of their logprobs, piece by piece; empty where nobody asked."""
     eras: list[int] = field(default_factory=list)
     """The era that each token was sampled in."""
     marks: list[tuple[int, int]] = field(default_factory=list)
@@ -23,6 +23,25 @@ class Answer:
     """The tokens as text; empty where that was spared."""
     finish: str = "abort"
     """Why it ended: stop or length; abort until it did."""
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """Of each token: its logprob, and those of the likeliest ones where they were asked for."""
+        return [_plain(position) for piece in self.told for position in piece]
+
+    @property
+    def own_logprobs(self) -> list[float]:
+        """Of each token: its own, without an object for each."""
+        found: list[float] = []
+        for piece in self.told:
+            starts = getattr(piece, "start_indices", None)
+            if starts is None:
+                tokens = self.tokens[len(found) : len(found) + len(piece)]
+                found += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
+            else:  # vLLM's FlatLogprobs; what was sampled is the first of its position
+                logprobs = piece.logprobs
+                found += [logprobs[start] for start in starts]
+        return found
 
 
 @dataclass(slots=True)
@@ -41,7 +60,7 @@ class Answers:
     def add(self, output: Any, era: int) -> None:
         """File what vLLM sampled since the last time: in this era, but for what its marks say."""
         if output.prompt_logprobs and self.prompt_logprobs is None:
-            self.prompt_logprobs = [None if p is None else _plain(p) for p in output.prompt_logprobs]
+            self.prompt_logprobs = [_plain(p) if p else None for p in output.prompt_logprobs]
         self.cached = max(self.cached, output.num_cached_tokens or 0)
         for part in output.outputs:
             answer = self.completions[part.index]
@@ -51,7 +70,8 @@ class Answers:
             for ended, count in answer.marks:
                 answer.eras.extend([ended] * (min(count, len(answer.tokens)) - len(answer.eras)))
             answer.eras.extend([era] * (len(answer.tokens) - len(answer.eras)))
-            answer.logprobs.extend(_plain(p) for p in part.logprobs or ())
+            if part.logprobs:
+                answer.told.append(part.logprobs)
             answer.text += part.text or ""
             answer.finish = part.finish_reason or answer.finish
 

@@ -162,7 +162,9 @@ class Vllm(Engine):
         if any(version < 0 for version in versions):
             raise StaleWeights(f"{server.name} sampled before any weights were published to it")
         tokens = found.token_ids[0]
-        logprobs = [p[0][t] for t, p in zip(tokens, (found.logprobs or [[]])[0], strict=True)]
+        logprobs = found.token_logprobs[0] if found.token_logprobs else []
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"{server.name} told {len(logprobs)} logprobs of {len(tokens)} tokens")
         finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
         return Completion(
             tokens=tuple(tokens),

@@ -71,7 +71,7 @@ class Frontend:
         self._stamped: int | None = None
         self.written = False
         self._first = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._control = asyncio.Lock()
 
     @property
@@ -94,7 +94,7 @@ class Frontend:
                 return before
             if self.state == "proving":
                 self._break_off(reason)
-            await self._turn("paused")
+            self._turn("paused")
             if finish:
                 await self.places.empty()
             await self._halt()
@@ -191,13 +191,14 @@ class Frontend:
             if self._stamped is None and (self.written or self.state == "proving"):
                 raise Refused(409, "weights were written and nobody says whose: stamp them first (POST /bridge/stamp)")
             if self.state == "paused":
+                self._begin_era()
                 await self._go_on()
             self.steps[self.era] = self.steps[self._proven] if self._stamped is None else self._stamped
             self._stamped = None
             self._proven = self.era
             self._named_era()
             self._end_lease()
-            await self._turn("serving")
+            self._turn("serving")
             still, self._stood_still = self._stood_still, 0.0
             return still
 
@@ -225,7 +226,7 @@ class Frontend:
             self._end_lease()
             self._stamped, self.written = None, True
             self._break_off(reason)
-            await self._turn("stopped")
+            self._turn("stopped")
 
     def _break_off(self, reason: str) -> None:
         self.reason = reason
@@ -251,38 +252,53 @@ class Frontend:
     async def proving(self) -> AsyncIterator[None]:
         """Let the scheduler go on, with everything sampled from now on held back.
 
-        What is asked within is asked before all that waited: nobody is told yet.
+        What is asked within is asked before all that waited: nobody is told yet. Where nothing is in flight, the
+        scheduler goes on at the end of the block, once those that waited are handed in too: one forward pass for all.
         """
         async with self._control:
-            if stood := self.state in ("paused", "stopped"):
-                await self._go_on()
+            stood, alone = self.state in ("paused", "stopped"), not self.places.running
+            if stood:
+                self._begin_era()
+                if not alone:
+                    await self._go_on()
             try:
                 yield
             finally:
                 if stood:
-                    await self._turn("proving")
+                    self._turn("proving")
+                    if alone:
+                        await asyncio.sleep(0)  # in which each that waited is handed in
+                        await self._go_on()
 
     @contextlib.asynccontextmanager
     async def first(self) -> AsyncIterator[None]:
-        """Around a probe: who waited for a pause to end waits for this too, for prompts of a whole wave take longer."""
-        self._first += 1
+        """Around a probe: what is new waits for its end where requests in flight go on meanwhile.
+
+        For a probe takes longer beside the prompts of a whole wave. Where nothing is in flight, it is the wave that all
+        wait for.
+        """
+        others = bool(self.places.running)
+        self._first += others
         try:
             yield
         finally:
-            self._first -= 1
-            await self._turn(self.state)
+            self._first -= others
+            self._turn(self.state)
 
-    async def _go_on(self) -> None:
+    def _begin_era(self) -> None:
         self.era += 1
         self.steps[self.era] = UNKNOWN if self._stamped is None else self._stamped
+
+    async def _go_on(self) -> None:
         await self.client.resume_generation()
         self._stood_still += time.monotonic() - self._paused_at
         self._paused_at = 0.0
 
-    async def _turn(self, state: State) -> None:
+    def _turn(self, state: State) -> None:
+        """Take a state, and have all who wait for one look again, in one turn of the event loop."""
         self.state = state
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def deliverable(self, era: int | None = None) -> None:
         """Return once tokens of an era (by default: of any) may be given out.
@@ -290,25 +306,23 @@ class Frontend:
         Raises:
             Stopped: they never may.
         """
-        async with self._changed:
-            while True:
-                if era is not None and era <= self._proven:
-                    return
-                if self.state == "stopped":
-                    raise Stopped(self.reason)
-                if era is None and self.state == "serving":
-                    return
-                await self._changed.wait()
+        while True:
+            if era is not None and era <= self._proven:
+                return
+            if self.state == "stopped":
+                raise Stopped(self.reason)
+            if era is None and self.state == "serving":
+                return
+            await self._changed.wait()
 
     @contextlib.asynccontextmanager
     async def admitted(self, answers: int = 1) -> AsyncIterator[None]:
         """Within it that many answers may be asked of the scheduler: their cache salt must be that of their era."""
         async with self.places.taken(answers):
-            async with self._changed:
-                while self.state == "paused" or (self._first and self.state == "proving"):
-                    await self._changed.wait()
-                if self.state == "stopped":
-                    raise Stopped(self.reason)
+            while self.state == "paused" or (self._first and self.state == "proving"):
+                await self._changed.wait()
+            if self.state == "stopped":
+                raise Stopped(self.reason)
             yield
 
     @property
@@ -337,7 +351,10 @@ class Frontend:
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.DELTA if self._states is None else RequestOutputKind.FINAL_ONLY
         whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
-        params_ = SamplingParams(**params, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
+        flat = (
+            {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
+        )  # lists, not dicts of objects
+        params_ = SamplingParams(**params, **flat, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
         with self.places.using(adapter):  # whoever asks for one by name has it also after it has waited
             async with contextlib.nullcontext() if probe else self.admitted(params_.n):
                 found = await self._sampled(prompt, params_, adapter, probe)

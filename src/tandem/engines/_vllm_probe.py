@@ -37,7 +37,7 @@ async def probe(
     return {
         "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],
         "tokens": answer.tokens,
-        "logprobs": [p[t] for t, p in zip(answer.tokens, answer.logprobs, strict=True)],
+        "logprobs": answer.own_logprobs,
         "finish": answer.finish,
         "cached": cached,
         "temperature": temperature,

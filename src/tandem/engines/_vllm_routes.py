@@ -11,6 +11,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_adapters import Adapters, allowed, not_kept
 from tandem.engines._vllm_asgi import (
@@ -226,11 +228,13 @@ class _Live:
             raise Refused(400, "prompt is empty: it needs at least one token")
         adapter = None if asked.adapter is None else self.adapters.named(asked.adapter)
         found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter)
+        flat = asked.flat_logprobs and asked.logprobs is not None
         return wire.Generated(
             text=[c.text for c in found.completions],
             prompt=text if text is not None else tokenizer.decode(ids) if asked.detokenize else "",
             finish_reasons=[c.finish for c in found.completions],
-            logprobs=None if asked.logprobs is None else [[[p] for p in c.logprobs] for c in found.completions],
+            logprobs=None if flat or asked.logprobs is None else [[[p] for p in c.logprobs] for c in found.completions],
+            token_logprobs=[c.own_logprobs for c in found.completions] if flat else msgspec.UNSET,
             prompt_logprobs=found.prompt_logprobs,
             prompt_token_ids=list(ids),
             token_ids=[c.tokens for c in found.completions],

@@ -54,6 +54,10 @@ class Ids(Body):
     prompt_token_ids: list[Token]
 
 
+_OURS = frozenset({"prompt", "adapter", "stream", "flat_logprobs"})
+"""Fields of ``Generate`` that say nothing of sampling."""
+
+
 class Generate(Body):
     """POST /generate. Fields that nothing is said of are those of vLLM's SamplingParams."""
 
@@ -77,6 +81,8 @@ class Generate(Body):
     skip_special_tokens: bool = True
     logprobs: Whole | None = None
     """0 and 1 tell that of the sampled token; more, those of as many of the likeliest too; null tells none at all."""
+    flat_logprobs: bool = False
+    """True tells each token's own alone, as ``token_logprobs`` instead of ``logprobs``."""
     prompt_logprobs: Whole | None = None
     detokenize: bool = True
     """False spares the text."""
@@ -88,7 +94,7 @@ class Generate(Body):
     def sampling(self) -> dict[str, Any]:
         """Arguments of SamplingParams."""
         plain = msgspec.to_builtins(self)
-        given = {name: value for name, value in plain.items() if name not in ("prompt", "adapter", "stream")}
+        given = {name: value for name, value in plain.items() if name not in _OURS}
         if self.logprobs == 1:
             given["logprobs"] = 0  # vLLM would tell the likeliest token's beside the sampled one's
         # Said even where vLLM's default is the same: its defaults are not ours to rely on.
@@ -118,6 +124,7 @@ def asked(
         stop_token_ids=[*ends, *sampling.stop_token_ids],
         include_stop_str_in_output=True,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=bool(sampling.stop),
     )
 
@@ -136,6 +143,8 @@ class Generated(msgspec.Struct, kw_only=True):
     """Name that the HTTP process gave itself when it started."""
     logprobs: list[list[list[dict[int, float]]]] | None = None
     """Per token a list with one mapping of token id to logprob."""
+    token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
+    """Per token its own; there where they were asked for flat."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
     cached: int = 0
     """Prompt tokens that came from the prefix cache."""

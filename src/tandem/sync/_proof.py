@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -89,12 +88,8 @@ class Behaviour:
         self._allowed = tolerance or (1e-3 if policy.dtype.itemsize == 4 else 0.3)
         self._others: dict[str, list[float]] = {}
 
-    async def compare(self, engine: Engine, version: PolicyVersion) -> float:
-        """Largest difference of a logprob, in nats, over all engines.
-
-        Raises:
-            StaleWeights: it is more than is allowed, or speaks of other weights than those of ``version``.
-        """
+    async def expected(self, engine: Engine) -> list[float]:
+        """What the trainer computes itself, for ``compare``; best asked for before the engine samples beside it."""
         policy = self._policy
         if not self.tokens:
             off = self._trains.untrained(policy.model)
@@ -102,7 +97,21 @@ class Behaviour:
             self.tokens = policy.tokenizer.encode(PROBE)[:most]
             if off:
                 self._others["the model without its adapter"] = await policy.compute(self._within, off)
-        mine, probes = await asyncio.gather(policy.compute(policy.score, self.tokens), engine.probe(self.tokens))
+        return await policy.compute(policy.score, self.tokens)
+
+    async def compare(self, engine: Engine, version: PolicyVersion, mine: list[float]) -> float:
+        """Largest difference of a logprob, in nats, over all engines.
+
+        Args:
+            engine: it is asked now.
+            version: that it is to hold.
+            mine: what is expected.
+
+        Raises:
+            StaleWeights: it is more than is allowed, or speaks of other weights than those of ``version``.
+        """
+        policy = self._policy
+        probes = await engine.probe(self.tokens)
         worst = 0.0
         for probe in probes:
             if probe.cached:

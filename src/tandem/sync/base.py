@@ -389,8 +389,9 @@ class Link:
         if self._served != self.engine.epoch:
             names = self.trains.base_names(self.policy.model)
             await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
-        await self.sync.compare(self, mine)
-        return await self._behaviour.compare(self.engine, version)
+        # The trainer's own answer comes first: beside the samples that begin with the probe it would take longer.
+        expected, _ = await asyncio.gather(self._behaviour.expected(self.engine), self.sync.compare(self, mine))
+        return await self._behaviour.compare(self.engine, version, expected)
 
 
 def _name(thing: object) -> str:
