@@ -275,7 +275,7 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
             found = served.post("/generate", json.loads(msgspec.json.encode(asked)))
             tokens = found["token_ids"][0]
             assert len(tokens) >= sampling.min_tokens
-            return prompt, tokens, found["token_logprobs"][0]
+            return prompt, tokens, given(found)
 
         first, second = said(PROMPT), said(PROMPT)
         turns = [[first, said([*first[0], *first[1], 32, 10])], [second]]

@@ -130,7 +130,8 @@ class Vllm(Engine):
                 f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
                 "shorten the prompt or raise context"
             )
-        asked = wire.asked(prompt, sampling, limit=room, ends=self._ends, seed=key % 2**63 if self._seeded else None)
+        seed = key % 2**63 if self._seeded else None
+        asked = wire.asked(prompt, sampling, limit=room, ends=self._ends, seed=seed, flat=True)
         tries = 0
         while True:
             async with waits.waiting(waits.actor("rollouts"), "an engine with weights", on="trainer"):

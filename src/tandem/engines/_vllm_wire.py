@@ -102,7 +102,13 @@ class Generate(Body):
 
 
 def asked(
-    prompt: Sequence[int], sampling: Sampling, *, limit: int, ends: Sequence[int], seed: int | None = None
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    limit: int,
+    ends: Sequence[int],
+    seed: int | None = None,
+    flat: bool = False,
 ) -> Generate:
     """A request for one completion of at most ``limit`` tokens, with the logprob of each token.
 
@@ -124,7 +130,7 @@ def asked(
         stop_token_ids=[*ends, *sampling.stop_token_ids],
         include_stop_str_in_output=True,
         logprobs=0,
-        flat_logprobs=True,
+        flat_logprobs=flat,
         detokenize=bool(sampling.stop),
     )
 

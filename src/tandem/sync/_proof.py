@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -88,30 +88,25 @@ class Behaviour:
         self._allowed = tolerance or (1e-3 if policy.dtype.itemsize == 4 else 0.3)
         self._others: dict[str, list[float]] = {}
 
-    async def expected(self, engine: Engine) -> list[float]:
-        """What the trainer computes itself, for ``compare``; best asked for before the engine samples beside it."""
-        policy = self._policy
-        if not self.tokens:
-            off = self._trains.untrained(policy.model)
-            most = min(LONG, max(SHORT, engine.context // 2)) if off and policy.dtype.itemsize < 4 else SHORT
-            self.tokens = policy.tokenizer.encode(PROBE)[:most]
-            if off:
-                self._others["the model without its adapter"] = await policy.compute(self._within, off)
-        return await policy.compute(policy.score, self.tokens)
-
-    async def compare(self, engine: Engine, version: PolicyVersion, mine: list[float]) -> float:
+    async def compare(self, engine: Engine, version: PolicyVersion, sums: Awaitable[None]) -> float:
         """Largest difference of a logprob, in nats, over all engines.
 
         Args:
-            engine: it is asked now.
-            version: that it is to hold.
-            mine: what is expected.
+            engine: it is asked once the sums are compared, and goes on by that; what the trainer computes itself is begun
+                meanwhile, before there are samples beside which it takes longer.
+            version: that the engine is to hold.
+            sums: the comparison of both sides' bytes.
 
         Raises:
             StaleWeights: it is more than is allowed, or speaks of other weights than those of ``version``.
         """
-        policy = self._policy
-        probes = await engine.probe(self.tokens)
+        policy, tokens = self._policy, self._text(engine)
+
+        async def asked() -> Sequence[Probe]:
+            await sums
+            return await engine.probe(tokens)
+
+        mine, probes = await asyncio.gather(policy.compute(self._scores), asked())
         worst = 0.0
         for probe in probes:
             if probe.cached:
@@ -119,7 +114,7 @@ class Behaviour:
                     f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
                     "their keys and values are of older weights"
                 )
-            gaps = await policy.compute(probe_gap, policy.score, self.tokens, probe, mine)
+            gaps = await policy.compute(probe_gap, policy.score, tokens, probe, mine)
             for what, found in gaps.items():
                 if not found <= self._allowed:
                     raise StaleWeights(
@@ -137,9 +132,18 @@ class Behaviour:
         self._others["the version before"] = mine
         return worst
 
-    def _within(self, off: AbstractContextManager[None]) -> list[float]:
-        with off:
-            return self._policy.score(self.tokens)
+    def _text(self, engine: Engine) -> list[int]:
+        if not self.tokens:
+            off = self._trains.untrained(self._policy.model)
+            most = min(LONG, max(SHORT, engine.context // 2)) if off and self._policy.dtype.itemsize < 4 else SHORT
+            self.tokens = self._policy.tokenizer.encode(PROBE)[:most]
+        return self.tokens
+
+    def _scores(self) -> list[float]:
+        if not self._others and (off := self._trains.untrained(self._policy.model)):
+            with off:
+                self._others["the model without its adapter"] = self._policy.score(self.tokens)
+        return self._policy.score(self.tokens)
 
 
 def probe_gap(
