@@ -92,8 +92,8 @@ class Behaviour:
         """Largest difference of a logprob, in nats, over all engines.
 
         Args:
-            engine: it is asked once the sums are compared, and goes on by that; what the trainer computes itself is begun
-                meanwhile, before there are samples beside which it takes longer.
+            engine: it is asked once the sums are compared, and goes on by that; what the trainer computes itself is
+                begun meanwhile, before there are samples beside which it takes longer.
             version: that the engine is to hold.
             sums: the comparison of both sides' bytes.
 
