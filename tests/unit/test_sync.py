@@ -30,7 +30,7 @@ from tandem.metrics import Sum
 from tandem.policy.policy import Policy
 from tandem.run import check_pairs
 from tandem.sync import base, broadcast
-from tandem.sync._proof import PROBE, Checksums, differing, gap, mistaken_for
+from tandem.sync._proof import PROBE, Behaviour, Checksums, differing, gap, mistaken_for
 from tandem.sync.base import Link, Published, WeightSync
 from tandem.sync.broadcast import Broadcast
 from tandem.sync.hotswap import SPARE, Hotswap
@@ -676,6 +676,41 @@ def test_an_engine_that_leaves_the_adapter_out_is_seen_within_the_tolerance(tiny
 
     with live_policy(tiny_model, trains=trains) as policy:
         run(policy, work, scored=lambda logprobs: base or logprobs)
+
+
+@pytest.mark.parametrize("trains", [Full(), Lora(rank=4, alpha=8)])
+def test_an_engine_is_asked_once_sums_agree_and_the_trainers_own_answer_keeps_it_from_nothing(
+    tiny_model: Path, trains: Trains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter's sums are taken by the thread that scores, so they come first there."""
+    score, order = Policy.score, list[str]()
+
+    def scored(self: Policy, *args: Any) -> list[float]:
+        order.append("scored")
+        return score(self, *args)
+
+    async def work(engine: Watched) -> None:
+        probe = engine.probe
+
+        async def probed(tokens: Sequence[int]) -> Sequence[Probe]:
+            order.append("asked")
+            return await probe(tokens)
+
+        async def sums() -> None:
+            await asyncio.sleep(0)
+            await policy.compute(lambda: None)
+            order.append("sums")
+
+        behaviour = Behaviour(policy, trains, 1.0)
+        await behaviour.compare(engine, START, asyncio.sleep(0))  # the first scores the model without its adapter too
+        monkeypatch.setattr(Policy, "score", scored)
+        monkeypatch.setattr(engine, "probe", probed)
+        await behaviour.compare(engine, START, sums())
+
+    with live_policy(tiny_model, trains=trains) as policy:
+        run(policy, work)
+    assert order.index("sums") < order.index("asked")
+    assert (order[0] == "scored") == (trains.travels == "weights")
 
 
 def test_a_probe_from_a_prefix_cache_is_refused(policy: Policy, tiny_model: Path) -> None:
