@@ -351,9 +351,8 @@ class Frontend:
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.DELTA if self._states is None else RequestOutputKind.FINAL_ONLY
         whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
-        flat = (
-            {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
-        )  # lists, not dicts of objects
+        # Where this release can: lists for all tokens, not a mapping and an object for each.
+        flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
         params_ = SamplingParams(**params, **flat, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
         with self.places.using(adapter):  # whoever asks for one by name has it also after it has waited
             async with contextlib.nullcontext() if probe else self.admitted(params_.n):
