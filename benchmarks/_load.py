@@ -46,6 +46,7 @@ def by_tandem(engine: Any) -> Ask:
             max_tokens=tokens,
             ignore_eos=True,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
         )
         return len((await engine.servers[0].generate(asked)).token_ids[0])

@@ -144,6 +144,7 @@ class Engine:
         return {
             "text": [""], "prompt": "", "finish_reasons": ["length"], "token_ids": [tokens], "prompt_token_ids": [],
             "versions": [[[self.step, len(tokens)]]], "logprobs": [[[{str(token): LOGPROB}] for token in tokens]],
+            "token_logprobs": [[LOGPROB] * len(tokens)],
         }  # fmt: skip
 
     async def on_nccl_start_receiver(self, said: Any) -> Any:
