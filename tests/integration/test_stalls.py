@@ -24,7 +24,6 @@ def forks() -> Iterator[Nursery]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, forks: Nursery) -> None:
     (case,) = (case for case in CASES if case.name == name)

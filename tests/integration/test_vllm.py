@@ -60,9 +60,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "restart-full": {"trains": FULL, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
     "restart-lora": {"trains": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
 }
-RESUMED_ELSEWHERE = frozenset({"broadcast-merged", "broadcast-full-tp2", "broadcast-lora-asleep", "restart-lora"})
-"""A resume starts an engine again, and nothing in theirs is new: checkpoints are resumed by what is trained, a group
-is formed anew in broadcast-full and -lora, and an engine is started on what was saved in restart-full."""
+RESUMED_ELSEWHERE = frozenset(
+    {"shared-lora", "broadcast-merged", "broadcast-full-tp2", "broadcast-lora-asleep", "restart-lora"}
+)
+"""A resume starts an engine again, and nothing in theirs is new: checkpoints are resumed by what is trained, memory is
+shared anew in shared-full and -merged, a group is formed anew in broadcast-full and -lora, and an engine is started on
+what was saved in restart-full."""
 
 
 @pytest.fixture(scope="module")

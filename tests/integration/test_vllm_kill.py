@@ -83,7 +83,7 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path
 @pytest.fixture(scope="module")
 def orphaned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, Left, int]]:
     """A trainer killed while its engine was sampling; the engine, and the step whose weights it holds."""
-    place, waits = tmp_path_factory.mktemp("orphaned"), engine(forks=False, linger_seconds=240.0)
+    place, waits = tmp_path_factory.mktemp("orphaned"), engine(linger_seconds=240.0)
     long = {"max_tokens": 160}  # so that requests are in flight for most of a step, whatever else this machine does
     run = Trainer.fresh(place, model, steps=STEPS, trains={"kind": "full"}, sync="shared", engine=waits, sampling=long)
     try:
@@ -118,7 +118,7 @@ def test_updated_engine_says_what_a_fresh_one_on_the_checkpoint_says(
 
 async def _fresh(model: Path, weights: Path, step: int, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Greedy tokens of ``weights`` by the library, as a check of the check, and by a fresh engine that is then left."""
-    options = {name: value for name, value in engine(forks=False, linger_seconds=1.0).items() if name != "kind"}
+    options = {name: value for name, value in engine(linger_seconds=1.0).items() if name != "kind"}
     needs = Needs(model=str(model), weights=weights, dtype=DTYPE, folder=folder)
     before = _by_transformers(model)
     async with Vllm(**options).open(SimpleNamespace(end_tokens=()), context=256, needs=needs) as fresh:

@@ -35,7 +35,7 @@ class Served:
 
     def __init__(self, place: Path, model: Path, port: int) -> None:
         own = {
-            "engine": engine(forks=False, port=port, api_key_variable=KEY),
+            "engine": engine(port=port, api_key_variable=KEY),
             "sync": "broadcast",
             "rewards": {"number": 1.0},
         }

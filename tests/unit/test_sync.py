@@ -702,10 +702,11 @@ def test_an_engine_is_asked_once_sums_agree_and_the_trainers_own_answer_keeps_it
             order.append("sums")
 
         behaviour = Behaviour(policy, trains, 1.0)
-        await behaviour.compare(engine, START, asyncio.sleep(0))  # the first scores the model without its adapter too
+        # The first scores the model without its adapter too.
+        await behaviour.compare(engine, START, lambda: asyncio.sleep(0))
         monkeypatch.setattr(Policy, "score", scored)
         monkeypatch.setattr(engine, "probe", probed)
-        await behaviour.compare(engine, START, sums())
+        await behaviour.compare(engine, START, sums)
 
     with live_policy(tiny_model, trains=trains) as policy:
         run(policy, work)

@@ -88,20 +88,20 @@ class Behaviour:
         self._allowed = tolerance or (1e-3 if policy.dtype.itemsize == 4 else 0.3)
         self._others: dict[str, list[float]] = {}
 
-    async def compare(self, engine: Engine, version: PolicyVersion, sums: Awaitable[None]) -> float:
+    async def compare(self, engine: Engine, version: PolicyVersion, sums: Callable[[], Awaitable[None]]) -> float:
         """Largest difference of a logprob, in nats, over all engines.
 
         Args:
             engine: it is asked once the sums are compared, and goes on by that; what the trainer computes itself is
                 begun meanwhile, before there are samples beside which it takes longer.
             version: that the engine is to hold.
-            sums: the comparison of both sides' bytes.
+            sums: compares both sides' bytes.
 
         Raises:
             StaleWeights: it is more than is allowed, or speaks of other weights than those of ``version``.
         """
         policy, tokens = self._policy, self._text(engine)
-        compared = asyncio.ensure_future(sums)
+        compared = asyncio.ensure_future(sums())
 
         async def own() -> list[float]:
             if self._trains.travels == "adapter":  # the trainer's sums are taken by the same thread: they come first

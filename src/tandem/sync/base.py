@@ -389,7 +389,7 @@ class Link:
         if self._served != self.engine.epoch:
             names = self.trains.base_names(self.policy.model)
             await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
-        return await self._behaviour.compare(self.engine, version, self.sync.compare(self, mine))
+        return await self._behaviour.compare(self.engine, version, lambda: self.sync.compare(self, mine))
 
 
 def _name(thing: object) -> str:
