@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,7 +191,7 @@ def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.
 
 def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(why, "STALE", 0.5)
-    monkeypatch.setattr(why, "PATIENCE", 1.0)
+    monkeypatch.setattr(why, "PATIENCE", 2.0)
     with process(run, "ctypes.PyDLL(None).usleep(60_000_000)"):  # PyDLL keeps the interpreter's lock
         while (story := why.read(run, now=time.time())).state != "stuck":
             time.sleep(0.05)
@@ -199,6 +200,24 @@ def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: p
     assert found is not None
     assert "Current thread" in found
     assert "in main" in found
+
+
+def test_stacks_that_come_slowly_are_read_to_their_end(tmp_path: Path) -> None:
+    path = tmp_path / "stacks.txt"
+    path.write_text("of an earlier time\n")
+
+    def write() -> None:
+        for i in range(8):
+            time.sleep(0.1)
+            with path.open("a") as out:
+                out.write(f"{i}\n")
+
+    begin = path.stat().st_size
+    writes = threading.Thread(target=write)
+    writes.start()
+    assert why._until(why._whole(path, begin))
+    assert path.read_text()[begin:].split() == [str(i) for i in range(8)]
+    writes.join()
 
 
 def test_a_killed_process_is_gone(run: Path) -> None:

@@ -29,6 +29,8 @@ STALE = 10.0
 """Seconds without a sign of life after which a process that runs is said to be stuck."""
 PATIENCE = 4.0
 """Seconds in which a living interpreter writes the stacks it is asked for."""
+SETTLED = 0.3
+"""Seconds without another line after which the stacks that a signal asked for are whole: they come line by line."""
 _ENDS = ("run_done", "interrupted")
 _LINE = re.compile(r"(?P<time>\S+Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
 _TAIL_BYTES = 1 << 16
@@ -261,10 +263,23 @@ def _stacks(run: Path) -> str | None:
         if signs is None or not alive_after(signs["pid"], signs["started"]):
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
-        _until(lambda: path.stat().st_size > begin)
+        _until(_whole(path, begin))
     with path.open("rb") as found:
         found.seek(begin)
         return found.read().decode(errors="replace").strip() or None
+
+
+def _whole(path: Path, begin: int) -> Callable[[], bool]:
+    """Whether a file has grown beyond ``begin``, and grows no more."""
+    size, since = begin, time.monotonic()
+
+    def done() -> bool:
+        nonlocal size, since
+        if (now := path.stat().st_size) != size:
+            size, since = now, time.monotonic()
+        return size > begin and time.monotonic() - since > SETTLED
+
+    return done
 
 
 def _until(done: Callable[[], bool]) -> bool:
