@@ -256,12 +256,12 @@ class Trainer:
         """Wait until requests are in flight after some steps, the last of which is saved; the engine they are in."""
         self.until(lambda: self.steps() >= after, f"step {after}")
         left = Left.of(self.folder)
-
-        def saved() -> bool:
-            return (self.folder / f"checkpoints/{self.steps():06d}").is_dir()
-
-        self.until(lambda: saved() and left.ask("/health")["running"] > 0, "sampling")
+        self.until(lambda: self.saved() and left.ask("/health")["running"] > 0, "sampling")
         return left
+
+    def saved(self) -> bool:
+        """Whether the last step has its checkpoint."""
+        return (self.folder / f"checkpoints/{self.steps():06d}").is_dir()
 
     def ended(self, code: int = 0, seconds: float = 180) -> None:
         """Wait for its end."""
@@ -274,15 +274,15 @@ class Trainer:
         assert self.process.wait() == -signal.SIGKILL
 
     def kill_between_publishes(self, after: int) -> tuple[Left, int]:
-        """``kill -9`` while requests are in flight and no publish is under way, in which an engine would rather stop
-        than serve what it holds; the engine, and the step that it serves."""
+        """``kill -9`` while requests are in flight, the last step is saved, and no publish is under way, in which an
+        engine would rather stop than serve what it holds; the engine, and the step that it serves."""
         while True:
             left = self.sampling(after)
             self.process.send_signal(signal.SIGSTOP)
             try:
                 time.sleep(0.2)  # what it had sent by then arrives
                 told = left.ask("/bridge/info")
-                if (told["state"], told["step"]) == ("serving", self.steps()):
+                if self.saved() and (told["state"], told["step"]) == ("serving", self.steps()):
                     self.kill()
                     return left, told["step"]
             finally:
