@@ -1,9 +1,10 @@
 """The client of Atropos' example trainer, without its training. It runs inside ``.venv-atropos``:
 
-    python peer_trainer.py URL RECORD --batch-size 4 --gradient-accumulation-steps 4 --training-steps 20
+    python peer_trainer.py URL RECORD OPTIONS GO
 
-It registers, takes batches by the trainer's own functions until there were as many as steps, prepares each by the
-trainer's own code, and writes to RECORD a JSON line for each: keys of its groups and shapes of what was made of them.
+It registers and asks for a batch, as environments wait for that. Once the file GO exists, it takes batches by the
+trainer's own functions until there were as many as steps, prepares each by the trainer's own code, and writes to RECORD
+a JSON line for each: keys of its groups and shapes of what was made of them. OPTIONS are JSON of its configuration.
 Logprobs it leaves out, as its code fails on a group that has none.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import example_trainer.data as data
@@ -34,6 +37,9 @@ def main() -> None:
     data.get_batch = recorded
     assert check_atropos_api(url, timeout=30)
     register_trainer(config)
+    assert get_batch(url=url)["batch"] is None  # no environment can have come before the first call of this
+    while not Path(sys.argv[4]).exists():
+        time.sleep(0.05)
     steps = 0
     while steps < config.training_steps:
         batches, _ = data.get_data(config.batch_size, config.seq_len, url, extract_inference_logprobs=False)
