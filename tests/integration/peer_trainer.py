@@ -1,11 +1,11 @@
 """The client of Atropos' example trainer, without its training. It runs inside ``.venv-atropos``:
 
-    python peer_trainer.py URL RECORD OPTIONS GO
+    python peer_trainer.py URL RECORD OPTIONS GO ENOUGH
 
 It registers and asks for a batch, as environments wait for that. Once the file GO exists, it takes batches by the
-trainer's own functions until there were as many as steps, prepares each by the trainer's own code, and writes to RECORD
-a JSON line for each: keys of its groups and shapes of what was made of them. OPTIONS are JSON of its configuration.
-Logprobs it leaves out, as its code fails on a group that has none.
+trainer's own functions until there were as many as steps and the file ENOUGH exists, prepares each by the trainer's own
+code, and writes to RECORD a JSON line for each: keys of its groups and shapes of what was made of them. OPTIONS are
+JSON of its configuration. Logprobs it leaves out, as its code fails on a group that has none.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from peer_env import key_of
 def main() -> None:
     url, record = sys.argv[1:3]
     options = json.loads(sys.argv[3])
+    go, enough = map(Path, sys.argv[4:])
     config = TrainingConfig(model_name="none", atropos_url=url, **options)
     taken: list[list[str]] = []
 
@@ -38,10 +39,10 @@ def main() -> None:
     assert check_atropos_api(url, timeout=30)
     register_trainer(config)
     assert get_batch(url=url)["batch"] is None  # no environment can have come before the first call of this
-    while not Path(sys.argv[4]).exists():
+    while not go.exists():
         time.sleep(0.05)
     steps = 0
-    while steps < config.training_steps:
+    while steps < config.training_steps or not enough.exists():
         batches, _ = data.get_data(config.batch_size, config.seq_len, url, extract_inference_logprobs=False)
         with open(record, "a") as file:
             for keys, (tokens, labels, *_) in zip(taken, batches, strict=True):
