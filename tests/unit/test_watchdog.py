@@ -160,11 +160,14 @@ def test_while_the_event_loop_stands_still_it_is_to_blame_alone(capsys: pytest.C
 
 
 def test_a_call_that_is_known_to_be_slow_may_hold_it_up() -> None:
+    # A busy machine may hold a loop up for a few tenths of a second by itself, before the call and after it.
+    patience = Patience(wait_seconds=60.0, loop_seconds=1.0, end_seconds=60.0)
+
     async def scene(dog: Watchdog) -> None:
         with waits.blocking("trainer", "a model", "its files", deadline=60):
-            threading.Event().wait(3 * STUCK.loop_seconds)
+            threading.Event().wait(2.5 * patience.loop_seconds)
 
-    assert not watched(STUCK, scene).codes
+    assert not watched(patience, scene).codes
 
 
 def test_silence_is_a_stall_too(capsys: pytest.CaptureFixture[str]) -> None:
