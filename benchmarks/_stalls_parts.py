@@ -140,10 +140,10 @@ class _Stalling(_Engine):
             await asyncio.get_running_loop().create_future()
         return await super().generate(prompt, sampling, key)
 
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         if strikes("engine never stands still", after=2):
             await asyncio.get_running_loop().create_future()
-        await super().pause(finish=finish)
+        await super().pause(finish=finish, step=step)
 
     async def resume(self) -> float:
         if strikes("engine paused and never resumed", after=1):

@@ -29,14 +29,14 @@ def profiled(at: int, trace: Path, lines: Path) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities)
 
-    async def watched(self: Step, batch: Any) -> Any:
+    async def watched(self: Step, batch: Any, queued: Any = lambda: None) -> Any:
         nonlocal seen
         seen += 1
         if seen == at:
             _name_updates(self.stepper)
             synchronize()
             profiler.start()
-        return await train(self, batch)
+        return await train(self, batch, queued)
 
     async def ended(self: Step, step: int, batch: Any, first: Any) -> Any:
         found = await apply(self, step, batch, first)

@@ -76,7 +76,7 @@ def instrument(parts: Parts, lines: Path) -> None:
         with parts.timed("pack"):
             return pack(self, groups, version=version)
 
-    async def timed_train(self: Step, batch: Any) -> Any:
+    async def timed_train(self: Step, batch: Any, *queued: Any) -> Any:
         rollouts = [r for group in batch.groups for r in group.scored]
         tokens = sum(len(t.prompt) + len(t.completion.tokens) for r in rollouts for t in r.turns)
         if parts.laps < 0:
@@ -86,7 +86,7 @@ def instrument(parts: Parts, lines: Path) -> None:
         computed = sum(len(m.tokens_T) for m in batch.micro)
         parts.note(tokens=tokens, computed=computed, micro_batches=len(batch.micro), batch=batch.groups[0].env)
         with parts.timed("forward+backward"):
-            found = await train(self, batch)
+            found = await train(self, batch, *queued)
             await self.policy.compute(synchronize)
             return found
 

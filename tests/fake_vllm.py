@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
+from tandem.engines._vllm_pausing import PROBE_TOKENS
+
 LIMIT = 64
 """Context of the fake."""
 SEQUENCES = 33
 """Answers that it samples at once."""
+BATCHED = PROBE_TOKENS + 20
+"""Prompt tokens that it reads in one pass."""
 
 
 class VLLMClientError(Exception):
@@ -107,9 +111,9 @@ class FakeClient:
                 model="tiny", max_model_len=LIMIT, logprobs_mode="processed_logprobs", enable_sleep_mode=True
             ),
             lora_config=object() if adapters else None,
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            cache_config=SimpleNamespace(block_size=1),
-            scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+            cache_config=SimpleNamespace(block_size=1, enable_prefix_caching=True),
+            scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES, max_num_batched_tokens=BATCHED),
         )
 
     @property

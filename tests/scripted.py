@@ -235,7 +235,7 @@ class Scripted(Engine):
         self._at("stamp")
         self._version, self._stamped = version, True
 
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         self._at("drain" if finish else "pause")
         if self._interrupted is None:
             self._interrupted = self.serves

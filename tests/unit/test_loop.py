@@ -43,6 +43,7 @@ class Scene:
 
     lag: int = 0
     stands_still: bool = False
+    early: bool = False
     evaluates: Callable[[int], bool] = lambda step: False
     every: int = 1
     stop_at: str = ""
@@ -53,6 +54,7 @@ class Scene:
     batches: list[list[Group]] = field(default_factory=list)
     trainer: Trainer = field(default_factory=Trainer)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    least: int = 0
 
     def note(self, what: str) -> None:
         self.log.append(what)
@@ -62,6 +64,15 @@ class Scene:
     def train(self, state: TrainerState = START) -> TrainerState:
         """Train from a state, as a run does that is put together around it."""
         self.trainer.step = state.step
+        play = self.trainer.group
+
+        async def group(*words: Any, **given: Any) -> Group:
+            least = self.least
+            while self.trainer.step < least:
+                await asyncio.sleep(0)
+            return await play(*words, **given)
+
+        self.trainer.group = group  # type: ignore[method-assign]
         run: Any = loop.Run(
             steps=STEPS,
             policy=SimpleNamespace(device="cpu"),  # type: ignore[arg-type]
@@ -90,6 +101,11 @@ class Scene:
     async def rest(self) -> None:
         """It never sleeps."""
 
+    def ahead(self, step: int) -> bool:
+        if self.early:
+            self.least = step
+        return self.early
+
     @asynccontextmanager
     async def commit(self, step: int, *, last: bool) -> AsyncIterator[Handoff]:
         handoff = Handoff()
@@ -106,8 +122,10 @@ class Scene:
     def pack(self, groups: Sequence[Group], *, version: int) -> StepBatch:
         return StepBatch(micro=(), groups=tuple(groups), advantages={}, num_loss_tokens=len(groups), num_samples=0)
 
-    async def forward_backward(self, batch: StepBatch) -> StepStats:
+    async def forward_backward(self, batch: StepBatch, queued: Callable[[], None]) -> StepStats:
+        queued()
         await self.some_while()
+        self.note(f"computed {self.trainer.step + 1}")
         return StepStats(metrics={}, logprobs={})
 
     async def apply(self, step: int, batch: StepBatch, stats: StepStats) -> Mapping[str, Any]:
@@ -187,7 +205,7 @@ class Noted:
 
 def steps_of(scene: Scene) -> dict[int, list[str]]:
     """What happened to each step, in order, but for what a thread wrote."""
-    done = [what for what in scene.log if not what.startswith("written ")]
+    done = [what for what in scene.log if not what.startswith(("written ", "computed "))]
     return {step: [what.rpartition(" ")[0] for what in done if what.endswith(f" {step}")] for step in range(6)}
 
 
@@ -223,6 +241,17 @@ def test_an_engine_that_stands_still_is_asked_while_its_weights_are_updated_move
     assert steps_of(evaluating)[1] == ["trained", "moved", *WRITTEN, "evaluated", "released"]
 
 
+def test_an_engine_that_takes_requests_for_the_next_policy_is_asked_while_the_device_is_busy() -> None:
+    scene = Scene(early=True)
+    scene.train()
+    assert [what for what in scene.log if "released" in what] == [f"released {step}" for step in (0, 1, 2, 3, STEPS)]
+    for step in range(1, STEPS):
+        assert scene.log.index(f"released {step - 1}") < scene.log.index(f"computed {step}")
+    for other in (Scene(early=True, evaluates=lambda step: True), Scene(early=True, lag=1)):
+        other.train()
+        assert other.least == 0, "what is evaluated, or sampled meanwhile, is of this policy"
+
+
 def test_what_is_evaluated_has_the_engine_to_itself() -> None:
     scene = Scene(evaluates=lambda step: step % 2 == 0)
     scene.train()
@@ -255,29 +284,31 @@ def test_the_next_wave_is_played_before_the_step_is_saved_or_after_it_is_evaluat
 
 
 def test_the_state_that_is_saved_is_the_same_either_way() -> None:
-    one, other, third = Scene(), Scene(evaluates=lambda step: True), Scene(stands_still=True)
-    assert one.train() == other.train() == third.train()
-    assert one.saved == other.saved == third.saved
+    one, other, third, early = Scene(), Scene(evaluates=lambda step: True), Scene(stands_still=True), Scene(early=True)
+    assert one.train() == other.train() == third.train() == early.train()
+    assert one.saved == other.saved == third.saved == early.saved
     assert sorted(one.saved) == list(range(1, STEPS + 1))
-    assert ids(one.batches) == ids(other.batches)
+    assert ids(one.batches) == ids(other.batches) == ids(early.batches)
     assert [TrainerState.from_json(state).cursor.admitted for state in one.saved.values()] == [2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("still", [False, True])
+@pytest.mark.parametrize("asked", ["moved", "still", "early"])
 @pytest.mark.parametrize(
     "stop_at", ["trained 2", "moved 2", "released 2", "emitted 2", "saved 3", "told of 3", "evaluated 4"]
 )
-def test_a_stop_in_between_loses_nothing(stop_at: str, still: bool, every: int, lag: int) -> None:
+def test_a_stop_in_between_loses_nothing(stop_at: str, asked: str, every: int, lag: int) -> None:
     """Whatever was being played when the run was stopped is trained by the run that goes on, once."""
     whole = Scene(lag=lag)
     whole.train()
-    first = Scene(lag=lag, every=every, stop_at=stop_at, stands_still=still, evaluates=lambda step: step == 4)
+    ways = {"stands_still": asked == "still", "early": asked == "early"}
+    first = Scene(lag=lag, every=every, stop_at=stop_at, evaluates=lambda step: step == 4, **ways)  # type: ignore[arg-type]
     reached = first.train()
-    assert reached.step == int(stop_at[-1])
+    next_one = stop_at == "released 2" and asked == "early" and not lag  # released while that one is computed
+    assert reached.step == int(stop_at[-1]) + next_one
     assert sorted(first.saved)[-1] == reached.step
-    second = Scene(lag=lag, every=every, stands_still=still)
+    second = Scene(lag=lag, every=every, **ways)  # type: ignore[arg-type]
     second.train(TrainerState.from_json(first.saved[reached.step]))
     assert ids(first.batches) + ids(second.batches) == ids(whole.batches)
     assert len(set(ids(whole.batches))) == 2 * STEPS

@@ -55,6 +55,15 @@ class Machine:
         return state
 
 
+def test_on_policy_is_what_is_never_ahead() -> None:
+    assert Pace.fixed(4, 0).on_policy
+    assert not Pace.fixed(4, 1).on_policy
+    budget = Budget(groups_per_step=4, most=4, ess_floor=0.5)
+    paced = Pace.auto(budget, RateState(ahead=0), lambda told: None)
+    assert paced.ahead == 0
+    assert not paced.on_policy, "it may be ahead by the end of the step"
+
+
 def test_it_begins_with_one_batch_ahead_or_what_the_budget_has() -> None:
     assert budget().first().ahead == GROUPS
     assert budget(most=3).first().ahead == 3

@@ -57,6 +57,7 @@ class Watched(Engine):
 
     inner: Any
     events: list[str] = field(default_factory=list)
+    comes: list[int | None] = field(default_factory=list)
     lent: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     scored: Callable[[list[float]], list[float]] = lambda logprobs: logprobs
 
@@ -74,9 +75,10 @@ class Watched(Engine):
         self.events.append("stamp")
         await self.inner.stamp(version)
 
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         self.events.append("drain" if finish else "pause")
-        await self.inner.pause(finish=finish)
+        self.comes.append(step)
+        await self.inner.pause(finish=finish, step=step)
 
     async def resume(self) -> float:
         self.events.append("resume")
@@ -458,6 +460,39 @@ def test_the_lag_must_allow_an_engine_that_is_behind() -> None:
     with pytest.raises(UnsupportedPair, match=r"every: 3 .*up to 2 steps behind.*max_lag allows 1.*every to 2 at most"):
         check_pairs(recipe(Restart(every=3), Full(), Vllm(), max_lag=1))
     check_pairs(recipe(Restart(every=2), Full(), Vllm(), max_lag=1))
+
+
+@pytest.mark.parametrize(
+    ("sync", "sleeps", "takes"),
+    [
+        (Shared(), 0, [3, 4]),
+        (Hotswap(), 0, [3, 4]),
+        (Shared(), 1, []),
+        (Restart(every=2), 0, []),
+        (Hotswap(every=2), 0, [4]),
+    ],
+    ids=["shared", "hotswap", "asleep", "started again", "every other"],
+)
+def test_requests_for_the_next_policy_are_taken_where_the_engine_stays_and_gets_it(
+    sync: WeightSync, sleeps: int, takes: list[int]
+) -> None:
+    took: list[int] = []
+    engine = SimpleNamespace(sleeps=sleeps, ahead=lambda step: not took.append(step))  # type: ignore[func-returns-value]
+    link: Any = SimpleNamespace(sync=sync, engine=engine)
+    assert [step for step in (3, 4) if Link.ahead(link, step)] == took == takes
+
+
+@pytest.mark.parametrize(("sync", "told"), [(CopiedAtRest, [1, 1]), (Copied, [1]), (CopiedDrained, [1])])
+def test_the_engine_is_told_which_step_it_stands_still_for(policy: Policy, sync: type[Copied], told: list[int]) -> None:
+    async def work(engine: Watched) -> None:
+        async with sync().open(policy, engine, START, Full()) as link:
+            assert set(engine.comes) == {0}
+            engine.comes.clear()
+            async with link.commit(1):
+                pass
+            assert engine.comes == told
+
+    run(policy, work, kind=Attesting)
 
 
 def test_requests_in_flight_end_first_where_they_would_die_or_are_to() -> None:
@@ -888,7 +923,7 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
         now += seconds
 
     class Slow(Attesting):
-        async def pause(self, *, finish: bool = False) -> None:
+        async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
             later(3.0)
             await super().pause(finish=finish)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import FakeClient, FlatLogprobs, LoRARequest, install, settle
+from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
 from tandem.engines._vllm_answers import Answer, Answers
 from tandem.engines._vllm_frontend import Frontend, Stopped
@@ -32,6 +32,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 def run(body: Body) -> None:
     async def main() -> None:
         client = FakeClient(counts=COUNTS["tokens"])
+        client.vllm_config.model_config.enable_sleep_mode = False
         await asyncio.wait_for(body(Frontend(client), client), 20)
 
     asyncio.run(main())
@@ -268,7 +269,7 @@ def test_finishing_waits_for_requests_and_keeps_new_ones_out() -> None:
 def test_a_pause_that_nobody_ends_stops_the_engine() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
-        front.expect_back(0.01)
+        front.lease.renew(0.01)
         waits = asked(front, 1)
         with pytest.raises(Stopped, match="never resumed"):
             await waits
@@ -280,7 +281,7 @@ def test_a_pause_that_nobody_ends_stops_the_engine() -> None:
 def test_a_proof_that_nobody_ends_stops_the_engine() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
-        front.expect_back(0.05)
+        front.lease.renew(0.05)
         async with front.proving():
             pass
         waits = asked(front, 1)
@@ -295,14 +296,14 @@ def test_a_proof_that_nobody_ends_stops_the_engine() -> None:
 def test_a_lease_ends_with_its_pause_and_is_renewed_by_the_next() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
-        front.expect_back(0.02)
+        front.lease.renew(0.02)
         await front.resume()
         await front.pause()
-        front.expect_back(60)
+        front.lease.renew(60)
         await asyncio.sleep(0.06)
         assert front.state == "paused"
-        front.expect_back(0.01)
-        front.expect_back(60)
+        front.lease.renew(0.01)
+        front.lease.renew(60)
         await asyncio.sleep(0.05)
         assert front.state == "paused"
         await front.resume()
@@ -430,6 +431,202 @@ def test_the_public_pause_and_the_quick_one_are_the_same() -> None:
         client.engine_core = Core(client)  # type: ignore[attr-defined]
         await front.pause()
         assert steps(front, await task) == [1, 1]
+
+    run(body)
+
+
+# Requests for a policy step that is to come
+
+
+def test_a_request_waits_for_its_step_and_is_in_nobodys_way() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 4)
+        early = [asked(front, 1, min_step=5) for _ in range(2 * SEQUENCES)]
+        assert await pending(early[0])
+        other = asked(front, 1, min_step=4)
+        await client.step()
+        assert steps(front, await other) == [4]
+        await publish(front, client, 4)  # again, as after a restart
+        await client.step()
+        assert all([await pending(task) for task in early])
+        await publish(front, client, 5)
+        await client.step(4)
+        assert [steps(front, await task) for task in early] == [[5]] * len(early)
+
+    run(body)
+
+
+def test_a_request_for_an_adapter_that_is_to_come_is_sampled_by_it() -> None:
+    """A way that never pauses stamps while the engine serves."""
+
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await front.stamp(1, "d", LoRARequest("one", 1, "/one"))
+        early = asked(front, 1, min_step=2)
+        assert await pending(early)
+        await front.stamp(2, "d", LoRARequest("two", 2, "/two"))
+        await client.step()
+        assert steps(front, await early) == [2]
+        assert client.seen[0].adapter.lora_name == "two"
+
+    run(body)
+
+
+@pytest.mark.parametrize(("coming", "samples"), [(5, True), (4, False), (None, False)])
+def test_a_request_is_sampled_beside_the_proof_of_its_own_step_alone(coming: int | None, samples: bool) -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        await publish(front, client, 4)
+        early = asked(front, 1, min_step=5)
+        await front.pause(step=coming)
+        async with front.proving():
+            pass
+        await client.step()
+        assert bool(client.seen) is samples
+        assert await pending(early), "nobody has said that the weights are right"
+        await front.stamp(coming or 4, "d")
+        await front.resume()
+        assert await pending(early) is not samples
+
+    run(body)
+
+
+def test_a_request_for_a_step_that_fails_is_told() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        early = asked(front, 1, min_step=1)
+        await front.pause(step=1)
+        await front.stop("torn")
+        with pytest.raises(Stopped, match="torn"):
+            await early
+
+    run(body)
+
+
+def quick(client: FakeClient) -> None:
+    """Give it what pauses the scheduler alone, so that requests are taken meanwhile."""
+    client.engine_core = SimpleNamespace(pause_scheduler_async=client.pause_generation)  # type: ignore[attr-defined]
+
+
+def salts(client: FakeClient) -> list[str]:
+    return [request.prompt["cache_salt"] for request in client.seen]
+
+
+def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
+    """So the first pass has all of them; the probe, which is asked last, does not hold them up."""
+
+    async def body(front: Frontend, client: FakeClient) -> None:
+        quick(client)
+        await publish(front, client, 4)
+        early, late = asked(front, 1, min_step=5), asked(front, 1, min_step=6)
+        other = asked(front, 1)
+        await client.step()
+        assert steps(front, await other) == [4]
+        client.seen.clear()
+        await front.pause(step=5)
+        more = asked(front, 1, min_step=5)
+        other = asked(front, 1)
+        await settle()
+        assert len(client.seen) == 2
+        client.weights = 5
+        proof = asyncio.ensure_future(question(front, [1, 2], temperature=1.0, max_tokens=1, seed=0, ends=[]))
+        await settle()
+        assert len(client.seen) == 5, "two of the probe, and who asked for no step"
+        assert len({salt.removesuffix("-scored") for salt in salts(client)}) == 1, "one era"
+        assert salts(client)[0] == front.salt
+        await client.step()
+        await proof
+        await front.stamp(5, "d")
+        await front.resume()
+        assert [steps(front, await task) for task in (early, more, other)] == [[5]] * 3
+        assert await pending(late)
+        late.cancel()
+
+    run(body)
+
+
+def test_no_more_is_handed_in_early_than_one_pass_reads() -> None:
+    """20 tokens: of each prompt all that was not read before, of the same again a block of the cache."""
+
+    async def body(front: Frontend, client: FakeClient) -> None:
+        quick(client)
+
+        def ask(*prompt: int) -> asyncio.Task[Answers]:
+            return asyncio.ensure_future(front.generate(prompt, {"max_tokens": 1}, min_step=1))
+
+        tasks = [ask(*range(9)), ask(*range(9)), ask(*range(1, 10)), ask(7, 7), ask(7)]
+        await front.pause(step=1)
+        await settle()
+        assert [len(request.prompt["prompt_token_ids"]) for request in client.seen] == [9, 9, 9, 1]
+        await front.stamp(1, "d")
+        await front.resume()
+        await client.step()
+        await asyncio.gather(*tasks)
+
+    run(body)
+
+
+def keeps_adapters(client: FakeClient) -> None:
+    client.vllm_config.lora_config = object()
+
+
+def keeps_replicas(client: FakeClient) -> None:
+    client.vllm_config.parallel_config.data_parallel_size = 2
+
+
+def can_sleep(client: FakeClient) -> None:
+    client.vllm_config.model_config.enable_sleep_mode = True
+
+
+def pauses_as_vllm_does(client: FakeClient) -> None:
+    del client.engine_core  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("of", [keeps_adapters, keeps_replicas, can_sleep, pauses_as_vllm_does])
+def test_what_an_engine_could_not_take_while_it_stands_still_waits(of: Callable[[FakeClient], None]) -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        quick(client)
+        of(client)
+        early = asked(front, 1, min_step=1)
+        await front.pause(step=1)
+        await settle()
+        assert not client.seen
+        await front.stamp(1, "d")
+        await front.resume()
+        await client.step()
+        assert steps(front, await early) == [1]
+
+    run(body)
+
+
+def test_nothing_is_handed_in_early_beside_what_is_in_flight() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        quick(client)
+        flying = asked(front, 2)
+        await client.step()
+        early = asked(front, 1, min_step=1)
+        await front.pause(step=1)
+        await settle()
+        assert len(client.seen) == 1
+        await front.stamp(1, "d")
+        await front.resume()
+        await client.step()
+        assert steps(front, await flying) == [-1, 1]
+        assert steps(front, await early) == [1]
+
+    run(body)
+
+
+def test_who_was_handed_in_early_for_a_step_that_nobody_publishes_is_told() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        quick(client)
+        early = asked(front, 1, min_step=1)
+        await front.pause(step=1)
+        await settle()
+        assert client.seen
+        told = asyncio.ensure_future(front.broken_off())
+        await settle()
+        await front.resume()
+        with pytest.raises(Stopped, match="was not published"):
+            await told
+        early.cancel()
 
     run(body)
 

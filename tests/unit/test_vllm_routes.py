@@ -491,10 +491,10 @@ def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause", {"seconds": 0.02})
         await c.post("/bridge/sleep", {"level": 1})
-        assert c.front._lease is None
+        assert not c.front.lease.runs
         await c.post("/bridge/wake", {"seconds": 500})
-        assert c.front._lease is not None
-        c.front._end_lease()
+        assert c.front.lease.runs
+        c.front.lease.end()
 
     run(body)
 

@@ -21,7 +21,7 @@ from tandem.engines._vllm_fleet import Fleet
 from tandem.engines._vllm_process import free_port
 from tandem.engines.base import Needs
 from tandem.engines.vllm import Vllm
-from tandem.errors import EngineError
+from tandem.errors import Deadline, EngineError, StaleWeights
 from tandem.types import Completion, PolicyVersion, Sampling
 
 
@@ -87,7 +87,7 @@ class Somebodys:
 
     async def _generate(self, request: web.Request) -> web.Response:
         self.asked += 1
-        await request.read()
+        self.least = msgspec.json.decode(await request.read()).get("min_step", -1)
         if self.cut:
             self.cut -= 1
             assert request.transport is not None
@@ -210,6 +210,41 @@ def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplo
             assert [completion.versions for completion in found] == [(2,)] * 4
             assert one.asked == before + 2
             assert f"{one.url} answers again; the weights of now are published to it" in caplog.text
+
+    run(go)
+
+
+def test_requests_say_which_policy_step_they_are_for_and_no_older_one_is_taken() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, _):
+            assert (await sample(engine)).versions == (1,)
+            assert one.least == -1, "any will do"
+            assert engine.ahead(1)
+            assert (await sample(engine)).versions == (1,)
+            assert one.least == 1
+            assert engine.ahead(2)
+            with pytest.raises(StaleWeights, match=f"{one.url} sampled before version 2 was published to it"):
+                await sample(engine)
+
+    run(go)
+
+
+def test_a_request_for_a_policy_that_is_to_come_has_time_to_wait_for_the_trainer_as_well() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            one.gate.clear()
+            engine.servers[0]._request = 0.1
+            with pytest.raises(Deadline):
+                await sample(engine)
+            engine.ahead(2)
+            early = asyncio.create_task(sample(engine))
+            await asyncio.sleep(0.4)
+            assert not early.done()
+            await publisher.commit(2)
+            one.gate.set()
+            assert (await early).versions == (2,)
 
     run(go)
 

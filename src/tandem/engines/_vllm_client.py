@@ -100,11 +100,11 @@ class Server:
         """
         return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
 
-    async def generate(self, asked: wire.Generate) -> wire.Generated:
-        """Sample; counted, so that load can be spread."""
+    async def generate(self, asked: wire.Generate, *, later: float = 0.0) -> wire.Generated:
+        """Sample; counted, so that load can be spread. It may begin as many seconds ``later``."""
         self.outstanding += 1
         try:
-            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self._request)
+            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self._request + later)
         finally:
             self.outstanding -= 1
         return answer

@@ -19,10 +19,11 @@ from tandem.engines._vllm_pauses import Pauses
 from tandem.engines._vllm_slot import Borrowed
 from tandem.engines._vllm_stored import Stored
 from tandem.engines.base import Adapter, Engine, Health, Needs, Probe
-from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError
+from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 from tandem.weights import sharing
 from tandem.weights.bridge import VllmBridge
+from tandem.weights.checksums import joined
 
 PROBE_TEMPERATURE = 0.7
 """Not 1, so that logprobs that leave the temperature out are seen."""
@@ -52,6 +53,7 @@ class Vllm(Engine):
         self._needs = needs
         self._patience = patience
         self._version = PolicyVersion(step=0, digest="")
+        self._least = -1
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: Adapter | None = None
@@ -131,7 +133,7 @@ class Vllm(Engine):
                 "shorten the prompt or raise context"
             )
         seed = key % 2**63 if self._seeded else None
-        asked = wire.asked(prompt, sampling, limit=room, ends=self._ends, seed=seed, flat=True)
+        asked = wire.asked(prompt, sampling, limit=room, ends=self._ends, seed=seed, flat=True, min_step=self._least)
         tries = 0
         while True:
             async with waits.waiting(waits.actor("rollouts"), "an engine with weights", on="trainer"):
@@ -139,8 +141,9 @@ class Vllm(Engine):
             if self.fleet.failure is not None:
                 raise self.fleet.failure
             epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
+            later = self._patience if asked.min_step > self._version.step else 0.0  # it waits for the trainer first
             try:
-                return self._completion(server, await server.generate(asked))
+                return self._completion(server, await server.generate(asked, later=later), asked.min_step)
             except Unreachable:
                 tries += 1
                 if self.fleet.closed or not await self._revived(server, epoch, tries):
@@ -157,11 +160,12 @@ class Vllm(Engine):
             await self._republish()  # which recovers those of others, though not in the midst of a publish
         return self.fleet.ours or epoch != self.epoch or tries < TRIES
 
-    def _completion(self, server: Server, found: wire.Generated) -> Completion:
+    def _completion(self, server: Server, found: wire.Generated, least: int) -> Completion:
         self._same(server, found.engine)
         versions = wire.steps(found.versions[0])
-        if any(version < 0 for version in versions):
-            raise StaleWeights(f"{server.name} sampled before any weights were published to it")
+        if any(version < max(0, least) for version in versions):
+            newest = "any weights were" if least < 1 else f"version {least} was"
+            raise StaleWeights(f"{server.name} sampled before {newest} published to it")
         tokens = found.token_ids[0]
         logprobs = found.token_logprobs[0] if found.token_logprobs else []
         if len(logprobs) != len(tokens):
@@ -236,8 +240,12 @@ class Vllm(Engine):
             await self._forget_old()
         self._pending = None
 
-    async def pause(self, *, finish: bool = False) -> None:
-        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience))
+    def ahead(self, step: int) -> bool:
+        self._least = step
+        return True
+
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience, step=step))
 
     async def release(self, reason: str) -> None:
         await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._patience)
@@ -277,7 +285,7 @@ class Vllm(Engine):
         out: dict[str, Mapping[str, int]] = {}
         for server, answer in zip(self.servers, await self.fleet.all("/bridge/checksums", body), strict=True):
             self._same(server, answer["engine"])
-            out[server.name] = _added_up(server.name, answer["ranks"])
+            out[server.name] = joined(server.name, answer["ranks"])
         return out
 
     async def lend(self) -> Mapping[str, Any]:
@@ -366,25 +374,6 @@ class Vllm(Engine):
 
     async def disconnect(self) -> None:
         await self.fleet.all("/nccl/stop_receiver")
-
-
-def _added_up(engine: str, ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
-    """Checksums of whole tensors, from those of the parts that each rank holds.
-
-    Raises:
-        TornWeights: two ranks hold the same part with other values.
-    """
-    parts: dict[str, int] = {}
-    for number, rank in enumerate(ranks):
-        for part, value in rank.items():
-            if parts.setdefault(part, int(value, 16)) != int(value, 16):
-                name = part.rpartition("@")[0]
-                raise TornWeights(f"{engine}: rank {number} holds another copy of {name!r} than the ranks before it")
-    sums: dict[str, int] = {}
-    for part, share in parts.items():
-        name = part.rpartition("@")[0]
-        sums[name] = (sums.get(name, 0) + share) % 2**64
-    return sums
 
 
 def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:

@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.engines._vllm_answers import Answer, Answers
+from tandem.engines._vllm_lease import Lease
+from tandem.engines._vllm_pausing import Room, Scheduler
 from tandem.engines._vllm_places import PROBES, Places
 from tandem.engines._vllm_scheduler import ASKED as IN_PIECES
 from tandem.engines._vllm_wire import IN_PLACE, Refused
@@ -32,25 +34,17 @@ UNKNOWN = -1
 LOOK = 0.2
 """Seconds between two looks at whether vLLM's process lives."""
 
-SETTLE = 20
-"""Turns of the event loop in which tokens that have arrived reach whoever asked for them."""
-
 
 class Stopped(Exception):
     """The engine holds weights that nobody vouches for, so it answers nothing."""
 
 
 class Frontend:
-    """Between HTTP and vLLM's asynchronous engine (``AsyncLLM``, of which only public methods are used but three).
-
-    The three, each with a public way to fall back on: ``engine_core.pause_scheduler_async``, because the public
-    ``pause_generation`` sleeps 20 ms after the work is done; ``engine_core.outputs_queue``, to see that every token
-    sampled before a pause has been handed out; and ``output_processor.request_states``, which counts the tokens of
-    requests in flight, so that they need not be handed over one by one.
-    """
+    """Between HTTP and vLLM's asynchronous engine."""
 
     def __init__(self, client: Any):
         self.client = client
+        self._scheduler = Scheduler(client)
         self.id = uuid.uuid4().hex[:12]
         self.state: State = "serving"
         self.reason = ""
@@ -63,12 +57,13 @@ class Frontend:
         self._live: dict[str, Answers] = {}
         self._proven = 0
         self._era_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
-        self._lease: asyncio.TimerHandle | None = None
-        self._stopping: asyncio.Task[None] | None = None
+        self.lease = Lease(self.stop)
         self._broken_off = asyncio.Event()
         self._paused_at = 0.0
         self._stood_still = 0.0
         self._stamped: int | None = None
+        self._coming: int | None = None
+        self._room = Room()
         self.written = False
         self._first = 0
         self._changed = asyncio.Event()
@@ -80,17 +75,24 @@ class Frontend:
         return self.steps[self._proven]
 
     async def pause(
-        self, *, finish: bool = False, reason: str = "its weights were replaced before they were proven"
+        self,
+        *,
+        finish: bool = False,
+        reason: str = "its weights were replaced before they were proven",
+        step: int | None = None,
     ) -> State:
         """Return the state until now, once nothing is sampled and all that was sampled is filed. Twice is once.
 
         Args:
             finish: let requests in flight end first.
             reason: told to those that were sampled by weights that are being proven; nobody gets such tokens.
+            step: policy step of the weights that are to come, if it is known.
         """
         async with self._control:
+            self._coming = self._coming if step is None else step
             before = self.state
             if before == "paused":
+                self._turn("paused")  # for those that wait for this step
                 return before
             if self.state == "proving":
                 self._break_off(reason)
@@ -98,6 +100,8 @@ class Frontend:
             if finish:
                 await self.places.empty()
             await self._halt()
+            self._room = Room() if self.places.running else self._scheduler.room()
+            self._turn("paused")  # once more, for those that there is room for now
             self._paused_at = self._paused_at or time.monotonic()
             return before
 
@@ -106,58 +110,12 @@ class Frontend:
         async with self._control:
             await self._halt()
 
-    def rest(self) -> None:
-        """Who paused it may take as long as it likes to come back: it sleeps."""
-        self._end_lease()
-
     async def _halt(self) -> None:
-        """Have the scheduler stand still, and every token that it sampled be filed."""
-        core = getattr(self.client, "engine_core", None)
-        pause = getattr(core, "pause_scheduler_async", None)
-        if pause is not None:
-            await pause(mode="keep", clear_cache=False)
-        else:
-            await self.client.pause_generation(mode="keep", clear_cache=False)
-        queue = getattr(core, "outputs_queue", None)
-        while queue is not None and not queue.empty():
-            await asyncio.sleep(0)
-        for _ in range(SETTLE):
-            await asyncio.sleep(0)
-        self._mark()
-
-    @property
-    def _states(self) -> Mapping[str, Any] | None:
-        """vLLM's own record of requests in flight, which counts their tokens; None where it keeps it elsewhere."""
-        states = getattr(getattr(self.client, "output_processor", None), "request_states", None)
-        return states if isinstance(states, Mapping) else None
-
-    def _mark(self) -> None:
-        """Note how many tokens each request in flight has: those are of the era that ends."""
-        for state in (self._states or {}).values():
-            owner = getattr(state, "parent_req", None) or state
-            answers = self._live.get(owner.external_req_id)
-            if answers is not None:
-                answer = answers.completions[state.request_index]
-                answer.marks.append((self.era, state.detokenizer.num_output_tokens()))
-
-    def expect_back(self, seconds: float) -> None:
-        """Stop if whoever paused the engine does not resume it in time: weights half written must not be served.
-
-        Each pause, also of an engine that is paused, begins the time anew.
-        """
-        self._end_lease()
-        loop = asyncio.get_running_loop()
-
-        def late() -> None:
-            reason = f"paused {seconds:g} s ago and never resumed; its trainer is gone. Publish again"
-            self._stopping = loop.create_task(self.stop(reason))
-
-        self._lease = loop.call_later(seconds, late)
-
-    def _end_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = None
+        """Have the scheduler stand still, and every token that it sampled be filed under the era that ends."""
+        await self._scheduler.halt()
+        for key, index, tokens in self._scheduler.counts():
+            if key in self._live:
+                self._live[key].completions[index].marks.append((self.era, tokens))
 
     async def stamp(self, step: int, digest: str, adapter: Any = None) -> None:
         """The weights held now are this policy step, from the era that is being proven or from the next one.
@@ -175,6 +133,7 @@ class Frontend:
                 self._proven = self.era
                 self.steps[self.era] = step
                 self._named_era()
+                self._turn("serving")
             else:
                 self._stamped = step
 
@@ -191,13 +150,15 @@ class Frontend:
             if self._stamped is None and (self.written or self.state == "proving"):
                 raise Refused(409, "weights were written and nobody says whose: stamp them first (POST /bridge/stamp)")
             if self.state == "paused":
+                if self._room.requests and self._stamped is None:
+                    self._break_off("the policy step that it was to be sampled by was not published")
                 self._begin_era()
                 await self._go_on()
             self.steps[self.era] = self.steps[self._proven] if self._stamped is None else self._stamped
-            self._stamped = None
+            self._stamped = self._coming = None
             self._proven = self.era
             self._named_era()
-            self._end_lease()
+            self.lease.end()
             self._turn("serving")
             still, self._stood_still = self._stood_still, 0.0
             return still
@@ -223,8 +184,8 @@ class Frontend:
         if self.state != "paused":
             await self.pause(reason=reason)
         async with self._control:
-            self._end_lease()
-            self._stamped, self.written = None, True
+            self.lease.end()
+            self._stamped, self._coming, self.written = None, None, True
             self._break_off(reason)
             self._turn("stopped")
 
@@ -256,7 +217,7 @@ class Frontend:
         scheduler goes on at the end of the block, once those that waited are handed in too: one forward pass for all.
         """
         async with self._control:
-            stood, alone = self.state in ("paused", "stopped"), not self.places.running
+            stood, alone = self.state in ("paused", "stopped"), self._alone
             if stood:
                 self._begin_era()
                 if not alone:
@@ -277,7 +238,7 @@ class Frontend:
         For a probe takes longer beside the prompts of a whole wave. Where nothing is in flight, it is the wave that all
         wait for.
         """
-        others = bool(self.places.running)
+        others = not self._alone
         self._first += others
         try:
             yield
@@ -285,12 +246,18 @@ class Frontend:
             self._first -= others
             self._turn(self.state)
 
+    @property
+    def _alone(self) -> bool:
+        """Nothing is in flight but what was handed in since the scheduler stands still."""
+        return self.places.running <= self._room.requests
+
     def _begin_era(self) -> None:
         self.era += 1
+        self._room = Room()
         self.steps[self.era] = UNKNOWN if self._stamped is None else self._stamped
 
     async def _go_on(self) -> None:
-        await self.client.resume_generation()
+        await self._scheduler.go_on()
         self._stood_still += time.monotonic() - self._paused_at
         self._paused_at = 0.0
 
@@ -315,23 +282,52 @@ class Frontend:
                 return
             await self._changed.wait()
 
+    @property
+    def _asked(self) -> int:
+        """Policy step of the weights that what is asked now is sampled by, as far as it is known."""
+        return self.step if self.state == "serving" or self._coming is None else self._coming
+
     @contextlib.asynccontextmanager
-    async def admitted(self, answers: int = 1) -> AsyncIterator[None]:
-        """Within it that many answers may be asked of the scheduler: their cache salt must be that of their era."""
+    async def admitted(
+        self, answers: int = 1, *, prompt: Sequence[int] = (), min_step: int = UNKNOWN
+    ) -> AsyncIterator[None]:
+        """Within it that many answers may be asked of the scheduler: their cache salt must be that of their era.
+
+        Args:
+            answers: places that are taken.
+            prompt: of a request that waits for a policy step; such may be handed in before the scheduler goes on.
+            min_step: the step, which is waited for in nobody's way.
+        """
+        while min_step > self._asked and self.state != "stopped":
+            await self._changed.wait()
         async with self.places.taken(answers):
-            while self.state == "paused" or (self._first and self.state == "proving"):
+            while not self._admits(prompt, answers, min_step):
                 await self._changed.wait()
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield
 
+    def _admits(self, prompt: Sequence[int], answers: int, min_step: int) -> bool:
+        if self.state == "paused":
+            return min_step > UNKNOWN and self._room.takes(prompt, answers)
+        return not (self._first and self.state == "proving")
+
     @property
     def salt(self) -> str:
-        """Prefix cache entries are found under the same salt alone, so none outlives the weights it was made by."""
-        return f"{self.id}-{self.era}"
+        """Prefix cache entries are found under the same salt alone, so none outlives the weights it was made by.
+
+        What is handed in while the scheduler stands still is of the era to come.
+        """
+        return f"{self.id}-{self.era + bool(self._room.requests)}"
 
     async def generate(
-        self, prompt: Sequence[int], params: Mapping[str, Any], *, adapter: Any = None, probe: str = ""
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        adapter: Any = None,
+        probe: str = "",
+        min_step: int = UNKNOWN,
     ) -> Answers:
         """Sample; the answer is given out once every era in it is proven.
 
@@ -340,6 +336,7 @@ class Frontend:
             params: of vLLM's SamplingParams.
             adapter: a LoRARequest, instead of the one that is served.
             probe: cache salt of a question about the weights themselves: answered while they are being proven.
+            min_step: oldest policy step that may sample it; one that is to come is waited for.
 
         Raises:
             Stopped: the weights are in doubt.
@@ -349,13 +346,15 @@ class Frontend:
         from vllm.sampling_params import RequestOutputKind
 
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
-        kind = RequestOutputKind.DELTA if self._states is None else RequestOutputKind.FINAL_ONLY
+        kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
         whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
         # Where this release can: lists for all tokens, not a mapping and an object for each.
         flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
         params_ = SamplingParams(**params, **flat, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
         with self.places.using(adapter):  # whoever asks for one by name has it also after it has waited
-            async with contextlib.nullcontext() if probe else self.admitted(params_.n):
+            async with (
+                contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
+            ):
                 found = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
             await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))

@@ -227,7 +227,7 @@ class _Live:
         if not ids:
             raise Refused(400, "prompt is empty: it needs at least one token")
         adapter = None if asked.adapter is None else self.adapters.named(asked.adapter)
-        found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter)
+        found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter, min_step=asked.min_step)
         flat = asked.flat_logprobs and asked.logprobs is not None
         return wire.Generated(
             text=[c.text for c in found.completions],
@@ -282,8 +282,8 @@ class _Live:
 
     async def pause(self, body: bytes) -> Any:
         asked = parsed(body, wire.Pause)
-        before = await self.frontend.pause(finish=asked.finish)
-        self.frontend.expect_back(asked.seconds)
+        before = await self.frontend.pause(finish=asked.finish, step=asked.step)
+        self.frontend.lease.renew(asked.seconds)
         return {"state": self.frontend.state, "before": before}
 
     async def resume(self, body: bytes) -> Any:

@@ -33,7 +33,7 @@ class Sleeper:
         if not getattr(front.client.vllm_config.model_config, "enable_sleep_mode", False):
             raise Refused(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
         if not self.level:
-            front.rest()
+            front.lease.end()
             if asked.level > 1:
                 front.written = True
             self.level = asked.level
@@ -47,5 +47,5 @@ class Sleeper:
             await front.client.wake_up()
             await front.still()  # some releases begin to schedule as they wake up
             self.level = 0
-            front.expect_back(asked.seconds)
+            front.lease.renew(asked.seconds)
         return {"level": self.level}

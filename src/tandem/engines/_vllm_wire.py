@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -54,7 +55,7 @@ class Ids(Body):
     prompt_token_ids: list[Token]
 
 
-_OURS = frozenset({"prompt", "adapter", "stream", "flat_logprobs"})
+_OURS = frozenset({"prompt", "adapter", "stream", "flat_logprobs", "min_step"})
 """Fields of ``Generate`` that say nothing of sampling."""
 
 
@@ -88,6 +89,8 @@ class Generate(Body):
     """False spares the text."""
     adapter: str | None = None
     """Name of a loaded adapter, instead of what is served."""
+    min_step: Whole = -1
+    """Oldest policy step that may sample it: it waits until that is published, or is being proven. -1: any may."""
     stream: bool = False
     """Refused when true: /v1/completions streams."""
 
@@ -109,6 +112,7 @@ def asked(
     ends: Sequence[int],
     seed: int | None = None,
     flat: bool = False,
+    min_step: int = -1,
 ) -> Generate:
     """A request for one completion of at most ``limit`` tokens, with the logprob of each token.
 
@@ -131,6 +135,7 @@ def asked(
         include_stop_str_in_output=True,
         logprobs=0,
         flat_logprobs=flat,
+        min_step=min_step,
         detokenize=bool(sampling.stop),
     )
 
@@ -163,6 +168,8 @@ class Pause(Body):
     """Let requests in flight end first."""
     seconds: Seconds = 600.0
     """How long it may last, proof included: an engine that nobody resumes by then is stopped instead of hanging."""
+    step: Whole | None = None
+    """Policy step that is about to be published, if any: requests for it are sampled beside its proof."""
 
 
 class Sleep(Body):
@@ -384,13 +391,7 @@ class Info(msgspec.Struct, kw_only=True):
 
 def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of equal steps: ``[3, 3, 4]`` is ``[(3, 2), (4, 1)]``."""
-    out: list[tuple[int, int]] = []
-    for step in steps:
-        if out and out[-1][0] == step:
-            out[-1] = (step, out[-1][1] + 1)
-        else:
-            out.append((step, 1))
-    return out
+    return [(step, sum(1 for _ in same)) for step, same in groupby(steps)]
 
 
 def steps(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -156,12 +156,20 @@ class Engine(ABC):
     async def stamp(self, version: PolicyVersion) -> None:
         """Tokens sampled from now on carry this version. Called by ``WeightSync`` alone, after its proof."""
 
+    def ahead(self, step: int) -> bool:
+        """From now on requests are for the policy of ``step``: asked before it is published, they wait for it.
+
+        False, and nothing is changed, where they could not.
+        """
+        return False
+
     @abstractmethod
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         """Return once no token is being sampled.
 
         Args:
             finish: let requests in flight end first; otherwise they are kept, wait, and go on under the next version.
+            step: the policy step that is about to be published, where one is.
         """
 
     @abstractmethod

@@ -138,7 +138,7 @@ class _Engine(Engine):
     async def stamp(self, version: PolicyVersion) -> None:
         self._version = version
 
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         if finish and self._gate.is_set():  # what an earlier pause holds cannot end
             await self._drained()
         self._gate.clear()

@@ -141,7 +141,7 @@ class _Engine(Engine):
     async def stamp(self, version: PolicyVersion) -> None:
         self._version = version
 
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         if finish and self._gate.is_set():
             self._admitting.clear()
             await asyncio.gather(*self._running, return_exceptions=True)

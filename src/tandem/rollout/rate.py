@@ -207,6 +207,11 @@ class Pace:
         """Steps that the oldest of these groups may wait for their own."""
         return -(-self.ahead // self.groups_per_step)
 
+    @property
+    def on_policy(self) -> bool:
+        """Nothing is ever sampled while a step is trained."""
+        return not self.ahead and self.budget is None
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A step begins with this: the trainer waits for its groups."""

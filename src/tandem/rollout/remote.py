@@ -230,7 +230,7 @@ class RemoteEngine(Engine):
     async def stamp(self, version: PolicyVersion) -> None:
         raise _not_ours("stamp")
 
-    async def pause(self, *, finish: bool = False) -> None:
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         raise _not_ours("pause")
 
     async def resume(self) -> float:

@@ -194,10 +194,10 @@ class Link:
             elif held:
                 await self.engine.release(reason)
 
-    async def hold(self, *, finish: bool = False) -> None:
-        """Have the engine stand still until a publish succeeds, or is given up."""
+    async def hold(self, *, finish: bool = False, step: int | None = None) -> None:
+        """Have the engine stand still until a publish, of that policy step if it is known, succeeds or is given up."""
         self._held = True
-        await self.engine.pause(finish=finish)
+        await self.engine.pause(finish=finish, step=step)
 
     def adapter(self) -> Adapter:
         """The adapter that is trained, live."""
@@ -225,6 +225,11 @@ class Link:
             await self._persist(start)
         yield self
 
+    def ahead(self, step: int, *, last: bool = False) -> bool:
+        """Have an engine that stays as it is take requests for the policy that ``commit`` is to publish; if it can."""
+        stays = self.sync.due(step, last=last) and not self.sync.finishes and not self.engine.sleeps
+        return stays and self.engine.ahead(step)
+
     @asynccontextmanager
     async def commit(self, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
         """``[pause: step] -> optimizer (the block) -> [pause: move] -> move -> prove -> stamp -> resume``.
@@ -240,7 +245,7 @@ class Link:
             paused_at = None
             if self.sync.pause == "step":
                 paused_at = time.monotonic()
-                await self._stand_still()
+                await self._insist(lambda: self._halt(step), "the engine is asked to stand still again")
                 self.written = True
                 handoff.stands_still()
             optimizer_at = time.monotonic()
@@ -329,12 +334,9 @@ class Link:
         """Whether the engine that died since ``epoch`` lives again; a request in flight may have seen to that."""
         return await self.engine.recover() or self.engine.epoch != epoch
 
-    async def _stand_still(self) -> None:
-        await self._insist(self._halt, "the engine is asked to stand still again")
-
-    async def _halt(self) -> None:
+    async def _halt(self, step: int) -> None:
         async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
-            await self.hold(finish=self.sync.finishes)
+            await self.hold(finish=self.sync.finishes, step=step)
         if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
             await self._bind(fresh=False)
 
@@ -343,7 +345,7 @@ class Link:
     ) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
-            await self._halt()
+            await self._halt(version.step)
             if handoff is not None and not self.sync.finishes:  # where requests would die with the engine, later
                 handoff.stands_still()
         elif self._bound != self.engine.epoch:

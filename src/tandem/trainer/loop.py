@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from tandem import machine
 from tandem.errors import TandemError
 from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.policy.policy import Policy
+from tandem.rollout.cursor import Cursor
 from tandem.rollout.rate import Pace
 from tandem.rollout.supply import Supply
 from tandem.sync.base import Link, Published
@@ -95,16 +96,17 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             await link.rest()
             with trace.span("seconds/pack"):
                 batch = run.pack(groups, version=state.step)
-            stats = await run.step.forward_backward(batch)
             step = state.step + 1
             # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
             goes_on = step < run.steps and not run.evaluates(step)
+            early = _Early(run, link, feed, groups, step if goes_on else None)
+            stats = await run.step.forward_backward(batch, early)
             async with link.commit(step, last=step == run.steps) as handoff:
                 run.reached(step)
                 # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
                 paced = run.pace.step(step, stats.metrics)
-                parts, cursor = [paced, feed.metrics(), run.grading()], feed.cursor()
-                if goes_on:
+                parts, cursor = [paced, feed.metrics(), run.grading()], early.cursor or feed.cursor()
+                if goes_on and early.cursor is None:
                     # What is asked while the engine stands still waits there, all of it, and gets the new weights.
                     handoff.when_still(partial(feed.release, groups))
                 parts.append(await run.step.apply(step, batch, stats))
@@ -127,6 +129,20 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             if await run.checkpoints.save(state):
                 await feed.saved(state.cursor)
     return state
+
+
+class _Early:
+    """Asks for the groups of the next step while the device is still busy with this one; they wait for its policy."""
+
+    def __init__(self, run: Run, link: Link, feed: Supply, groups: Sequence[Group], step: int | None):
+        self._run, self._link, self._feed, self._groups, self._step = run, link, feed, groups, step
+        self.cursor: Cursor | None = None
+        """Where the feed stood before; None while nothing was asked."""
+
+    def __call__(self) -> None:
+        if self._step is not None and self._run.pace.on_policy and self._link.ahead(self._step):
+            self.cursor = self._feed.cursor()
+            self._feed.release(self._groups)
 
 
 class _Writing:

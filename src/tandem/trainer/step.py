@@ -68,11 +68,18 @@ class Step:
                     parameter.register_post_accumulate_grad_hook(self.stepper.accumulate)
             self._hooked = True
 
-    async def forward_backward(self, batch: StepBatch) -> StepStats:
-        """Gradient of the step's loss, added up over its micro-batches."""
-        return await self._pass(batch, ())
+    async def forward_backward(self, batch: StepBatch, queued: Callable[[], None] = lambda: None) -> StepStats:
+        """Gradient of the step's loss, added up over its micro-batches.
 
-    async def _pass(self, batch: StepBatch, known: Sequence[Known]) -> StepStats:
+        Args:
+            batch: what to train on.
+            queued: called when all is queued, and the host has nothing to do until the device is done.
+        """
+        return await self._pass(batch, (), queued)
+
+    async def _pass(
+        self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None] = lambda: None
+    ) -> StepStats:
         """Once over all micro-batches; the host waits for the device when all are queued, and not before."""
         self.hook()
         found: list[tuple[Told, Tensor]] = []
@@ -82,6 +89,7 @@ class Step:
             told, logprobs_N, now = await self.policy.compute(self._micro, micro, before)
             found.append((told, logprobs_N))
             kept.append(now)
+        queued()
         metrics, values = await self.policy.compute(self._settle, found)
         logprobs: dict[str, list[float]] = {}
         for micro, of_micro in zip(batch.micro, values, strict=True):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.errors import TornWeights
+
 Sums = dict[str, int]
 """Checksum of each tensor, from 0 to 2^64 - 1, by name."""
 
@@ -112,6 +114,25 @@ def digest(sums: Mapping[str, int]) -> str:
     for name, value in sorted(sums.items()):
         hasher.update(f"{name}={value}\n".encode())
     return hasher.hexdigest()
+
+
+def joined(whose: str, ranks: Sequence[Mapping[str, str]]) -> Sums:
+    """Checksums of whole tensors, from those of the parts (``name@place``) that each rank holds, as hexadecimals.
+
+    Raises:
+        TornWeights: two ranks hold the same part with other values; ``whose`` they are is said.
+    """
+    parts: Sums = {}
+    for number, rank in enumerate(ranks):
+        for part, value in rank.items():
+            if parts.setdefault(part, int(value, 16)) != int(value, 16):
+                name = part.rpartition("@")[0]
+                raise TornWeights(f"{whose}: rank {number} holds another copy of {name!r} than the ranks before it")
+    sums: Sums = {}
+    for part, share in parts.items():
+        name = part.rpartition("@")[0]
+        sums[name] = (sums.get(name, 0) + share) & _MASK
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
