@@ -74,13 +74,12 @@ class Scheduler:
     def room(self) -> Room:
         """What it may be given while it stands still; call it when it does, with nothing in flight."""
         config = self._client.vllm_config
-        kept = (
-            self._quick is None,  # the public pause keeps them back itself
-            config.lora_config is not None,  # the adapter that comes is not known yet
-            config.model_config.enable_sleep_mode,  # nothing may be in flight then
-            getattr(config.parallel_config, "data_parallel_size", 1) > 1,  # a request sets all replicas going
-        )
-        if any(kept):
+        if (
+            self._quick is None  # the public pause keeps them back itself
+            or config.lora_config is not None  # the adapter that comes is not known yet
+            or getattr(config.model_config, "enable_sleep_mode", False)  # nothing may be in flight then
+            or getattr(config.parallel_config, "data_parallel_size", 1) > 1  # a request sets all replicas going
+        ):
             return Room()
         cached = config.cache_config.enable_prefix_caching
         batched = config.scheduler_config.max_num_batched_tokens
