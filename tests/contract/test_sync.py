@@ -818,8 +818,8 @@ def test_an_engine_that_is_paused_when_nothing_was_written_yet_serves_on(
     with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
         pause = pair.engine.pause
 
-        async def half(*, finish: bool = False) -> None:
-            await pause(finish=finish)
+        async def half(*, finish: bool = False, step: int | None = None) -> None:
+            await pause(finish=finish, step=step)
             raise EngineError("the other does not answer")
 
         async def fails() -> None:

@@ -162,9 +162,9 @@ class Vllm(Engine):
 
     def _completion(self, server: Server, found: wire.Generated, least: int) -> Completion:
         self._same(server, found.engine)
-        versions = wire.steps(found.versions[0])
-        if any(version < max(0, least) for version in versions):
-            newest = "any weights were" if least < 1 else f"version {least} was"
+        versions, least = wire.steps(found.versions[0]), max(0, least)
+        if min(versions, default=least) < least:
+            newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
         tokens = found.token_ids[0]
         logprobs = found.token_logprobs[0] if found.token_logprobs else []
