@@ -925,7 +925,7 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
     class Slow(Attesting):
         async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
             later(3.0)
-            await super().pause(finish=finish)
+            await super().pause(finish=finish, step=step)
 
     async def work(engine: Watched) -> Published:
         async with sync(fault=lambda held: later(20.0)).open(policy, engine, START, Full()) as link:

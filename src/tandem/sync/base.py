@@ -225,9 +225,9 @@ class Link:
             await self._persist(start)
         yield self
 
-    def ahead(self, step: int, *, last: bool = False) -> bool:
-        """Have an engine that stays as it is take requests for the policy that ``commit`` is to publish; if it can."""
-        stays = self.sync.due(step, last=last) and not self.sync.finishes and not self.engine.sleeps
+    def ahead(self, step: int) -> bool:
+        """Have an engine that stays as it is take requests for a policy that ``commit`` is to publish; if it can."""
+        stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
         return stays and self.engine.ahead(step)
 
     @asynccontextmanager
