@@ -11,7 +11,8 @@ import pytest
 from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
 from tandem.engines._vllm_answers import Answer, Answers
-from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_frontend import ANSWERED, Frontend, Stopped
+from tandem.engines._vllm_pausing import AT_ONCE
 from tandem.engines._vllm_probe import probe as question
 from tandem.engines._vllm_scheduler import ASKED
 from tandem.engines._vllm_wire import IN_PLACE, Refused
@@ -404,8 +405,16 @@ def test_completions_are_kept_apart() -> None:
     run(body)
 
 
-def test_the_public_pause_and_the_quick_one_are_the_same() -> None:
-    """Tokens that had left the engine before it stood still are filed under the weights that made them."""
+@pytest.mark.parametrize(("at_once", "turns"), [(None, 0), ("1", 200), ("8", 25)])
+def test_the_public_pause_and_the_quick_one_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, at_once: str | None, turns: int
+) -> None:
+    """Tokens that had left the engine before it stood still are filed under the weights that made them.
+
+    vLLM files those of so many requests at once, and lets others have their turn before it goes on.
+    """
+    if at_once is not None:
+        monkeypatch.setenv(AT_ONCE, at_once)
 
     class Core:
         def __init__(self, client: FakeClient):
@@ -421,6 +430,8 @@ def test_the_public_pause_and_the_quick_one_are_the_same() -> None:
             for _ in range(50):
                 await asyncio.sleep(0)
             self.outputs_queue.get_nowait()
+            for _ in range(turns):
+                await asyncio.sleep(0)
             request = self.client.requests[0]
             request.outputs.put_nowait(self.client._output(request))
 
@@ -429,7 +440,10 @@ def test_the_public_pause_and_the_quick_one_are_the_same() -> None:
         task = asked(front, 2)
         await client.step()
         client.engine_core = Core(client)  # type: ignore[attr-defined]
+        client.vllm_config.scheduler_config.max_num_seqs = 200
         await front.pause()
+        await front.stamp(2, "d")
+        await front.resume()
         assert steps(front, await task) == [1, 1]
 
     run(body)
@@ -505,6 +519,12 @@ def quick(client: FakeClient) -> None:
     client.engine_core = SimpleNamespace(pause_scheduler_async=client.pause_generation)  # type: ignore[attr-defined]
 
 
+async def answered() -> None:
+    """A pause has been answered, so those that there is room for are handed in."""
+    await asyncio.sleep(2 * ANSWERED)
+    await settle()
+
+
 def salts(client: FakeClient) -> list[str]:
     return [request.prompt["cache_salt"] for request in client.seen]
 
@@ -521,9 +541,10 @@ def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
         assert steps(front, await other) == [4]
         client.seen.clear()
         await front.pause(step=5)
+        assert not client.seen, "the pause is answered first"
         more = asked(front, 1, min_step=5)
         other = asked(front, 1)
-        await settle()
+        await answered()
         assert len(client.seen) == 2
         client.weights = 5
         proof = asyncio.ensure_future(question(front, [1, 2], temperature=1.0, max_tokens=1, seed=0, ends=[]))
@@ -553,7 +574,7 @@ def test_no_more_is_handed_in_early_than_one_pass_reads() -> None:
 
         tasks = [ask(*range(9)), ask(*range(9)), ask(*range(1, 10)), ask(7, 7), ask(7)]
         await front.pause(step=1)
-        await settle()
+        await answered()
         assert [len(request.prompt["prompt_token_ids"]) for request in client.seen] == [9, 9, 9, 1]
         await front.stamp(1, "d")
         await front.resume()
@@ -586,7 +607,7 @@ def test_what_an_engine_could_not_take_while_it_stands_still_waits(of: Callable[
         of(client)
         early = asked(front, 1, min_step=1)
         await front.pause(step=1)
-        await settle()
+        await answered()
         assert not client.seen
         await front.stamp(1, "d")
         await front.resume()
@@ -603,7 +624,7 @@ def test_nothing_is_handed_in_early_beside_what_is_in_flight() -> None:
         await client.step()
         early = asked(front, 1, min_step=1)
         await front.pause(step=1)
-        await settle()
+        await answered()
         assert len(client.seen) == 1
         await front.stamp(1, "d")
         await front.resume()
@@ -619,7 +640,7 @@ def test_who_was_handed_in_early_for_a_step_that_nobody_publishes_is_told() -> N
         quick(client)
         early = asked(front, 1, min_step=1)
         await front.pause(step=1)
-        await settle()
+        await answered()
         assert client.seen
         told = asyncio.ensure_future(front.broken_off())
         await settle()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engines import _vllm_scheduler
-from tandem.engines._vllm_scheduler import ASKED, FIELDS, PIECE, joined, scheduler
+from tandem.engines._vllm_scheduler import ASKED, FIELDS, PIECE, scheduler
 
 INSTALLED = sorted((Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/v1"))
 """vLLM's own files, which nothing of this environment can import."""
@@ -37,12 +37,33 @@ class Request:
     def __init__(self, key: str, *, length: int, first: int = 0, asked: bool = True, logprobs: int | None = 0):
         self.key, self.length, self.first, self.logprobs, self.made = key, length, first, logprobs, 0
         self.ended = False
-        self.sampling_params = SimpleNamespace(extra_args={ASKED: True} if asked else {"somebody": "else's"})
+        self.sampling_params = SimpleNamespace(
+            extra_args={ASKED: True} if asked else {"somebody": "else's"}, logprobs=logprobs
+        )
         if logprobs is None:
             self.sampling_params.extra_args = None
 
     def is_finished(self) -> bool:
         return self.ended
+
+
+class Ran:
+    """What a forward pass gave, as vLLM has it: a row for each request, or as many as it has new tokens."""
+
+    def __init__(self, requests: Sequence[Request], counts: Sequence[int], *, several: bool = False):
+        width = 1 + max((request.logprobs or 0 for request in requests), default=0)
+        self.req_ids = [request.key for request in requests]
+        self.req_id_to_index = {key: i for i, key in enumerate(self.req_ids)}
+        ids = [list(range(r.made, min(r.made + n, r.length))) for r, n in zip(requests, counts, strict=True)]
+        self.sampled = [[r.first + i for i in of] for r, of in zip(requests, ids, strict=True)]
+        # Who got no token has a row nevertheless, of what nobody may see.
+        filed = ids if several else [of or [-(10**6)] for of in ids]
+        parts = [rows(r.first, of, width) for r, of in zip(requests, filed, strict=True)]
+        begins = [0, *np.cumsum([len(of) for of in filed]).tolist()]
+        self.logprobs: LogprobsLists | None = None
+        if any(request.logprobs is not None for request in requests):
+            arrays = [np.concatenate([part[i] for part in parts]) for i in range(3)]
+            self.logprobs = LogprobsLists(*arrays, begins[:-1] if several else None)
 
 
 class Scheduler:
@@ -52,24 +73,35 @@ class Scheduler:
         self.config = vllm_config
         self.requests: dict[str, Request] = {}
         self.lingers: set[str] = set()
+        self.cut = 0
+        """Logprobs that were cut out for one request."""
 
-    def update_from_output(self, tokens: int, *, fails: Sequence[str] = ()) -> dict[int, Any]:
-        width = 1 + max((request.logprobs or 0 for request in self.requests.values()), default=0)
+    def update_from_output(self, fails: Sequence[str], ran: Ran) -> dict[int, Any]:
         outputs = []
-        for key, request in list(self.requests.items()):
-            ids = [] if key in fails else list(range(request.made, min(request.made + tokens, request.length)))
-            request.made += len(ids)
+        for row, key in enumerate(ran.req_ids):
+            request = self.requests.get(key)
+            if request is None:  # it ended since the pass began
+                continue
+            tokens = [] if key in fails else ran.sampled[row]
+            request.made += len(tokens)
             over = key in fails or request.made == request.length
             if over:
                 del self.requests[key]
-            outputs.append(
-                SimpleNamespace(
-                    request_id=key,
-                    new_token_ids=[request.first + i for i in ids],
-                    new_logprobs=rows(request.first, ids, width) if ids and request.logprobs is not None else None,
-                    finish_reason="length" if over else None,
+            found = None
+            if ran.logprobs is not None and request.logprobs is not None and tokens:
+                self.cut += 1
+                begins = ran.logprobs.cu_num_generated_tokens
+                at = row if begins is None else begins[row]
+                found = LogprobsLists(*(array[at : at + len(tokens)] for array in ran.logprobs[:3]), None)
+            if tokens or over:
+                outputs.append(
+                    SimpleNamespace(
+                        request_id=key,
+                        new_token_ids=tokens,
+                        new_logprobs=found,
+                        finish_reason="length" if over else None,
+                    )
                 )
-            )
         return {0: SimpleNamespace(outputs=outputs)}
 
     def finish_requests(self, keys: Sequence[str]) -> None:
@@ -112,14 +144,25 @@ def admitted(made: Any, *requests: Request) -> None:
     made.requests.update({request.key: request for request in requests})
 
 
-def played(made: Any, passes: Sequence[int]) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
+def ran(made: Any, count: int = 1, *, fails: Sequence[str] = (), several: bool = False) -> list[Any]:
+    """The outputs of a pass that gave each request so many tokens."""
+    requests = list(made.requests.values())
+    found = made.update_from_output(fails, Ran(requests, [count] * len(requests), several=several or count > 1))
+    return list(found[0].outputs)
+
+
+def played(made: Any, passes: int) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
     """Tokens of each request, and the logprobs that came with each of its outputs."""
     tokens, logprobs = defaultdict(list), defaultdict(list)
-    for number in passes:
-        for output in made.update_from_output(number)[0].outputs:
+    for _ in range(passes):
+        for output in ran(made):
             tokens[output.request_id] += output.new_token_ids
             logprobs[output.request_id].append(output.new_logprobs)
     return tokens, logprobs
+
+
+def lengths(parts: Sequence[Any]) -> list[int]:
+    return [0 if part is None else len(part.logprobs) for part in parts]
 
 
 def test_vllms_own_choice_is_what_comes_after_ours(made: Any) -> None:
@@ -136,40 +179,65 @@ def test_where_logprobs_are_handed_over_in_another_way_nothing_is_changed(monkey
 
 
 def test_a_piece_leaves_when_it_is_full_and_the_last_with_the_end(made: Any) -> None:
-    admitted(made, Request("a", length=2 * PIECE + 3))
-    tokens, logprobs = played(made, [1] * (2 * PIECE + 3))
-    assert tokens["a"] == list(range(2 * PIECE + 3)), "tokens are told at once"
-    assert [len(part.logprobs) if part else 0 for part in logprobs["a"]] == [
-        *[0] * (PIECE - 1), PIECE, *[0] * (PIECE - 1), PIECE, 0, 0, 3
-    ]  # fmt: skip
-    assert not made._held
+    admitted(made, Request("a", length=2 * PIECE + 4))
+    tokens, logprobs = played(made, 2 * PIECE + 4)
+    assert tokens["a"] == list(range(2 * PIECE + 4)), "tokens are told at once"
+    assert lengths(logprobs["a"]) == [1, *[0] * (PIECE - 1), PIECE, *[0] * (PIECE - 1), PIECE, 0, 0, 3]
+    assert not list(made._held)
+
+
+def test_those_that_begin_together_do_not_send_together(made: Any) -> None:
+    """Else every so many passes the next one waits for all of them."""
+    admitted(made, *(Request(str(i), length=3 * PIECE, first=1000 * i) for i in range(2 * PIECE)))
+    _, logprobs = played(made, 3 * PIECE)
+    sent = [sum(of[i] is not None for of in logprobs.values()) for i in range(3 * PIECE)]
+    assert sent == [2] * (3 * PIECE - 1) + [2 * PIECE]
+
+
+def test_where_all_asked_vllm_cuts_nothing_out_of_a_pass(made: Any) -> None:
+    admitted(made, Request("a", length=9), Request("b", length=9))
+    played(made, 3)
+    assert made.cut == 0
+    admitted(made, Request("c", length=9, asked=False))
+    played(made, 2)
+    assert made.cut == 6
 
 
 @pytest.mark.parametrize("length", [1, 2, PIECE - 1, PIECE, PIECE + 1])
 def test_the_end_leaves_nothing_behind(made: Any, length: int) -> None:
     admitted(made, Request("a", length=length, first=5))
-    _, logprobs = played(made, [1] * length)
-    whole = joined([part for part in logprobs["a"] if part is not None])
-    assert whole.logprob_token_ids[:, 0].tolist() == [5 + i for i in range(length)]
+    _, logprobs = played(made, length)
+    ids = [i for part in logprobs["a"] if part is not None for i in part.logprob_token_ids[:, 0].tolist()]
+    assert ids == [5 + i for i in range(length)]
     assert logprobs["a"][-1] is not None
-    assert not made._held
+    assert not list(made._held)
 
 
 def test_who_did_not_ask_gets_each_with_its_token(made: Any) -> None:
     admitted(made, Request("a", length=5, asked=False), Request("b", length=5), Request("c", length=5, logprobs=None))
-    _, logprobs = played(made, [1] * 5)
-    assert [len(part.logprobs) for part in logprobs["a"]] == [1] * 5
-    assert [part is None for part in logprobs["b"]] == [True] * 4 + [False]
+    _, logprobs = played(made, 5)
+    assert lengths(logprobs["a"]) == [1] * 5
+    assert lengths(logprobs["b"]) == [1, 0, 0, 0, 4]
     assert logprobs["c"] == [None] * 5
 
 
+def test_who_wants_other_logprobs_than_its_own_gets_each_with_its_token(made: Any) -> None:
+    admitted(made, Request("a", length=3, logprobs=2), Request("b", length=3))
+    _, logprobs = played(made, 3)
+    assert [part.logprobs.shape for part in logprobs["a"]] == [(1, 3)] * 3
+    assert logprobs["b"][-1].logprobs.shape == (2, 1)
+
+
 @given(
-    passes=st.lists(st.integers(0, 5), min_size=1, max_size=60),
+    turns=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 3), min_size=5, max_size=5)), max_size=60),
     wanted=st.lists(
-        st.tuples(st.integers(1, 90), st.sampled_from([0, 0, 3, None]), st.integers(0, 40)), min_size=1, max_size=5
+        st.tuples(st.integers(1, 90), st.sampled_from([0, 0, 0, 3, None]), st.integers(0, 40)), min_size=1, max_size=5
     ),
+    order=st.randoms(use_true_random=False),
 )
-def test_nothing_is_lost_doubled_or_moved(passes: list[int], wanted: list[tuple[int, int | None, int]]) -> None:
+def test_nothing_is_lost_doubled_or_moved(
+    turns: list[tuple[bool, list[int]]], wanted: list[tuple[int, int | None, int]], order: Any
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         made = make(patch, LogprobsLists)
     requests = [
@@ -178,13 +246,17 @@ def test_nothing_is_lost_doubled_or_moved(passes: list[int], wanted: list[tuple[
     ]
     seen: dict[str, list[Any]] = defaultdict(list)
     tokens: dict[str, list[int]] = defaultdict(list)
-    for turn, number in enumerate([*passes, *[1] * 140]):
+    for turn, (several, counts) in enumerate([*turns, *[(False, [1] * 5)] * 140]):
         admitted(made, *(request for request, (*_, since) in zip(requests, wanted, strict=True) if since == turn))
-        for output in made.update_from_output(number)[0].outputs:
+        # Rows are in whatever order, somebody may be left out, and only a pass that speculates gives several tokens.
+        live = [r for r in made.requests.values() if turn >= len(turns) or order.random() < 0.8]
+        order.shuffle(live)
+        gave = [counts[int(r.key)] if several else min(1, counts[int(r.key)]) for r in live]
+        for output in made.update_from_output((), Ran(live, gave, several=several))[0].outputs:
             tokens[output.request_id] += output.new_token_ids
             if output.new_logprobs is not None:
                 seen[output.request_id].append(output.new_logprobs)
-    assert not made._held
+    assert not list(made._held)
     for request in requests:
         assert tokens[request.key] == [request.first + i for i in range(request.length)]
         if request.logprobs is None:
@@ -200,31 +272,51 @@ def test_nothing_is_lost_doubled_or_moved(passes: list[int], wanted: list[tuple[
         assert found[1].dtype == alone.logprobs.dtype, "what is sent is what was computed"
 
 
-def test_neighbours_that_want_more_do_not_widen_a_piece_in_its_midst(made: Any) -> None:
-    admitted(made, Request("a", length=4))
-    first = played(made, [1])[1]["a"]
-    admitted(made, Request("b", length=1, logprobs=6))
-    parts = played(made, [1, 1, 1])[1]["a"]
-    assert first == [None]
-    assert parts[-1].logprob_token_ids.tolist() == [[0], [1], [2], [3]]
+def test_what_was_sent_stays_as_it_is_when_others_take_its_place(made: Any) -> None:
+    """It is encoded on another thread, later."""
+    admitted(made, Request("a", length=2, first=10))
+    sent = played(made, 2)[1]["a"]
+    admitted(made, Request("b", length=2, first=500))
+    played(made, 2)
+    assert [part.logprob_token_ids.tolist() for part in sent] == [[[10]], [[11]]]
+
+
+def test_one_that_ended_while_a_pass_ran_is_not_begun_again(made: Any) -> None:
+    one, other = Request("a", length=5), Request("b", length=5)
+    admitted(made, one, other)
+    under_way = Ran([one, other], [1, 1])
+    made.finish_requests(["a"])
+    (output,) = made.update_from_output((), under_way)[0].outputs
+    assert output.request_id == "b"
+    assert list(made._held) == ["b"]
 
 
 @pytest.mark.parametrize("lingers", [False, True])
 def test_what_is_held_of_a_request_that_is_aborted_goes_with_it(made: Any, lingers: bool) -> None:
     admitted(made, Request("a", length=9), Request("b", length=9))
-    played(made, [1, 1])
+    played(made, 2)
     if lingers:
         made.lingers.add("a")
     made.finish_requests(["a"])
-    assert set(made._held) == {"b"}
+    assert list(made._held) == ["b"]
 
 
 def test_one_that_fails_without_another_token_takes_what_is_held(made: Any) -> None:
     admitted(made, Request("a", length=9))
-    played(made, [1, 1])
-    (output,) = made.update_from_output(1, fails=["a"])[0].outputs
-    assert output.new_logprobs.logprob_token_ids.tolist() == [[0], [1]]
-    assert not made._held
+    played(made, 3)
+    (output,) = ran(made, fails=["a"])
+    assert output.new_logprobs.logprob_token_ids.tolist() == [[1], [2]]
+    assert not list(made._held)
+
+
+def test_more_requests_than_ever_before_find_room(made: Any) -> None:
+    for many in (3, 100, 300):
+        admitted(made, *(Request(f"{many}-{i}", length=4, first=i) for i in range(many)))
+        _, logprobs = played(made, 4)
+        for key, parts in logprobs.items():
+            first = int(key.split("-")[1])
+            ids = [i for part in parts if part is not None for i in part.logprob_token_ids[:, 0].tolist()]
+            assert ids == [first + i for i in range(4)]
 
 
 @pytest.mark.skipif(not INSTALLED, reason="there is no vLLM beside this environment")

@@ -31,6 +31,9 @@ State = Literal["serving", "paused", "proving", "stopped"]
 UNKNOWN = -1
 """Era, and policy step, of weights that nobody has stamped."""
 
+ANSWERED = 0.002
+"""Seconds in which a pause is answered, before those that there is room for are handed in: that takes longer."""
+
 LOOK = 0.2
 """Seconds between two looks at whether vLLM's process lives."""
 
@@ -101,7 +104,8 @@ class Frontend:
                 await self.places.empty()
             await self._halt()
             self._room = Room() if self.places.running else self._scheduler.room()
-            self._turn("paused")  # once more, for those that there is room for now
+            # For those that there is room for now.
+            asyncio.get_running_loop().call_later(ANSWERED, lambda: self._turn(self.state))
             self._paused_at = self._paused_at or time.monotonic()
             return before
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+AT_ONCE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+"""vLLM's variable: of how many requests the tokens of a forward pass are filed in one turn of the event loop."""
+FEW = 8
+"""The same, so that answers which end together are on their way one after another, and not all behind the last."""
 SETTLE = 20
-"""Turns of the event loop in which tokens that have arrived reach whoever asked for them."""
+"""Turns of the event loop in which tokens that were filed reach whoever asked for them."""
 PROBE_TOKENS = 1024
 """Of a forward pass, kept for a probe: three times its text, or a block of the cache and one token."""
 
@@ -68,8 +73,14 @@ class Scheduler:
         queue = getattr(self._core, "outputs_queue", None)
         while queue is not None and not queue.empty():
             await asyncio.sleep(0)
-        for _ in range(SETTLE):
+        for _ in range(SETTLE + self._turns):
             await asyncio.sleep(0)
+
+    @property
+    def _turns(self) -> int:
+        """Of the event loop, in which the tokens of one forward pass are filed."""
+        at_once = int(os.environ.get(AT_ONCE) or 128)
+        return -(-int(self._client.vllm_config.scheduler_config.max_num_seqs) // at_once)
 
     def room(self) -> Room:
         """What it may be given while it stands still; call it when it does, with nothing in flight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -396,4 +396,4 @@ def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 def steps(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Inverse of ``runs``."""
-    return tuple(step for step, count in found for _ in range(count))
+    return tuple(chain.from_iterable(repeat(step, count) for step, count in found))

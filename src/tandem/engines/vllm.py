@@ -17,6 +17,7 @@ from tandem.engines._vllm_arguments import flag, not_free
 from tandem.engines._vllm_client import Server
 from tandem.engines._vllm_engine import Vllm as LiveVllm
 from tandem.engines._vllm_fleet import Fleet, Launch
+from tandem.engines._vllm_pausing import AT_ONCE, FEW
 from tandem.engines._vllm_places import PROBES
 from tandem.engines._vllm_process import has_vllm
 from tandem.engines.base import (
@@ -310,6 +311,7 @@ class Vllm(EngineSpec):
             "TANDEM_ADAPTER_FOLDERS": str(folder),
             "TANDEM_TRAINER": _me(),
             "TANDEM_LINGER": str(self.linger_seconds),
+            AT_ONCE: os.environ.get(AT_ONCE) or str(FEW),
             # Whatever is published to is checksummed, and what was repacked cannot be.
             "TANDEM_IN_PLACE": "1" if needs.port is not None else None,
             # Memory of expandable segments cannot be shared between processes.

@@ -13,7 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -255,26 +255,25 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
 
     ``advantage`` is that of every sampled token, unless the environment gave each its own.
     """
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    advantages: list[float] = []
-    versions: list[int] = []
-    begins: list[int] = []
-    temperature, prompt_len = 1.0, 0
-    each = iter(rollout.advantages if rollout.advantages is not None else repeat(advantage))
+    tokens: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
+    begins: tuple[int, ...] = ()
+    oldest, temperature, prompt_len = 0, 1.0, 0
+    given = None if rollout.advantages is None else iter(rollout.advantages)
 
     def sample() -> Sample:
         return Sample(
-            tokens=tuple(tokens),
-            mask=tuple(mask),
-            logprobs=tuple(logprobs),
-            advantages=tuple(advantages),
+            tokens=tokens,
+            mask=mask,
+            logprobs=logprobs,
+            advantages=advantages,
             temperature=temperature,
             prompt_len=prompt_len,
-            begins=tuple(begins),
+            begins=begins,
             group=group.id,
-            version=min(versions),
+            version=oldest,
             env=group.env,
             rollout=rollout.id,
         )
@@ -283,19 +282,20 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
         completion = turn.completion
         if not completion.tokens:
             continue
-        if not tokens or turn.temperature != temperature or tuple(tokens) != turn.prompt[: len(tokens)]:
+        first, count = completion.version_min, len(completion.tokens)
+        if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
             if tokens:
                 yield sample()
-            tokens, mask, logprobs, advantages, versions, begins = [], [], [], [], [], []
-            temperature, prompt_len = turn.temperature, len(turn.prompt)
+            tokens, mask, logprobs, advantages, begins = (), (), (), (), ()
+            oldest, temperature, prompt_len = first, turn.temperature, len(turn.prompt)
         new = turn.prompt[len(tokens) :]
         none = (0.0,) * len(new)
-        begins.append(len(turn.prompt))
-        tokens.extend((*new, *completion.tokens))
-        mask.extend((False,) * len(new) + (True,) * len(completion.tokens))
-        logprobs.extend((*none, *completion.logprobs))
-        advantages.extend((*none, *islice(each, len(completion.tokens))))
-        versions.extend(completion.versions)
+        begins += (len(turn.prompt),)
+        tokens += new + completion.tokens
+        mask += (False,) * len(new) + (True,) * count
+        logprobs += none + completion.logprobs
+        advantages += none + ((advantage,) * count if given is None else tuple(islice(given, count)))
+        oldest = min(oldest, first)
     if tokens:
         yield sample()
 
