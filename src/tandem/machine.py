@@ -49,6 +49,12 @@ def accelerator() -> Machine | None:
     return Machine(name=torch.cuda.get_device_name(0), free=free, total=total, is_host=False)
 
 
+def in_turns() -> bool:
+    """Whether processes have the accelerator one after another: NVIDIA's MPS, under which they do not, does not run."""
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    return accelerator() is not None and not (pipes / "control").exists()
+
+
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,13 @@ def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), machine.settled():
         _ = 1 / 0
     assert gc.get_freeze_count() == 0
+
+
+def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(machine, "accelerator", lambda: None)
+    assert not machine.in_turns(), "there is no card"
+    monkeypatch.setattr(machine, "accelerator", lambda: machine.Machine(name="H", free=1, total=2, is_host=False))
+    assert machine.in_turns()
+    (tmp_path / "control").touch()
+    assert not machine.in_turns()

@@ -196,3 +196,27 @@ def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytes
     told = " ".join(capsys.readouterr().out.split())
     assert f"problem engine {'engine.python' if case == 'no vLLM' else ''}" in told
     assert says.split()[-1] in told
+
+
+@pytest.mark.parametrize(
+    ("turns", "changes", "told"),
+    [
+        (True, {"max_lag": 1}, True),
+        (True, {"max_lag": "auto"}, True),
+        (True, {"max_lag": 0}, False),
+        (True, {"max_lag": 1, "sync": "broadcast"}, False),
+        (False, {"max_lag": 1}, False),
+    ],
+)
+def test_a_recipe_that_would_gain_from_mps_is_told_so(
+    turns: bool,
+    changes: dict[str, Any],
+    told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("tandem.machine.in_turns", lambda: turns)
+    engine = {"kind": "vllm", "urls": ["http://x:1"]}
+    check(recipe(tmp_path, **{"engine": engine, "sync": "shared", **changes}), [], 1)
+    assert ("NVIDIA's MPS" in " ".join(capsys.readouterr().out.split())) is told

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tandem import machine, memory, resolve
 from tandem.config import RunConfig, load
+from tandem.engines.base import CanAttest, CanLend
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.recipe.sources import Source
@@ -23,6 +24,8 @@ from tandem.types import Rollout, Task
 
 _SHOWN = 3
 """Failures shown of many alike."""
+
+_TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/engines.md)"
 
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
@@ -103,7 +106,9 @@ class _Look:
     def _engine(self) -> str:
         """Whether this machine can have it."""
         config = self._config
-        return config.engine.check(trains=config.trains, folder=Path(config.runs) / (config.name or ""))
+        found = config.engine.check(trains=config.trains, folder=Path(config.runs) / (config.name or ""))
+        apart = CanAttest in config.engine.ports and config.sync.port is CanLend
+        return f"{found}; {_TURNS}" if apart and config.most_lag and machine.in_turns() else found
 
     def _sinks(self) -> str:
         """Libraries that sinks need."""
