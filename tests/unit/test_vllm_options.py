@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tandem import config, run
+from tandem.engines._vllm_pausing import AT_ONCE, FEW
 from tandem.engines.base import Needs
 from tandem.engines.embedded import Embedded
 from tandem.engines.vllm import LAST_PORT, RANKS, Vllm
@@ -196,6 +197,16 @@ def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytes
     told = " ".join(capsys.readouterr().out.split())
     assert f"problem engine {'engine.python' if case == 'no vLLM' else ''}" in told
     assert says.split()[-1] in told
+
+
+@pytest.mark.parametrize(("given", "has"), [(None, str(FEW)), ("", str(FEW)), ("64", "64")])
+def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwise(
+    given: str | None, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(AT_ONCE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(AT_ONCE, given)
+    assert Vllm()._environment(Needs(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Scheduler:
         outputs = []
         for row, key in enumerate(ran.req_ids):
             request = self.requests.get(key)
-            if request is None:  # it ended since the pass began
+            if request is None or request.is_finished():  # it ended since the pass began
                 continue
             tokens = [] if key in fails else ran.sampled[row]
             request.made += len(tokens)
@@ -281,10 +281,22 @@ def test_what_was_sent_stays_as_it_is_when_others_take_its_place(made: Any) -> N
     assert [part.logprob_token_ids.tolist() for part in sent] == [[[10]], [[11]]]
 
 
-def test_one_that_ended_while_a_pass_ran_is_not_begun_again(made: Any) -> None:
+def test_neighbours_that_want_more_do_not_widen_a_piece_in_its_midst(made: Any) -> None:
+    admitted(made, Request("a", length=5))
+    first = played(made, 2)[1]["a"]
+    admitted(made, Request("b", length=1, logprobs=6))
+    parts = played(made, 3)[1]["a"]
+    assert lengths(first) == [1, 0]
+    assert parts[-1].logprob_token_ids.tolist() == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("lingers", [False, True])
+def test_one_that_ended_while_a_pass_ran_is_not_begun_again(made: Any, lingers: bool) -> None:
     one, other = Request("a", length=5), Request("b", length=5)
     admitted(made, one, other)
     under_way = Ran([one, other], [1, 1])
+    if lingers:
+        made.lingers.add("a")
     made.finish_requests(["a"])
     (output,) = made.update_from_output((), under_way)[0].outputs
     assert output.request_id == "b"

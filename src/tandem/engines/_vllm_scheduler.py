@@ -87,11 +87,8 @@ class Pieces:
 
     def _asked(self, key: str) -> bool:
         """Whether it wants pieces, and of a token no other logprob than its own."""
-        request = self.requests.get(key)
-        if request is None or request.sampling_params is None:
-            return False
-        params = request.sampling_params
-        return params.logprobs == 0 and bool((params.extra_args or {}).get(ASKED))
+        params = None if self._over(key) else self.requests[key].sampling_params
+        return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(ASKED))
 
 
 class Held:

@@ -107,8 +107,8 @@ class _Look:
         """Whether this machine can have it."""
         config = self._config
         found = config.engine.check(trains=config.trains, folder=Path(config.runs) / (config.name or ""))
-        apart = CanAttest in config.engine.ports and config.sync.port is CanLend
-        return f"{found}; {_TURNS}" if apart and config.most_lag and machine.in_turns() else found
+        lent = CanAttest in config.engine.ports and config.sync.port is CanLend
+        return f"{found}; {_TURNS}" if lent and config.most_lag and machine.in_turns() else found
 
     def _sinks(self) -> str:
         """Libraries that sinks need."""
