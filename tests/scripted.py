@@ -15,7 +15,7 @@ import torch
 from tiny import live_policy
 from torch import Tensor
 
-from tandem.engines.base import Adapter, Engine, Health, Probe
+from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Probe
 from tandem.errors import EngineError, TransportError
 from tandem.policy.policy import Policy
 from tandem.trains.base import Trains, read_into, safetensors_in
@@ -221,10 +221,11 @@ class Scripted(Engine):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         raise AssertionError("a probe is asked for instead")
 
-    async def probe(self, tokens: Sequence[int]) -> Sequence[Probe]:
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
         self._at("probe")
-        logprobs = self.inner.score([*tokens, *SAMPLED], 0.7)[len(tokens) - 1 :]
-        sampled = Completion(tokens=SAMPLED, logprobs=tuple(logprobs), versions=(0,) * len(SAMPLED), finish="length")
+        drawn = (SAMPLED * samples)[:samples]
+        logprobs = self.inner.score([*tokens, *drawn], 0.7)[len(tokens) - 1 :]
+        sampled = Completion(tokens=drawn, logprobs=tuple(logprobs), versions=(0,) * samples, finish="length")
         scored = tuple(self.inner.score(tokens))
         return [self.probed(Probe(name="engine one", scored=scored, sampled=sampled, temperature=0.7))]
 

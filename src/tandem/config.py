@@ -370,11 +370,15 @@ RESUMABLE = frozenset(
     {"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience"}
 )
 """Options that a resumed run may change: they do not decide what a training step computes."""
+RESUMABLE_SYNC = {"prove_every": 1, "tolerance": 0.0}
+"""Those of the way that weights travel, with the values that they have in the digest of every run."""
 
 
 def digest(config: RunConfig) -> str:
     """Hex digest of everything that decides what a training step computes."""
     trained = {key: value for key, value in as_json(config).items() if key not in RESUMABLE | {"runs", "name"}}
+    assert isinstance(trained["sync"], dict)
+    trained["sync"] = {**trained["sync"], **RESUMABLE_SYNC}
     return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
 
 

@@ -246,13 +246,15 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
     assert run("train", "runs/a", "steps=9", "sinks=[]", "evaluate.tasks=3", "checkpoint.every=7", "threads=1")[0] == 0
     config, _ = trainer.calls[0]
     assert (config.steps, config.sinks, config.evaluate.tasks, config.checkpoint.every) == (9, (), 3, 7)
-    for override in ("seed=1", "optimizer.lr=1", "name=b", "runs=c", "model=x"):
+    assert run("train", "runs/a", "sync.tolerance=0.5", "sync.prove_every=2")[0] == 0
+    assert trainer.calls[1][0].sync.tolerance == 0.5
+    for override in ("seed=1", "optimizer.lr=1", "name=b", "runs=c", "model=x", "sync={kind: shared}"):
         code, _, err = run("train", "runs/a", override)
         assert code == 2
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        may = "broker, checkpoint, checkpointing, evaluate, grading, patience, sinks, steps, threads"
+        may = "broker, checkpoint, checkpointing, evaluate, grading, patience, sinks, steps, sync.prove_every, sync.tol"
         assert f"these may change: {may}" in err
 
 

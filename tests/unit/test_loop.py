@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from feeding import Trainer, ids
 from feeding import run as limited
 
-from tandem.errors import Deadline, EngineError, TandemError
+from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.rate import Pace
 from tandem.rollout.supply import Supply
@@ -48,6 +49,8 @@ class Scene:
     every: int = 1
     stop_at: str = ""
     failure: TandemError | None = None
+    unproven: int = 0
+    finite: bool = True
     log: list[str] = field(default_factory=list)
     recorded: list[tuple[int, bool, bool]] = field(default_factory=list)
     saved: dict[int, Json] = field(default_factory=dict)
@@ -55,6 +58,7 @@ class Scene:
     trainer: Trainer = field(default_factory=Trainer)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     least: int = 0
+    folder: Path = Path("runs/here/checkpoints")
 
     def note(self, what: str) -> None:
         self.log.append(what)
@@ -75,7 +79,7 @@ class Scene:
         self.trainer.group = group  # type: ignore[method-assign]
         run: Any = loop.Run(
             steps=STEPS,
-            policy=SimpleNamespace(device="cpu"),  # type: ignore[arg-type]
+            policy=SimpleNamespace(device="cpu", compute=self.compute),  # type: ignore[arg-type]
             link=self,  # type: ignore[arg-type]
             feed=Noted(self),
             pack=self.pack,  # type: ignore[arg-type]
@@ -98,6 +102,13 @@ class Scene:
     async def open(self, start: PolicyVersion) -> AsyncIterator[Scene]:
         yield self
 
+    @property
+    def trained(self) -> SimpleNamespace:
+        return SimpleNamespace(finite=lambda: self.finite)
+
+    async def compute(self, work: Callable[[], Any]) -> Any:
+        return work()
+
     async def rest(self) -> None:
         """It never sleeps."""
 
@@ -107,12 +118,15 @@ class Scene:
         return self.early
 
     @asynccontextmanager
-    async def commit(self, step: int, *, last: bool) -> AsyncIterator[Handoff]:
+    async def commit(self, step: int, *, last: bool, recent: Sequence[Sequence[int]]) -> AsyncIterator[Handoff]:
         handoff = Handoff()
         if self.stands_still:
             handoff.stands_still()
         yield handoff
         await self.some_while()
+        if step == self.unproven:
+            handoff.unproven = PolicyVersion(step=step, digest=f"d{step}")
+            raise StaleWeights(f"version {step} was moved, but the engine does not sample from it")
         self.note(f"moved {step}")
         handoff.published = Published(version=PolicyVersion(step=step, digest=f"d{step}"), moved=True)
         handoff.stands_still()
@@ -312,6 +326,29 @@ def test_a_stop_in_between_loses_nothing(stop_at: str, asked: str, every: int, l
     second.train(TrainerState.from_json(first.saved[reached.step]))
     assert ids(first.batches) + ids(second.batches) == ids(whole.batches)
     assert len(set(ids(whole.batches))) == 2 * STEPS
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("asked", ["moved", "still", "early"])
+def test_a_step_whose_proof_fails_is_saved_and_the_run_goes_on_from_it(asked: str, lag: int) -> None:
+    """It is the engine that is in doubt, not the policy: nothing is trained twice."""
+    whole = Scene(lag=lag)
+    whole.train()
+    ways = {"stands_still": asked == "still", "early": asked == "early"}
+    first = Scene(lag=lag, every=10, unproven=3, **ways)  # type: ignore[arg-type]
+    with pytest.raises(StaleWeights, match=r"Step 3 is saved\. To go on, .*: tandem train runs/here"):
+        first.train()
+    assert list(first.saved) == [3]
+    second = Scene(lag=lag, **ways)  # type: ignore[arg-type]
+    second.train(TrainerState.from_json(first.saved[3]))
+    assert ids(first.batches) + ids(second.batches) == ids(whole.batches)
+
+
+def test_a_policy_that_holds_no_numbers_is_not_saved() -> None:
+    scene = Scene(every=10, unproven=3, finite=False)
+    with pytest.raises(StaleWeights, match="The policy itself holds NaN or infinities: it is not saved"):
+        scene.train()
+    assert not scene.saved
 
 
 def test_what_was_played_since_the_last_step_is_not_played_again() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config import RunConfig
-from tandem.engines.base import Adapter, CanLend, Engine, EngineSpec, Health, Probe
+from tandem.engines.base import Adapter, CanLend, Engine, EngineSpec, Health
 from tandem.engines.embedded import Embedded
 from tandem.engines.fake import Fake
 from tandem.engines.vllm import Vllm
@@ -30,7 +29,8 @@ from tandem.metrics import Sum
 from tandem.policy.policy import Policy
 from tandem.run import check_pairs
 from tandem.sync import base, broadcast
-from tandem.sync._proof import PROBE, Behaviour, Checksums, differing, gap, mistaken_for
+from tandem.sync._probe_text import PROBE
+from tandem.sync._proof import Checksums, differing
 from tandem.sync.base import Link, Published, WeightSync
 from tandem.sync.broadcast import Broadcast
 from tandem.sync.hotswap import SPARE, Hotswap
@@ -539,234 +539,6 @@ def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None
     assert set(run(policy, work).versions) == {0, 1}
 
 
-# The probe of an engine that samples by other code than it scores
-
-
-def answered(policy: Policy, folder: Path, change: Callable[[Probe], Probe], **options: Any) -> float:
-    """The gap that is found where an engine holds the right bytes and answers a probe like this."""
-
-    async def work() -> float:
-        with scripted(folder, probed=change) as engine:
-            try:
-                async with Shared(**options).open(policy, engine, START, Full()) as link:
-                    found = (await link.publish(PolicyVersion(step=1, digest=""))).probe_gap
-                    assert found is not None
-                    return found
-            except StaleWeights:
-                assert engine.events[-1] == "stop"
-                assert engine.given == []
-                raise
-
-    return asyncio.run(work())
-
-
-def sampled(probe: Probe, logprobs: Sequence[float]) -> Probe:
-    assert probe.sampled is not None
-    return replace(probe, sampled=replace(probe.sampled, logprobs=tuple(logprobs)))
-
-
-def test_what_it_samples_is_compared_at_its_own_temperature(policy: Policy, tiny_model: Path) -> None:
-    asked: list[Probe] = []
-    assert answered(policy, tiny_model, lambda probe: asked.append(probe) or probe) < 1e-4  # type: ignore[func-returns-value]
-    for probe in asked:
-        assert probe.sampled is not None
-        assert probe.temperature == 0.7
-
-
-def test_a_sampled_token_that_the_model_does_not_have_is_no_lookup(policy: Policy, tiny_model: Path) -> None:
-    """A GPU would end the process over it, and the run would end without a reason."""
-
-    def garbage(probe: Probe) -> Probe:
-        assert probe.sampled is not None
-        tokens = (*probe.sampled.tokens[:-1], policy.head.weight.shape[0])
-        return replace(probe, sampled=replace(probe.sampled, tokens=tokens))
-
-    with pytest.raises(StaleWeights, match="on tokens sampled after a probe engine one and the trainer differ by inf"):
-        answered(policy, tiny_model, garbage)
-    assert all(math.isnan(value) for value in policy.score([1, -1, 2]))
-
-
-def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_model: Path) -> None:
-    """Scored at temperature 1 all is well; those of sampled tokens are of another distribution than was drawn from."""
-
-    def raw(probe: Probe) -> Probe:
-        assert probe.sampled is not None
-        tokens = policy.tokenizer.encode(PROBE)[:64]
-        return sampled(probe, policy.score([*tokens, *probe.sampled.tokens])[len(tokens) - 1 :])
-
-    with pytest.raises(StaleWeights, match="on tokens sampled after a probe engine one and the trainer differ"):
-        answered(policy, tiny_model, raw)
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        lambda logprobs: [logprobs[0] - 0.01, *logprobs[1:]],
-        lambda logprobs: [*logprobs[:-1], logprobs[-1] + 0.01],
-        lambda logprobs: logprobs[1:],
-        lambda logprobs: [*logprobs[:-1], float("nan")],
-    ],
-    ids=["first", "last", "length", "no number"],
-)
-def test_every_sampled_token_counts(
-    policy: Policy, tiny_model: Path, lie: Callable[[Sequence[float]], list[float]]
-) -> None:
-    def lied(probe: Probe) -> Probe:
-        assert probe.sampled is not None
-        return sampled(probe, lie(probe.sampled.logprobs))
-
-    with pytest.raises(StaleWeights, match="on tokens sampled after a probe"):
-        answered(policy, tiny_model, lied)
-
-
-def test_the_worst_gap_is_told(policy: Policy, tiny_model: Path) -> None:
-    def lied(probe: Probe) -> Probe:
-        assert probe.sampled is not None
-        probe = replace(probe, scored=(*probe.scored[:-1], probe.scored[-1] + 0.5))
-        return sampled(probe, [logprob - 0.25 for logprob in probe.sampled.logprobs])
-
-    assert answered(policy, tiny_model, lied, tolerance=1.0) == pytest.approx(0.5, abs=1e-4)
-    with pytest.raises(StaleWeights, match=r"on a probe engine one and the trainer differ by 0\.5 nats"):
-        answered(policy, tiny_model, lied)
-
-
-def noisy(values: Sequence[float], size: float, seed: int) -> list[float]:
-    noise = torch.randn(len(values), generator=torch.Generator().manual_seed(seed)) * size
-    return [value + float(n) for value, n in zip(values, noise, strict=True)]
-
-
-@pytest.mark.parametrize("effect", [0.0, 1e-4, 0.01, 0.03, 0.1])
-@pytest.mark.parametrize("rounded", ["the engine alone", "all three"])
-@pytest.mark.parametrize("heavy", [False, True])
-def test_noise_is_mistaken_for_no_other_weights(effect: float, rounded: str, heavy: bool) -> None:
-    """Also where a few tokens have most of the noise, and of the difference between two versions; and where what the
-    trainer computes is as rounded as what the engine does, so that what both compare with is off the same way."""
-    told, size = set(), [20.0 if heavy and i < 3 else 1.0 for i in range(120)]
-    for seed in range(400):
-
-        def sized(values: list[float], scale: float, draw: int, seed: int = seed) -> list[float]:
-            noise = noisy([0.0] * len(size), scale, 10 * seed + draw)
-            return [value + s * n for value, s, n in zip(values, size, noise, strict=True)]
-
-        true = noisy([-2.0] * len(size), 1.0, 10 * seed)
-        other, engine = sized(true, effect, 1), sized(true, 0.02, 2)
-        if rounded == "all three":
-            true, other = sized(true, 0.02, 3), sized(other, 0.02, 4)
-        told.add(mistaken_for(engine, true, {"another": other}))
-    assert told == {""}
-
-
-@pytest.mark.parametrize("tokens", [64, 256])
-@pytest.mark.parametrize("which", ["one", "another"])
-def test_an_engine_on_other_weights_is_seen_within_the_tolerance(which: str, tokens: int) -> None:
-    """The largest difference is within 0.3 nats, which bfloat16 may have alone; in a long probe, also where rounding
-    is half of what the weights differ by."""
-    mine = noisy([-2.0] * tokens, 1.0, 0)
-    others = {
-        name: [m + e for m, e in zip(mine, noisy([0.0] * tokens, 0.06, seed), strict=True)]
-        for name, seed in (("one", 1), ("another", 2))
-    }
-    engine = noisy(others[which], 0.005 if tokens == 64 else 0.03, 3)
-    assert gap(engine, mine) < 0.3
-    assert mistaken_for(engine, mine, others) == which
-    assert mistaken_for(mine, mine, others) == ""
-    assert mistaken_for(engine[:20], mine[:20], {name: values[:20] for name, values in others.items()}) == "", "too few"
-
-
-def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(policy: Policy) -> None:
-    stale: list[float] = []
-
-    def changed() -> None:
-        with torch.no_grad():
-            policy.head.weight.mul_(1.05)
-
-    async def work(engine: Watched) -> None:
-        async with Shared(tolerance=50.0).open(policy, engine, START, Full()) as link:
-            stale[:] = policy.score(link._behaviour.tokens)
-            with pytest.raises(StaleWeights, match="answers a probe as the version before does"):
-                async with link.commit(1):
-                    changed()
-
-    run(policy, work, scored=lambda logprobs: stale or logprobs)
-
-
-def test_an_engine_that_leaves_the_adapter_out_is_seen_within_the_tolerance(tiny_model: Path) -> None:
-    trains = Lora(rank=4, alpha=8)
-    base: list[float] = []
-
-    def changed() -> None:
-        with torch.no_grad():
-            for _, parameter in trains.parameters(policy.model):
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-
-    async def work(engine: Watched) -> None:
-        async with Shared(tolerance=50.0).open(policy, engine, START, trains) as link:
-            first = policy.score(link._behaviour.tokens)
-            async with link.commit(1):
-                changed()
-            base[:] = first  # no longer that of the version before
-            with pytest.raises(StaleWeights, match="answers a probe as the model without its adapter does"):
-                async with link.commit(2):
-                    changed()
-
-    with live_policy(tiny_model, trains=trains) as policy:
-        run(policy, work, scored=lambda logprobs: base or logprobs)
-
-
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=4, alpha=8)])
-def test_an_engine_is_asked_once_sums_agree_and_the_trainers_own_answer_keeps_it_from_nothing(
-    tiny_model: Path, trains: Trains, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An adapter's sums are taken by the thread that scores, so they come first there."""
-    score, order = Policy.score, list[str]()
-
-    def scored(self: Policy, *args: Any) -> list[float]:
-        order.append("scored")
-        return score(self, *args)
-
-    async def work(engine: Watched) -> None:
-        probe = engine.probe
-
-        async def probed(tokens: Sequence[int]) -> Sequence[Probe]:
-            order.append("asked")
-            return await probe(tokens)
-
-        async def sums() -> None:
-            await asyncio.sleep(0)
-            await policy.compute(lambda: None)
-            order.append("sums")
-
-        behaviour = Behaviour(policy, trains, 1.0)
-        # The first scores the model without its adapter too.
-        await behaviour.compare(engine, START, lambda: asyncio.sleep(0))
-        monkeypatch.setattr(Policy, "score", scored)
-        monkeypatch.setattr(engine, "probe", probed)
-        await behaviour.compare(engine, START, sums)
-
-    with live_policy(tiny_model, trains=trains) as policy:
-        run(policy, work)
-    assert order.index("sums") < order.index("asked")
-    assert (order[0] == "scored") == (trains.travels == "weights")
-
-
-def test_a_probe_from_a_prefix_cache_is_refused(policy: Policy, tiny_model: Path) -> None:
-    """Right by chance or not: keys and values that were computed before the publish are of older weights."""
-    with pytest.raises(StaleWeights, match="engine one took 16 tokens of a prompt from its prefix cache"):
-        answered(policy, tiny_model, lambda probe: replace(probe, cached=16))
-
-
-def test_each_of_several_engines_is_probed(policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = Scripted.probe
-
-    async def both(self: Scripted, tokens: Sequence[int]) -> list[Probe]:
-        (one,) = await probe(self, tokens)
-        return [one, replace(one, name="engine two", scored=tuple(x + 0.01 for x in one.scored))]
-
-    monkeypatch.setattr(Scripted, "probe", both)
-    with pytest.raises(StaleWeights, match="engine two"):
-        answered(policy, tiny_model, lambda probe: probe)
-
-
 def test_an_engine_that_was_started_again_is_proven_whatever_prove_every_says(policy: Policy, tiny_model: Path) -> None:
     async def work() -> list[bool]:
         with scripted(tiny_model) as engine:
@@ -1176,11 +948,3 @@ def test_checksums_and_digest_see_every_bit() -> None:
 def test_differing_names_what_is_missing_and_what_is_other() -> None:
     assert differing({"a": 1, "b": 2, "c": 3}, {"c": 3, "a": 2, "d": 4}) == ["a", "b"]
     assert differing({"a": 1}, {"a": 1, "b": 0}) == []
-
-
-def test_gap() -> None:
-    assert gap([-1.0, -2.0], [-1.5, -2.25]) == 0.5
-    assert gap([], []) == 0.0
-    assert gap([-1.0], []) == float("inf")
-    assert gap([float("nan")], [-1.0]) == float("inf")
-    assert gap([float("-inf")], [float("-inf")]) == float("inf")

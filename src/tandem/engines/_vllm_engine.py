@@ -18,7 +18,7 @@ from tandem.engines._vllm_inherit import inherit
 from tandem.engines._vllm_pauses import Pauses
 from tandem.engines._vllm_slot import Borrowed
 from tandem.engines._vllm_stored import Stored
-from tandem.engines.base import Adapter, Engine, Health, Needs, Probe
+from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Needs, Probe
 from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 from tandem.weights import sharing
@@ -29,8 +29,6 @@ PROBE_TEMPERATURE = 0.7
 """Not 1, so that logprobs that leave the temperature out are seen."""
 TRIES = 3
 """How often a request is asked of engines of somebody else's that are well and do not answer it."""
-PROBE_TOKENS = 4
-"""Tokens sampled after a probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +191,14 @@ class Vllm(Engine):
         prompt = found.prompt_logprobs or []
         return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
 
-    async def probe(self, tokens: Sequence[int]) -> Sequence[Probe]:
-        return await asyncio.gather(*(self._probe(server, tokens) for server in self.servers))
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+        return await asyncio.gather(*(self._probe(server, tokens, samples) for server in self.servers))
 
-    async def _probe(self, server: Server, tokens: Sequence[int]) -> Probe:
+    async def _probe(self, server: Server, tokens: Sequence[int], samples: int) -> Probe:
         asked = wire.Probe(
             tokens=list(tokens),
             temperature=PROBE_TEMPERATURE,
-            max_tokens=PROBE_TOKENS,
+            max_tokens=samples,
             stop_token_ids=self._ends,
             adapter=self._pending,
         )

@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tandem.types import Completion, PolicyVersion, Sampling
 
+PROBE_SAMPLES = 4
+"""Tokens sampled after a probe, unless more are asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
@@ -93,8 +96,10 @@ class Engine(ABC):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Logprob of each token but the first given those before it, at temperature 1: a probe."""
 
-    async def probe(self, tokens: Sequence[int]) -> Sequence[Probe]:
-        """Score ``tokens`` and, where sampling is other code than scoring, sample a few more; one answer per engine.
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+        """Score ``tokens`` and, where sampling is other code than scoring, sample up to ``samples`` more.
+
+        Returns one answer for each engine.
 
         Allowed while paused: it sees the weights as they are, and nobody else's tokens are given out for it.
         """

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from tandem.engines.base import CanAttest, Engine, Probe
+from tandem.engines.base import PROBE_SAMPLES, CanAttest, Engine, Probe
 from tandem.errors import EngineError, StaleWeights, TornWeights
 from tandem.policy.policy import Policy
+from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, nearer, scale
+from tandem.sync._probe_text import PROBE
 from tandem.types import PolicyVersion
 from tandem.weights.checksums import checksums
 
@@ -21,20 +26,22 @@ log = logging.getLogger(__name__)
 Checksums = Mapping[str, int]
 """Checksum of each tensor by name, see ``weights/checksums.py``."""
 
-PROBE = (
-    "The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36. In the year 1889 a tower was "
-    "finished that was not meant to stay. Why does bread rise? Because yeast eats sugar and breathes out a gas, which "
-    "the dough keeps. def area(r): return 3.14159 * r**2  # of a circle. Ask for the red book, not the blue one; it is "
-    "on the third shelf, behind the lamp."
-)
-"""Scored on both sides after a publish."""
-SHORT = 64
-"""Tokens of it that are enough where nothing is routed, or where rounding is small."""
-LONG = 256
-"""Tokens of it where requests may be routed past an adapter, and rounding hides that from each single token."""
+Rollouts = Sequence[Sequence[int]]
+"""Token ids of rollouts, prompts included."""
 
-_CERTAIN = 5.0
-"""What ``mistaken_for`` asks for: chance alone is below exp(-12.5), 4 in a million."""
+SHORT = 64
+"""Tokens of a probe where the bytes of everything that is sampled from are compared."""
+LONG = 256
+"""Tokens of a probe where requests may be routed past an adapter, which only their logprobs tell."""
+MEASURED = 512
+"""Tokens of an engine's first probe, which measures its rounding noise, and of one that is asked again."""
+FIRST_SAMPLES, AGAIN_SAMPLES = 32, 96
+"""Tokens that are sampled after an engine's first probe, and after one that is asked again."""
+TESTS = 8
+"""Tests of one engine's answer, at most: all must be passed, so each has this share of the chance of a false alarm."""
+
+BEFORE, FIRST, BARE = "the version before", "the first version published", "the model without its adapter"
+"""Other weights that an engine may sample from by mistake."""
 
 
 def differing(mine: Checksums, theirs: Checksums) -> list[str]:
@@ -77,132 +84,206 @@ async def compare_frozen(
             )
 
 
-class Behaviour:
-    """What an engine answers to a probe, against what the trainer computes itself, publish after publish."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one engine answered to one text, beside what the trainer computes."""
 
-    def __init__(self, policy: Policy, trains: Any, tolerance: float):
+    tokens: Sequence[int]
+    """The text."""
+    scored: Answer
+    """Of the text's tokens but the first."""
+    sampled: Answer | None
+    """Of tokens that the engine sampled after it; None where it samples by the code that scores."""
+    drawn: Sequence[int] = ()
+    """These."""
+    untempered: Sequence[float] = ()
+    """The trainer's logprobs of these at temperature 1; empty where they were not asked for."""
+    others: Mapping[str, Sequence[float]]
+    """The trainer's logprobs of the first of the text's tokens by other weights, by whose they are."""
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Both."""
+        return [self.scored] if self.sampled is None else [self.scored, self.sampled]
+
+
+class Behaviour:
+    """Whether engines answer as the published weights do, publish after publish.
+
+    A probe is scored by engine and trainer, and so are a few tokens that the engine samples after it. Where noise
+    explains an answer badly (``_noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an
+    engine whose answer to these cannot be explained either is refused.
+    """
+
+    def __init__(self, policy: Policy, trains: Any, tolerance: float, folder: Path = Path()):
         self.tokens: list[int] = []
         """The probe."""
+        self.recent: Rollouts = ()
+        """A few that were trained on just now."""
         self._policy = policy
         self._trains = trains
-        self._allowed = tolerance or (1e-3 if policy.dtype.itemsize == 4 else 0.3)
-        self._others: dict[str, list[float]] = {}
+        usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
+        self._allowed = tolerance or usual
+        self._floor = usual / 20  # what an engine that happened to be exact is not held to
+        self._folder = folder / "proofs"
+        self._noise: dict[str, Noise] = {}
+        self._known: dict[str, Sequence[float]] = {}
 
-    async def compare(self, engine: Engine, version: PolicyVersion, sums: Callable[[], Awaitable[None]]) -> float:
-        """Largest difference of a logprob, in nats, over all engines.
+    async def compare(self, engine: Engine, version: PolicyVersion) -> float:
+        """Largest difference of a logprob, in nats, over all engines. To be asked once the bytes were compared.
 
         Args:
-            engine: it is asked once the sums are compared, and goes on by that; what the trainer computes itself is
-                begun meanwhile, before there are samples beside which it takes longer.
-            version: that the engine is to hold.
-            sums: compares both sides' bytes.
+            engine: asked by the weights that it holds now.
+            version: that it is to hold.
 
         Raises:
-            StaleWeights: it is more than is allowed, or speaks of other weights than those of ``version``.
+            StaleWeights: it answers otherwise than these weights do.
         """
-        policy, tokens = self._policy, self._text(engine)
-        compared = asyncio.ensure_future(sums())
-
-        async def own() -> list[float]:
-            if self._trains.travels == "adapter":  # the trainer's sums are taken by the same thread: they come first
-                await compared
-            return await policy.compute(self._scores)
-
-        async def asked() -> Sequence[Probe]:
-            await compared
-            return await engine.probe(tokens)
-
-        mine, probes = await asyncio.gather(own(), asked())
-        worst = 0.0
-        for probe in probes:
-            if probe.cached:
-                raise StaleWeights(
-                    f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
-                    "their keys and values are of older weights"
-                )
-            gaps = await policy.compute(probe_gap, policy.score, tokens, probe, mine)
-            for what, found in gaps.items():
-                if not found <= self._allowed:
-                    raise StaleWeights(
-                        f"version {version.step} was moved, but {what} {probe.name} and the trainer differ by "
-                        f"{found:.3g} nats (allowed {self._allowed:g}): it does not sample from these weights as they "
-                        "are, or is noisier than this model should be (deep ones with random weights are: "
-                        "sync.tolerance)"
-                    )
-                worst = max(worst, found)
-            if other := mistaken_for(probe.scored, mine, self._others):
-                raise StaleWeights(
-                    f"version {version.step} was moved, but {probe.name} answers a probe as {other} does, and samples "
-                    "from that"
-                )
-        self._others["the version before"] = mine
-        return worst
+        first = not self._noise
+        tokens = self._text(engine) if first else self.tokens
+        readings: dict[str, Reading] = {}
+        for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
+            readings[probe.name] = await self._read(tokens, probe, thorough=first)
+        alarm = FALSE_ALARMS / TESTS / len(readings)
+        for name, reading in readings.items():
+            noise, asked = self._noise.setdefault(name, Noise(self._floor)), [reading]
+            if self._doubt(asked, noise, SUSPICION):
+                asked = await self._again(engine, name, reading)
+                if doubt := self._doubt(asked, noise, alarm):
+                    raise StaleWeights(self._refusal(version, name, doubt, noise, [reading, *asked]))
+            noise.learn(chain.from_iterable(one.answers for one in asked))
+        self._remember(readings)
+        return max(answer.worst() for reading in readings.values() for answer in reading.answers)
 
     def _text(self, engine: Engine) -> list[int]:
-        if not self.tokens:
-            off = self._trains.untrained(self._policy.model)
-            most = min(LONG, max(SHORT, engine.context // 2)) if off and self._policy.dtype.itemsize < 4 else SHORT
-            self.tokens = self._policy.tokenizer.encode(PROBE)[:most]
-        return self.tokens
+        """The longer text that begins with the probe."""
+        text: list[int] = self._policy.tokenizer.encode(PROBE, verbose=False)  # which may be longer than a context
+        room = engine.context - AGAIN_SAMPLES - 1
+        routed = self._trains.travels == "adapter"
+        self.tokens = text[: LONG if routed and room >= LONG else SHORT]
+        return text[: max(len(self.tokens), min(MEASURED, room))]
 
-    def _scores(self) -> list[float]:
-        if not self._others and (off := self._trains.untrained(self._policy.model)):
+    def _remember(self, readings: Mapping[str, Reading]) -> None:
+        """Keep what these weights say of the probe, to tell later ones from them."""
+        first, *_ = readings.values()
+        self._known[BEFORE] = first.scored.trainer[: len(self.tokens) - 1]
+        self._known.setdefault(FIRST, self._known[BEFORE])
+
+    async def _again(self, engine: Engine, name: str, doubted: Reading) -> list[Reading]:
+        """More answers of an engine whose answer is in doubt."""
+        if not all(answer.finite for answer in doubted.answers):
+            return [doubted]
+        log.info("%s is asked again: its answer to a probe is not explained by noise as measured", name)
+        most, found = engine.context - AGAIN_SAMPLES, []
+        for tokens in (self._text(engine), *(list(tokens[:most]) for tokens in self.recent)):
+            for probe in await engine.probe(tokens, samples=AGAIN_SAMPLES):
+                if probe.name == name:
+                    found.append(await self._read(tokens, probe, thorough=True))
+        return found
+
+    async def _read(self, tokens: Sequence[int], probe: Probe, *, thorough: bool) -> Reading:
+        if probe.cached:
+            raise StaleWeights(
+                f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
+                "their keys and values are of older weights"
+            )
+        return await self._policy.compute(self._scored, tokens, probe, thorough)
+
+    def _scored(self, tokens: Sequence[int], probe: Probe, thorough: bool) -> Reading:
+        """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
+        policy, drawn, at = self._policy, probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
+        whole = [*tokens, *drawn]
+        mine = policy.score(whole, [1.0] * at + [probe.temperature] * len(drawn))
+        others = dict(self._known) if list(tokens[: len(self.tokens)]) == self.tokens else {}
+        if thorough and (off := self._trains.untrained(policy.model)):
             with off:
-                self._others["the model without its adapter"] = self._policy.score(self.tokens)
-        return self._policy.score(self.tokens)
+                others[BARE] = policy.score(tokens)
+            self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])
+        tempered = thorough and bool(drawn) and probe.temperature != 1
+        return Reading(
+            tokens=tokens,
+            scored=Answer(tuple(probe.scored), tuple(mine[:at])),
+            sampled=Answer(probe.sampled.logprobs, tuple(mine[at:]), probe.temperature) if probe.sampled else None,
+            drawn=drawn,
+            untempered=policy.score(whole)[at:] if tempered else (),
+            others=others,
+        )
+
+    def _doubt(self, readings: Sequence[Reading], noise: Noise, chance: float) -> str:
+        """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
+        if not all(answer.finite for reading in readings for answer in reading.answers):
+            return "some of its logprobs are no numbers of nats, or there are too few of them"
+        for other, answer, theirs in _hypotheses(readings):
+            if (p := nearer(answer, theirs, noise.scale)) < chance:
+                return f"it answers a probe as {other} does (chance below {max(p, 1e-300):.0e}), and samples from that"
+        for what, answer in _answers(readings):
+            found = scale(answer.residuals())
+            if (p := noise.excess(answer)) < chance:
+                return (
+                    f"its logprobs of {what} differ from the trainer's by more than rounding: errors of {found:.2g} "
+                    f"nats a logit, where {noise.scale:.2g} were measured (chance below {max(p, 1e-300):.0e})"
+                )
+            if found > self._allowed:
+                return (
+                    f"its logprobs of {what} differ from the trainer's by errors of {found:.3g} nats a logit (allowed "
+                    f"{self._allowed:g}). If this model is that noisy (deep ones with random weights are), set "
+                    "sync.tolerance above that"
+                )
+        return ""
+
+    def _refusal(self, version: PolicyVersion, name: str, doubt: str, noise: Noise, readings: Sequence[Reading]) -> str:
+        """What is told, with the evidence written down."""
+        file = self._folder / f"{version.step:06d}.json"
+        evidence = {
+            "step": version.step,
+            "digest": version.digest,
+            "engine": name,
+            "why": doubt,
+            "noise_scale": noise.scale,
+            "residuals_measured": len(noise.seen),
+            "answers": [_plain(asdict(reading)) for reading in readings],
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(evidence), encoding="utf-8")
+            kept = f"every logprob of it is in {file}"
+        except OSError as error:
+            kept = f"the evidence cannot be written to {file}: {error}"
+        tokens = sum(len(a.engine) for reading in readings for a in reading.answers)
+        return (
+            f"version {version.step} was moved, but {name} does not sample from these weights as they are: {doubt}. "
+            f"It was asked {len(readings)} times, about {tokens} tokens; {kept}"
+        )
 
 
-def probe_gap(
-    score: Callable[..., list[float]], tokens: Sequence[int], probe: Probe, mine: Sequence[float]
-) -> dict[str, float]:
-    """Largest difference in nats between a probe's answer and the trainer's own ``score``, by what was asked.
-
-    Args:
-        score: the trainer's.
-        tokens: of the probe.
-        probe: an engine's answer.
-        mine: ``score(tokens)``.
-    """
-    gaps = {"on a probe": gap(probe.scored, mine)}
-    if probe.sampled is not None:
-        whole = [*tokens, *probe.sampled.tokens]
-        ours = score(whole, probe.temperature)[len(tokens) - 1 :]
-        gaps["on tokens sampled after a probe"] = gap(probe.sampled.logprobs, ours)
-    return gaps
+def _answers(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer]]:
+    """All of what an engine answered, by what was asked."""
+    yield "a probe", _joined([reading.scored for reading in readings])
+    if sampled := [reading.sampled for reading in readings if reading.sampled is not None]:
+        yield "tokens sampled after a probe", _joined(sampled)
 
 
-def mistaken_for(engine: Sequence[float], mine: Sequence[float], others: Mapping[str, Sequence[float]]) -> str:
-    """Which other weights an engine samples from, judged by its logprobs of a probe; empty if it is none of them.
-
-    In bfloat16 the tolerance of a probe must be wide, and an adapter that is left out may stay within it. But numerics
-    know no weights: a token's logprob is no more likely beyond the middle between the two than short of it. How far
-    beyond it is, summed over the tokens and divided by the root of the squares' sum, exceeds x by chance with a
-    probability below exp(-x^2 / 2), whatever the distribution (Hoeffding's inequality for the signs, JASA 1963). It is
-    at most the root of the number of tokens, and about half of that where weights differ by twice the rounding.
-
-    Args:
-        engine: what an engine answered.
-        mine: what the trainer computes with the weights that were published.
-        others: what it computed with others, by what they are.
-    """
-    for what, theirs in others.items():
-        beyond = [
-            math.copysign(1.0, t - m) * (e - (m + t) / 2)
-            for e, m, t in zip(engine, mine, theirs, strict=True)
-            if t != m
-        ]
-        if sum(beyond) > _CERTAIN * math.sqrt(math.fsum(x * x for x in beyond)):
-            return what
-    return ""
+def _hypotheses(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer, list[float]]]:
+    """All of what it answered where it is known what other weights say, and that."""
+    for other in dict.fromkeys(name for reading in readings for name in reading.others):
+        known = [(reading.scored, reading.others[other]) for reading in readings if other in reading.others]
+        begun = [Answer(a.engine[: len(o)], a.trainer[: len(o)], a.temperature) for a, o in known]
+        yield other, _joined(begun), [value for _, o in known for value in o]
+    hot = [(reading.sampled, reading.untempered) for reading in readings if reading.sampled and reading.untempered]
+    if hot:
+        theirs = [value for _, untempered in hot for value in untempered]
+        yield "an engine that leaves the temperature out of its logprobs", _joined([a for a, _ in hot]), theirs
 
 
-def gap(engine: Sequence[float], trainer: Sequence[float]) -> float:
-    """Largest absolute difference of logprobs; infinite where one side is not a number."""
-    if len(engine) != len(trainer):
-        return float("inf")
-    worst = 0.0
-    for a, b in zip(engine, trainer, strict=True):
-        if not abs(a - b) < float("inf"):
-            return float("inf")
-        worst = max(worst, abs(a - b))
-    return worst
+def _joined(answers: Sequence[Answer]) -> Answer:
+    engine = tuple(chain.from_iterable(a.engine for a in answers))
+    return Answer(engine, tuple(chain.from_iterable(a.trainer for a in answers)), answers[0].temperature)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, which knows no NaN."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -33,6 +33,8 @@ class Handoff:
 
     published: Published | None = None
     """Set when the block is left and the publish succeeded."""
+    unproven: PolicyVersion | None = None
+    """What the policy holds, before it is proven that engines do."""
     _still: bool = False
     _asks: list[Callable[[], None]] = field(default_factory=list)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from tandem.engines.base import Adapter, CanAttest, Engine
 from tandem.policy.policy import Policy
 from tandem.sync._proof import Checksums
@@ -43,6 +45,10 @@ class Trained:
     def checksums(self) -> Checksums:
         """Of the trainer's own bytes."""
         return self._sums.take(Shard(name, tensor) for name, tensor in self.source)
+
+    def finite(self) -> bool:
+        """Whether every value of it is a number."""
+        return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
 
     def _as_stored(self, engine: CanAttest) -> Checksums:
         """Of the adapter as the engine stores it, made anew from the trainer's own bytes."""

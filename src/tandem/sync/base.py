@@ -19,7 +19,7 @@ from tandem import waits
 from tandem.engines.base import Adapter, Engine, EngineSpec
 from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
 from tandem.policy.policy import Policy
-from tandem.sync._proof import Behaviour, Checksums, compare_frozen, differing
+from tandem.sync._proof import Behaviour, Checksums, Rollouts, compare_frozen, differing
 from tandem.sync._published import Handoff as Handoff
 from tandem.sync._published import Published as Published
 from tandem.sync._trained import Trained
@@ -48,7 +48,8 @@ class WeightSync(ABC):
     prove_every: int = 1
     """Publishes between two proofs; the first publish of a run is always proven."""
     tolerance: float = 0.0
-    """Largest probe gap in nats; 0 means 0.001 for float32 weights and 0.3 for narrower ones."""
+    """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
+    tokens; 0 means 0.3 for weights narrower than float32 and, for those, 0.02 on a GPU and 0.001 on a CPU."""
 
     def __post_init__(self) -> None:
         if self.prove_every < 1:
@@ -173,7 +174,7 @@ class Link:
 
     def __post_init__(self) -> None:
         self.trained = Trained(self.trains, self.policy)
-        self._behaviour = Behaviour(self.policy, self.trains, self.sync.tolerance)
+        self._behaviour = Behaviour(self.policy, self.trains, self.sync.tolerance, self.folder)
 
     async def __aenter__(self) -> Self:
         return self
@@ -222,7 +223,7 @@ class Link:
         """
         self.engine.on_revival(self._revived)
         async with self._lock:
-            await self._persist(start)
+            await self._persist(start, Handoff())
         yield self
 
     def ahead(self, step: int) -> bool:
@@ -231,7 +232,7 @@ class Link:
         return stays and self.engine.ahead(step)
 
     @asynccontextmanager
-    async def commit(self, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
+    async def commit(self, step: int, *, last: bool = False, recent: Rollouts = ()) -> AsyncIterator[Handoff]:
         """``[pause: step] -> optimizer (the block) -> [pause: move] -> move -> prove -> stamp -> resume``.
 
         If the block or the proof fails, the engine gives out nothing more: it never serves weights in doubt.
@@ -239,8 +240,10 @@ class Link:
         Args:
             step: of the policy that the block makes.
             last: it is the run's last.
+            recent: a few rollouts, about which an engine is asked where its proof is in doubt.
         """
         async with self._lock:
+            self._behaviour.recent = recent
             handoff = Handoff()
             paused_at = None
             if self.sync.pause == "step":
@@ -294,22 +297,17 @@ class Link:
             StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
         """
         async with self._lock:
-            return await self._persist(version)
+            return await self._persist(version, Handoff())
 
     async def _revived(self) -> None:
         """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
             if self._current is not None and self._served != self.engine.epoch:
-                await self._persist(self._current)
+                await self._persist(self._current, Handoff())
 
     async def _persist(
-        self,
-        version: PolicyVersion,
-        handoff: Handoff | None = None,
-        *,
-        paused_at: float | None = None,
-        optimizer: float = 0.0,
+        self, version: PolicyVersion, handoff: Handoff, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
         """Publish, and begin again where an engine died under it."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
@@ -341,12 +339,12 @@ class Link:
             await self._bind(fresh=False)
 
     async def _publish(
-        self, version: PolicyVersion, handoff: Handoff | None, *, paused_at: float | None, optimizer: float
+        self, version: PolicyVersion, handoff: Handoff, *, paused_at: float | None, optimizer: float
     ) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
             await self._halt(version.step)
-            if handoff is not None and not self.sync.finishes:  # where requests would die with the engine, later
+            if not self.sync.finishes:  # where requests would die with the engine, later
                 handoff.stands_still()
         elif self._bound != self.engine.epoch:
             await self._bind(fresh=False)
@@ -358,6 +356,7 @@ class Link:
             copied = await self.sync.move(self, version)
             mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))
+            handoff.unproven = version
             prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
             prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
             found = await self._prove(version, mine) if prove else None
@@ -391,7 +390,8 @@ class Link:
         if self._served != self.engine.epoch:
             names = self.trains.base_names(self.policy.model)
             await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
-        return await self._behaviour.compare(self.engine, version, lambda: self.sync.compare(self, mine))
+        await self.sync.compare(self, mine)
+        return await self._behaviour.compare(self.engine, version)
 
 
 def _name(thing: object) -> str:

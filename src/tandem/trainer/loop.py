@@ -15,20 +15,20 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from tandem import machine
-from tandem.errors import TandemError
+from tandem.errors import SyncError, TandemError
 from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.policy.policy import Policy
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.rate import Pace
 from tandem.rollout.supply import Supply
-from tandem.sync.base import Link, Published
+from tandem.sync.base import Handoff, Link, Published
 from tandem.telemetry import trace
 from tandem.telemetry.emit import Telemetry
 from tandem.telemetry.watchdog import deadline_in
@@ -39,6 +39,9 @@ from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Json
 
 T = TypeVar("T")
+
+NUM_RECENT = 4
+"""Rollouts of a step about which an engine is asked where its proof is in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             goes_on = step < run.steps and not run.evaluates(step)
             early = _Early(run, link, feed, groups, step if goes_on else None)
             stats = await run.step.forward_backward(batch, early)
-            async with link.commit(step, last=step == run.steps) as handoff:
+            async with _commit(run, link, state, batch, groups, early.cursor or feed.cursor()) as handoff:
                 run.reached(step)
                 # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
                 paced = run.pace.step(step, stats.metrics)
@@ -129,6 +132,38 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             if await run.checkpoints.save(state):
                 await feed.saved(state.cursor)
     return state
+
+
+@asynccontextmanager
+async def _commit(
+    run: Run, link: Link, state: TrainerState, batch: StepBatch, groups: Sequence[Group], cursor: Cursor
+) -> AsyncIterator[Handoff]:
+    """Publish what the block makes of the policy; where that is not proven, save it: it is the engine that failed.
+
+    Raises:
+        SyncError: and what to do.
+    """
+    handoff, step = Handoff(), state.step + 1
+    try:
+        async with link.commit(step, last=step == run.steps, recent=_texts(groups)) as handoff:
+            yield handoff
+    except SyncError as error:
+        if (version := handoff.unproven) is None:
+            raise
+        if not await run.policy.compute(link.trained.finite):
+            error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
+            raise
+        await run.checkpoints.save(state.advanced(batch.num_loss_tokens, version, cursor, run.pace.state))
+        folder = run.checkpoints.folder.parent
+        said = f"{error}. Step {step} is saved. To go on, with engines started anew and proven: tandem train {folder}"
+        error.args = (f"{said}; to see where tokens differ, and why: tandem mismatch {folder}",)
+        raise
+
+
+def _texts(groups: Sequence[Group]) -> list[list[int]]:
+    """Prompt and answer of one rollout each of a few groups."""
+    turns = [rollout.turns[-1] for group in groups for rollout in group.rollouts[:1] if rollout.turns]
+    return [[*turn.prompt, *turn.completion.tokens] for turn in turns[:NUM_RECENT]]
 
 
 class _Early:

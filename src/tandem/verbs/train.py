@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from tandem.config import RESUMABLE, RunConfig, from_options, load
+from tandem.config import RESUMABLE, RESUMABLE_SYNC, RunConfig, from_options, load
 from tandem.errors import ConfigError, TandemError
 from tandem.recipe.tree import render
 from tandem.types import Json
@@ -73,12 +73,15 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
         ConfigError: the folder is not a run's, or an override would make it another run.
     """
     recipe = recipe_of(folder)
+    within = {f"sync.{name}" for name in RESUMABLE_SYNC}
     for given in overrides:
-        option = given.partition("=")[0].partition(".")[0]
-        if option not in RESUMABLE:
+        name = given.partition("=")[0]
+        option = name.partition(".")[0]
+        if option not in RESUMABLE and name not in within:
             raise ConfigError(
                 f"command line: {given}: a resumed run keeps its {option!r}, for it would be another run; "
-                f"these may change: {', '.join(sorted(RESUMABLE))} (to change more, start a new run from {recipe})"
+                f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
+                f"{recipe})"
             )
     config = load(recipe, overrides).config
     if config.optimizer.schedule != "constant" and any(o.partition("=")[0] == "steps" for o in overrides):

@@ -1,0 +1,156 @@
+"""Rounding noise between an engine's logprobs and the trainer's: its scale, and what it cannot explain.
+
+Both sides compute the same function of the same bytes with other kernels, so their logprobs of a token differ by
+rounding. An error dz of the logits changes the logprob of token t by dz_t - sum_j p_j dz_j: about (1 - p_t) times the
+error of one logit, over the temperature. Divided by that factor, residuals of all tokens have one scale (measured for
+SmolLM2-135M: 0.09 in bfloat16 and 0.005 in float32 on an H200; docs/proof.md), which is measured where the bytes of
+both sides were just found equal.
+
+Two questions are then asked of an answer, each with a bound on how often chance alone says yes:
+
+- ``excess``: are residuals larger than noise? Where those measured before and those of this answer are exchangeable,
+  which of them are the largest is a matter of chance, as for balls drawn without replacement.
+- ``nearer``: is the answer nearer to what other weights say? Where rounding puts a residual as often on one side as on
+  the other, that is a sum of random signs (Hoeffding, JASA 1963).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+FALSE_ALARMS = 1e-9
+"""Chance that a publish of good weights to engines in order is refused, at most."""
+SUSPICION = 0.1
+"""Chance at which a probe is asked again, longer: that takes a moment and refuses nothing. One of the four tokens that
+are sampled after a probe is enough."""
+TAIL = 0.02
+"""Share of the measured residuals above the limit that is counted against, before ``SLACK``."""
+SLACK = 2.0
+"""Times by which noise may grow from one publish to the next without counting as more."""
+WINDOW = 2048
+"""Residuals that are remembered: noise changes slowly while a model is trained."""
+CERTAIN_ONE = 1e-2
+"""Least 1 - p that a residual is divided by: nearer to certainty, the rounding of the sum itself is what is left."""
+SKEW = 1 / 16
+"""Correlation that rounding may have with the difference between two versions of the weights without counting for
+either: both differ by the trainer's own rounding, which is in the residual too, and need not be equal in both."""
+_MAD = 1.4826
+"""Standard deviation of a normal distribution over the median of its absolute values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine's logprobs of some tokens beside the trainer's, nats."""
+
+    engine: tuple[float, ...]
+    """Of each token."""
+    trainer: tuple[float, ...]
+    """By the weights that were published."""
+    temperature: float = 1.0
+    """Both are of the distribution at this temperature."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether every logprob is a number, and there are as many on both sides."""
+        return len(self.engine) == len(self.trainer) and all(map(math.isfinite, (*self.engine, *self.trainer)))
+
+    def worst(self) -> float:
+        """Largest absolute difference, nats; infinite where one is not a number."""
+        if not self.finite:
+            return math.inf
+        return max((abs(e - t) for e, t in zip(self.engine, self.trainer, strict=True)), default=0.0)
+
+    def scales(self) -> list[float]:
+        """What an error of one logit of size 1 makes of each token's logprob."""
+        return [max(-math.expm1(min(t, 0.0)), CERTAIN_ONE) / self.temperature for t in self.trainer]
+
+    def residuals(self) -> list[float]:
+        """Differences as errors of one logit, nats."""
+        both = zip(self.engine, self.trainer, self.scales(), strict=True)
+        return [(e - t) / scale for e, t, scale in both]
+
+
+@dataclass(slots=True)
+class Noise:
+    """What residuals of one engine were while its bytes were proven equal to the trainer's.
+
+    Example:
+        >>> noise = Noise(floor=0.001)
+        >>> noise.learn([Answer(engine=(-1.0, -2.01), trainer=(-1.01, -2.0))])
+        >>> noise.excess(Answer(engine=(-1.0, -2.5), trainer=(-1.01, -2.0))) < 1
+        True
+    """
+
+    floor: float
+    """Scale below which differences are never counted, nats: an engine may be exact at one publish by chance."""
+    seen: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Absolute residuals, the newest last."""
+
+    def learn(self, answers: Iterable[Answer]) -> None:
+        """Remember answers of an engine that was found in order."""
+        for answer in answers:
+            self.seen.extend(map(abs, answer.residuals()))
+
+    @property
+    def scale(self) -> float:
+        """Standard deviation of residuals, robustly, at least the floor; nats."""
+        return max(scale(self.seen), self.floor)
+
+    def excess(self, answer: Answer) -> float:
+        """Chance, at most, that noise as measured makes so many residuals of an answer so large; 1 while unmeasured.
+
+        With N residuals measured and n new ones, all exchangeable, the newest are a random n of the N + n. So of the
+        k + m - 1 largest at least k are new with the probability of drawing that many without replacement. The limit
+        is the m-th largest measured one times ``SLACK``, which only makes it rarer. (Precedence test; Nelson 1963.)
+        """
+        if not self.seen:
+            return 1.0
+        m = max(1, round(TAIL * len(self.seen)))
+        limit = SLACK * max(sorted(self.seen)[-m], self.floor)
+        new = [abs(r) for r in answer.residuals()]
+        return drawn(len(self.seen), len(new), m, sum(r > limit for r in new))
+
+
+def scale(residuals: Iterable[float]) -> float:
+    """Standard deviation of residuals around zero by their median, which a few outliers do not move."""
+    absolute = sorted(map(abs, residuals))
+    return _MAD * absolute[len(absolute) // 2] if absolute else 0.0
+
+
+def drawn(old: int, new: int, m: int, k: int) -> float:
+    """Probability that at least ``k`` of ``new`` values exceed the ``m``-th largest of ``old``, all exchangeable."""
+    if k <= 0:
+        return 1.0
+    top = k + m - 1
+    ways = sum(math.comb(new, j) * math.comb(old, top - j) for j in range(k, min(new, top) + 1))
+    return ways / math.comb(old + new, top) if top <= old + new else 0.0
+
+
+def nearer(answer: Answer, other: Sequence[float], noise: float) -> float:
+    """Chance, at most, that rounding alone puts an answer so far beyond the middle towards other weights.
+
+    For each token, how far the engine is beyond the middle between what the trainer computes with the published
+    weights and with others, in units of the noise, is clipped to 1 and weighed by how far these two are apart. Rounding
+    knows no weights: it puts a token no more often beyond the middle than short of it, and given the sizes x_i the sum
+    of signs exceeds s * sqrt(sum x_i^2) with a probability of at most exp(-s^2 / 2).
+
+    Args:
+        answer: an engine's.
+        other: the trainer's logprobs of the same tokens by other weights (or as another mistake has them).
+        noise: scale of residuals, nats.
+    """
+    beyond = []
+    for e, mine, theirs, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
+        apart = theirs - mine
+        if apart:
+            unit = noise * factor
+            x = math.copysign(1.0, apart) * (e - (mine + theirs) / 2) / unit
+            beyond.append(min(1.0, abs(apart) / (2 * unit)) * max(-1.0, min(1.0, x)))
+    squares = math.fsum(x * x for x in beyond)
+    if not squares:
+        return 1.0
+    s = math.fsum(beyond) / math.sqrt(squares) - SKEW * math.sqrt(len(beyond))
+    return math.exp(-s * s / 2) if s > 0 else 1.0
