@@ -143,6 +143,11 @@ class Behaviour:
         tokens = self._text(engine) if first else self.tokens
         readings: dict[str, Reading] = {}
         for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
+            if probe.cached:
+                raise StaleWeights(
+                    f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
+                    "their keys and values are of older weights"
+                )
             readings[probe.name] = await self._read(tokens, probe, thorough=first)
         alarm = FALSE_ALARMS / TESTS / len(readings)
         for name, reading in readings.items():
@@ -182,11 +187,6 @@ class Behaviour:
         return found
 
     async def _read(self, tokens: Sequence[int], probe: Probe, *, thorough: bool) -> Reading:
-        if probe.cached:
-            raise StaleWeights(
-                f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
-                "their keys and values are of older weights"
-            )
         return await self._policy.compute(self._scored, tokens, probe, thorough)
 
     def _scored(self, tokens: Sequence[int], probe: Probe, thorough: bool) -> Reading:
