@@ -93,7 +93,7 @@ def record(folder: Path) -> dict[str, Any]:
         "curves": {name: curve(_of(metrics, name)) for name in CURVES if _of(metrics, name)},
         "tokens_generated": sum(tokens),
         "tokens_to": curve([sum(tokens[: i + 1]) for i in range(len(tokens))]),
-        "seconds_to": curve([row["time"] - rows[0]["time"] for row in rows]),
+        "seconds_to": curve(trained_for(rows, lines(folder / "eval.jsonl"))),
         "training_seconds": round(rows[-1]["time"] - begun, 1) if rows and begun else None,
         "step_seconds": _with(metrics, "seconds/step", statistics.median),
         "sync_seconds": _with(metrics, "seconds/sync", statistics.median),
@@ -108,6 +108,15 @@ def record(folder: Path) -> dict[str, Any]:
         "memory": {name: _ends(_of(metrics, name)) for name in ("memory/rss_gb", "memory/gpu_gb")},
     }
     return found
+
+
+def trained_for(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[float]:
+    """Seconds from the beginning of the first step to the end of each, evaluations aside."""
+    if not rows:
+        return []
+    begun = rows[0]["time"] - rows[0]["metrics"].get("seconds/step", 0.0)
+    looks = [(look["time"], look["seconds"]) for look in evaluations if look["time"] > begun]
+    return [row["time"] - begun - sum(seconds for at, seconds in looks if at <= row["time"]) for row in rows]
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -190,6 +190,18 @@ def digests(folder: Path) -> dict[int, str]:
     return {e["step"]: e["digest"] for e in lines(folder / "events.jsonl") if e["event"] == "published"}
 
 
+def answers(folder: Path, step: int) -> set[tuple[str, tuple[int, ...]]]:
+    """What a step was trained on: each rollout, token by token."""
+    rows = lines(folder / f"rollouts/{step:06d}.jsonl")
+    return {(row["rollout"], tuple(token["id"] for token in row["tokens"])) for row in rows}
+
+
+def same_answers(one: Path, other: Path) -> int:
+    """The last step up to which two runs were trained on the same tokens; 0 if they never were."""
+    last = min(steps(one), steps(other))
+    return next((step - 1 for step in range(1, last + 1) if answers(one, step) != answers(other, step)), last)
+
+
 def equal_until(one: Mapping[int, str], other: Mapping[int, str]) -> int:
     """The last step up to which two runs had the same weights, bit for bit; 0 if they never had."""
     last = 0

@@ -178,9 +178,9 @@ def kills(records: Sequence[Record]) -> str:
 
 
 def equality(records: Sequence[Record]) -> str:
-    """How long runs had the same weights."""
-    rows = [[*r["of"], str(r["equal_until"]), str(r["last"])] for r in records]
-    return table(["one run", "another", "same weights up to step", "of"], rows)
+    """How long runs had the same tokens and weights."""
+    rows = [[*r["of"], str(r["answers"]), str(r["weights"]), str(r["last"])] for r in records]
+    return table(["one run", "another", "same tokens up to step", "same weights, bit for bit, up to step", "of"], rows)
 
 
 def commands(records: Sequence[Record]) -> str:

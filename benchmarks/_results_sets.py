@@ -44,10 +44,9 @@ class Planned:
         system = "" if self.system == "tandem" else f"-{self.system}"
         return f"{self.set}-{self.task}-{self.trained}-{self.way}{system}{'-killed' * self.kills}-{self.seed}"
 
-    @property
-    def words(self) -> list[str]:
-        """Overrides of the command line."""
-        last = {override.partition("=")[0]: override for override in self.overrides}  # a later one replaces an earlier
+    def words(self, *more: str) -> list[str]:
+        """Overrides of the command line; one that comes later replaces an earlier one of the same option."""
+        last = {override.partition("=")[0]: override for override in (*self.overrides, *more)}
         return [f"steps={self.steps}", f"seed={self.seed}", *last.values()]
 
 
@@ -130,8 +129,12 @@ def cpu(args: argparse.Namespace) -> Iterator[Planned]:
 
 
 def long(args: argparse.Namespace) -> Iterator[Planned]:
-    """A thousand steps with kills and resumes, and twice without, which says what two equal runs differ by."""
-    over = (*SUMS, "evaluate.every=200", "checkpoint={every: 100, keep: 2}")
+    """A thousand steps with kills and resumes, and twice without, which says what two equal runs differ by.
+
+    With recomputed logprobs the engine's, whose last bits depend on what else is sampled, are not in the gradient: the
+    same tokens make the same weights.
+    """
+    over = (*SUMS, "evaluate.every=200", "checkpoint={every: 100, keep: 2}", "old_logprobs=recomputed")
     yield Planned(set="long", task="sums", steps=1000, overrides=over, kills=True)
     yield Planned(set="long", task="sums", steps=1000, overrides=over)
     yield Planned(set="long", task="sums-again", steps=1000, overrides=over)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from _results_folder import done, lines, record, resumable, steps
-from _results_long import Killer, Memory, digests, engine_of, equal_until, family, lives
+from _results_long import Killer, Memory, digests, engine_of, equal_until, family, lives, same_answers
 from _results_report import report
 from _results_sets import SETS, TRY, Planned
 
@@ -121,7 +121,7 @@ class Driver:
         else:
             own = ["-m", "tandem", "train", str(planned.recipe), f"runs={self.runs}", f"name={planned.name}"]
         model = [f"model={self.args.model}"] if self.args.model else []
-        return [sys.executable, *own, *planned.words, *model, *self.args.override]
+        return [sys.executable, *own, *planned.words(*model, *self.args.override)]
 
     def _look(self, job: Job) -> None:
         """Whether it is over; if not, how much memory it has, and whether to kill something of it."""
@@ -190,8 +190,9 @@ def differences(runs: Path, records: Sequence[dict[str, Any]]) -> list[dict[str,
     alike = [r for r in records if r["set"] == "long" and r["done"]]
     for i, one in enumerate(alike):
         for other in alike[i + 1 :]:
-            a, b = (digests(runs / r["name"]) for r in (one, other))
-            same = {"of": [one["name"], other["name"]], "equal_until": equal_until(a, b), "last": max(a, default=0)}
+            a, b = (runs / r["name"] for r in (one, other))
+            same = {"of": [one["name"], other["name"]], "weights": equal_until(digests(a), digests(b))}
+            same |= {"answers": same_answers(a, b), "last": min(steps(a), steps(b))}
             found.append({"set": "equal", "name": f"equal-{one['name']}-{other['name']}", **same})
     return found
 
@@ -286,6 +287,7 @@ def main() -> int:
         return 0
 
     def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows is to be done whatever comes
         raise SystemExit("ended by a signal; runs that were under way can be gone on with")
 
     signal.signal(signal.SIGTERM, end)
