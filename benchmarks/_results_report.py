@@ -108,6 +108,7 @@ def over_seeds(records: Sequence[Record]) -> str:
     """A row for each kind of run, its seeds together."""
     rows = []
     for (task, trained, way, system), members in grouped(records, "task", "trained", "way", "system"):
+        constant = next((r["constant"] for r in members if r.get("constant") is not None), None)
         ends = [(a["mean"], b) for r in members for a, b in [looks(r)] if a and b]
         if not ends:
             continue
@@ -120,10 +121,25 @@ def over_seeds(records: Sequence[Record]) -> str:
         mean = [statistics.fmean(values) for values in zip(*curves, strict=False)]
         walls = [r["training_seconds"] for r in members if r["training_seconds"]]
         rows.append(
-            [f"{task}, {trained}, {way}, {system}", str(len(ends)), befores, afters, f"{100 * gain:+.1f}", spark(mean)]
+            [
+                f"{task}, {trained}, {way}, {system}",
+                str(len(ends)),
+                percent(constant),
+                befores,
+                afters,
+                f"{100 * gain:+.1f}",
+                spark(mean),
+            ]
         )
         rows[-1].append(number(statistics.fmean(walls), 0) if walls else "-")
-    head = ["task, trained, way, system", "seeds", "before, %", "after, % (95 %), of each seed", "mean gain, points"]
+    head = [
+        "task, trained, way, system",
+        "seeds",
+        "best constant answer, %",
+        "before, %",
+        "after, % (95 %), of each seed",
+        "mean gain, points",
+    ]
     return table([*head, "reward, mean of seeds", "wall, s"], rows)
 
 

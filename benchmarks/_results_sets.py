@@ -61,9 +61,18 @@ def _gym(task: str, config: dict[str, object], tokens: int, *more: str, instruct
 SUMS = _gym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, 32)
 TASKS: dict[str, tuple[str, ...]] = {
     "chain_sum": SUMS,
-    "letter_counting": _gym("letter_counting", {"min_words": 2, "max_words": 4}, 40),
+    "letter_counting": _gym("letter_counting", {"min_words": 3, "max_words": 5}, 40),
+    "products": _gym("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, 40),
+    "gcd": _gym("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20}, 48),
+    "lcm": _gym("lcm", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 9}, 48),
+    "count_bits": _gym("count_bits", {"min_n": 1, "max_n": 127}, 48),
+    "basic_arithmetic": _gym(
+        "basic_arithmetic",
+        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_parentheses": False},
+        40,
+    ),
 }
-"""Tasks of reasoning-gym in sizes at which SmolLM2-135M-Instruct has something to learn from."""
+"""Tasks of reasoning-gym in sizes at which SmolLM2-135M-Instruct is right now and then, so that it can learn."""
 TRAINED = {
     "full": (),
     "lora": ("trains={kind: lora, rank: 32, alpha: 64}", "optimizer.lr=2.0e-4"),

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,9 @@ from _results_folder import done, lines, record, resumable, steps
 from _results_long import Killer, Memory, digests, engine_of, equal_until, family, lives, same_answers
 from _results_report import report
 from _results_sets import SETS, TRY, Planned
+
+from tandem.config import load
+from tandem.errors import TandemError
 
 HERE = Path(__file__).resolve().parent
 TAIL = 60_000
@@ -151,13 +155,24 @@ class Driver:
         about |= {"way": planned.way, "system": planned.system, "seed": planned.seed, "steps": planned.steps}
         about |= {"killed": planned.kills, "command": shown(self.command(planned, Path("missing")))}
         found = {**about, "driver_seconds": round(seconds, 1), "beside": self.args.beside, **record(folder)}
-        found["error"] = self.failed.get(planned.name)
+        found |= {"error": self.failed.get(planned.name), "constant": self._constant(planned)}
         if planned.set == "long":
             found["processes"] = lives(self.logs / f"{planned.name}.memory.jsonl", planned.steps)
             found["kills"] = lines(self.logs / f"{planned.name}.kills.jsonl")
         (self.logs / f"{planned.name}.record.json").write_text(json.dumps(found))
         if found["done"] and not self.args.keep:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _constant(self, planned: Planned) -> float | None:
+        """Share of held-out tasks whose answer is the commonest one; None if they cannot be read."""
+        try:
+            config = load(planned.recipe, planned.words(*self.args.override)).config
+            answers = [
+                task.answer for s in config.sources.values() for task in s.env.tasks("test")[: config.evaluate.tasks]
+            ]
+        except TandemError:
+            return None
+        return Counter(answers).most_common(1)[0][1] / len(answers)
 
     def _tell(self, waiting: int) -> None:
         at = ", ".join(f"{job.planned.name} {steps(job.folder)}/{job.planned.steps}" for job in self.jobs)
