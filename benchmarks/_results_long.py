@@ -89,7 +89,7 @@ def card_gb(device: str | None) -> float | None:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(int(device or 0))
-        return round(pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9, 3)
+        return round(float(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e9, 3)
     return None
 
 

@@ -43,7 +43,7 @@ from tandem.errors import TandemError
 HERE = Path(__file__).resolve().parent
 TAIL = 60_000
 """Bytes of a failed run's logs that are kept, of each."""
-STOPPING = 30.0
+STOPPING = 45.0
 """Seconds in which a run that is told to stop saves itself."""
 
 
@@ -151,7 +151,12 @@ class Driver:
     def _keep(self, planned: Planned, seconds: float) -> None:
         """Write its record down; checkpoints of a run that is over go, for a dozen fill a disk."""
         folder = self.runs / planned.name
-        about = {"name": planned.name, "set": planned.set, "task": planned.task, "trained": planned.trained}
+        about: dict[str, Any] = {
+            "name": planned.name,
+            "set": planned.set,
+            "task": planned.task,
+            "trained": planned.trained,
+        }
         about |= {"way": planned.way, "system": planned.system, "seed": planned.seed, "steps": planned.steps}
         about |= {"killed": planned.kills, "command": shown(self.command(planned, Path("missing")))}
         found = {**about, "driver_seconds": round(seconds, 1), "beside": self.args.beside, **record(folder)}
