@@ -67,7 +67,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
 
 def alarms(folder: Path) -> list[str]:
     """What was raised over a run's metrics, one text each."""
-    events = [event for event in lines(folder / "events.jsonl") if "alarm" in event["event"]]
+    events = [event for event in lines(folder / "events.jsonl") if event["event"] == "alarm"]
     return [json.dumps({k: v for k, v in event.items() if k not in ("time", "event")})[:400] for event in events]
 
 

@@ -59,6 +59,18 @@ def _gym(task: str, config: dict[str, object], tokens: int, *more: str, instruct
 
 
 SUMS = _gym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, 32)
+COUNTDOWN = {
+    "kind": "countdown",
+    "min_numbers": 2,
+    "max_numbers": 2,
+    "max_number": 20,
+    "max_target": 40,
+    "operators": ["+", "-", "*"],
+    "test_share": 0.25,
+    "instruction": "Answer with the expression between <answer> and </answer>. For example: with 2, 5 and target 7: "
+    "<answer>2 + 5</answer>. With 9, 4 and target 5: <answer>9 - 4</answer>.",
+}
+"""Too hard for SmolLM2 by itself: of 64 answers it has one right. Tags and a fair expression earn a little."""
 TASKS: dict[str, tuple[str, ...]] = {
     "chain_sum": SUMS,
     "letter_counting": _gym("letter_counting", {"min_words": 3, "max_words": 5}, 40),
@@ -71,8 +83,13 @@ TASKS: dict[str, tuple[str, ...]] = {
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_parentheses": False},
         40,
     ),
+    "countdown": (
+        f"env={json.dumps(COUNTDOWN)}",
+        "sampling.max_tokens=40",
+        'rewards={"countdown": {"weight": 1.0, "partial": 0.1}, "format": {"weight": 0.1, "tags": ["answer"]}}',
+    ),
 }
-"""Tasks of reasoning-gym in sizes at which SmolLM2-135M-Instruct is right now and then, so that it can learn."""
+"""Tasks, of reasoning-gym but for the last, in sizes at which SmolLM2-135M-Instruct is right now and then."""
 TRAINED = {
     "full": (),
     "lora": ("trains={kind: lora, rank: 32, alpha: 64}", "optimizer.lr=2.0e-4"),

@@ -135,6 +135,14 @@ def test_a_run_that_was_cut_off_is_told_as_not_done(folder: Path, results: Modul
     assert "40 of 40 steps; it broke" in text
 
 
+def test_an_alarm_is_told_once_and_its_end_is_none(folder: Path) -> None:
+    raised = {"time": 1, "event": "alarm", "alarm": "entropy", "step": 3}
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text() + json.dumps(raised) + "\n" + json.dumps({**raised, "event": "alarm_over"}))
+    (text,) = module("folder").record(folder)["alarms"]
+    assert json.loads(text) == {"alarm": "entropy", "step": 3}
+
+
 def test_the_tables_have_what_was_measured(folder: Path) -> None:
     text = module("report").report(
         [summed(folder, constant=0.35), summed(folder, name="tasks-sums-full-shared-1", seed=1)]
