@@ -70,7 +70,7 @@ COUNTDOWN = {
     "instruction": "Answer with the expression between <answer> and </answer>. For example: with 2, 5 and target 7: "
     "<answer>2 + 5</answer>. With 9, 4 and target 5: <answer>9 - 4</answer>.",
 }
-"""Too hard for SmolLM2 by itself: with numbers to 9 one of 64 answers was right, so a fair expression earns a little."""
+"""Too hard for SmolLM2 by itself (of 64 answers with numbers to 9 one was right): a fair expression earns a little."""
 TASKS: dict[str, tuple[str, ...]] = {
     "chain_sum": SUMS,
     "letter_counting": _gym("letter_counting", {"min_words": 3, "max_words": 5}, 40),
