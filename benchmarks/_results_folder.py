@@ -72,11 +72,20 @@ def alarms(folder: Path) -> list[str]:
 
 
 def proofs(folder: Path) -> list[str]:
-    """Lines of the log in which a proof failed or was asked again."""
+    """Why each proof failed that did: what it wrote down, or what the log has of one that compared bytes."""
+    found = [json.loads(path.read_text())["why"] for path in sorted((folder / "proofs").glob("*.json"))]
+    return [*found, *(line for line in log_lines(folder) if "StaleWeights" in line or "TornWeights" in line)]
+
+
+def asked_again(folder: Path) -> int:
+    """Publishes at which a proof was in doubt and more was asked."""
+    return sum("is asked again" in line for line in log_lines(folder))
+
+
+def log_lines(folder: Path) -> list[str]:
+    """Of the run's own log, cut where they are long."""
     log = folder / "logs/run.log"
-    text = log.read_text(errors="replace").splitlines() if log.exists() else []
-    words = ("StaleWeights", "TornWeights", "differ by", "probe", "proof")
-    return [line[:400] for line in text if ("ERROR" in line or "WARNING" in line) and any(w in line for w in words)]
+    return [line[:400] for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -104,6 +113,7 @@ def record(folder: Path) -> dict[str, Any]:
         "zero_variance_dropped": sum(_of(metrics, "groups/dropped_flat")),
         "alarms": alarms(folder),
         "proofs_failed": proofs(folder),
+        "proofs_asked_again": asked_again(folder),
         "resumed": sum(event["event"] == "resumed" for event in events),
         "memory": {name: _ends(_of(metrics, name)) for name in ("memory/rss_gb", "memory/gpu_gb")},
     }

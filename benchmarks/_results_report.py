@@ -73,7 +73,14 @@ def looks(record: Record) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] |
 def each(records: Sequence[Record]) -> str:
     """A row for each run."""
     head = ["run", "held out before, %", "after, % (95 %)", "reward", "from → to", "s a step", "still, ms", "publishes"]
-    head += ["probe gap, median / max", "kl_behavior, median / max", "alarms", "failed proofs", "RSS, GB", "wall, s"]
+    head += [
+        "probe gap, median / max",
+        "kl_behavior, median / max",
+        "alarms",
+        "proofs asked again, failed",
+        "RSS, GB",
+        "wall, s",
+    ]
     rows = []
     for r in sorted(records, key=lambda r: (r["task"], r["trained"], r["way"], r["system"], r["seed"])):
         before, after = looks(r)
@@ -92,7 +99,7 @@ def each(records: Sequence[Record]) -> str:
             _spread(r["probe_gap"], 3),
             _spread(r["kl_behavior"], 5),
             str(len(r["alarms"])),
-            str(len(r["proofs_failed"])),
+            f"{r['proofs_asked_again']}, {len(r['proofs_failed'])}",
             f"{rss[0]:.2f} → {rss[1]:.2f}" if rss else "-",
             number(r["training_seconds"], 0),
         ])  # fmt: skip

@@ -198,6 +198,11 @@ class Driver:
                     os.kill(pid, signal.SIGKILL)
             self._keep(job.planned, time.monotonic() - job.begun)
 
+    def said(self, name: str) -> list[Path]:
+        """What is known of a run that failed."""
+        kept = [path for kind in ("logs/*.log", "proofs/*.json") for path in sorted((self.runs / name).glob(kind))]
+        return [self.logs / f"{name}.log", *kept]
+
     def results(self) -> list[dict[str, Any]]:
         """Records of all runs there are here, of earlier calls too."""
         found = [json.loads(path.read_text()) for path in sorted(self.logs.glob("*.record.json"))]
@@ -255,9 +260,7 @@ def write(driver: Driver) -> None:
     (out / "results.jsonl").write_text("".join(json.dumps(found) + "\n" for found in driver.results()))
     kept = [p for name in ("metrics", "events", "eval") for p in sorted(driver.runs.glob(f"*/{name}.jsonl"))]
     packed(out / "metrics.tar.gz", [(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in kept])
-    logs = [
-        p for name in driver.failed for p in (driver.logs / f"{name}.log", *(driver.runs / name).glob("logs/*.log"))
-    ]
+    logs = [path for name in driver.failed for path in driver.said(name)]
     packed(out / "failed.tar.gz", [(f"{p.parent.parent.name}/{p.name}", p.read_bytes()[-TAIL:]) for p in logs])
 
 

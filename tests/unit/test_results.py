@@ -143,6 +143,18 @@ def test_an_alarm_is_told_once_and_its_end_is_none(folder: Path) -> None:
     assert json.loads(text) == {"alarm": "entropy", "step": 3}
 
 
+def test_a_failed_proof_is_told_with_its_reason(folder: Path) -> None:
+    (folder / "logs").mkdir()
+    (folder / "logs/run.log").write_text("INFO engine is asked again: in doubt\nINFO engine is asked again: in doubt\n")
+    (folder / "proofs").mkdir()
+    (folder / "proofs/000007.json").write_text(json.dumps({"why": "more than rounding"}))
+    found = summed(folder)
+    assert (found["proofs_asked_again"], found["proofs_failed"]) == (2, ["more than rounding"])
+    text = module("report").report([found])
+    assert "| 2, 1 |" in text
+    assert "tasks-sums-full-shared-0: more than rounding" in text
+
+
 def test_the_tables_have_what_was_measured(folder: Path) -> None:
     text = module("report").report(
         [summed(folder, constant=0.35), summed(folder, name="tasks-sums-full-shared-1", seed=1)]
