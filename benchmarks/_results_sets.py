@@ -46,7 +46,11 @@ class Planned:
 
     def words(self, *more: str) -> list[str]:
         """Overrides of the command line; one that comes later replaces an earlier one of the same option."""
-        last = {override.partition("=")[0]: override for override in (*self.overrides, *more)}
+        last: dict[str, str] = {}
+        for override in (*self.overrides, *more):
+            option = override.partition("=")[0]
+            last.pop(option, None)
+            last[option] = override
         return [f"steps={self.steps}", f"seed={self.seed}", *last.values()]
 
 

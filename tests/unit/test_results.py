@@ -106,7 +106,7 @@ def test_a_later_override_replaces_an_earlier_one_of_the_same_option() -> None:
     run = module("sets").Planned(
         set="x", task="y", steps=3, overrides=("optimizer.lr=1", "context=5", "optimizer.lr=2")
     )
-    assert run.words("context=7") == ["steps=3", "seed=0", "optimizer.lr=2", "context=7"]
+    assert run.words("context=7") == ["steps=3", "seed=0", "optimizer.lr=2", "context=7"]  # in the order of the last
 
 
 def test_a_folder_is_summed_up(folder: Path) -> None:
