@@ -155,7 +155,7 @@ def note(link: Link, readings: list[Reading]) -> None:
         readings.append(await read(*words, **options))
         return readings[-1]
 
-    behaviour._read = noted
+    vars(behaviour)["_read"] = noted
 
 
 def record(file: Path, args: argparse.Namespace, reading: Reading) -> None:
