@@ -22,6 +22,7 @@ from tandem.recipe.dialects import translate
 from tandem.recipe.encode import encode
 from tandem.recipe.objective import inert_objective, replay_fault
 from tandem.recipe.sections import (
+    Alarms,
     Broker,
     Checkpoint,
     Evaluate,
@@ -144,6 +145,8 @@ class RunConfig:
     """Processes that compute rewards."""
     patience: Patience = field(default_factory=Patience)
     """How long a run may stand still."""
+    alarms: Alarms = field(default_factory=Alarms, metadata={"shorthand": "action"})
+    """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
     sinks: tuple[Sink, ...] = parts("sinks", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
     runs: str = "runs"
@@ -367,7 +370,7 @@ def as_json(config: RunConfig) -> dict[str, Json]:
 
 
 RESUMABLE = frozenset(
-    {"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience"}
+    {"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience", "alarms"}
 )
 """Options that a resumed run may change: they do not decide what a training step computes."""
 RESUMABLE_SYNC = {"prove_every": 1, "tolerance": 0.0}

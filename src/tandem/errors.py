@@ -14,7 +14,8 @@ TandemError                 exit code
 ├── CheckpointError                 8   a checkpoint cannot be read or written
 ├── Starved                         9   nothing to train on
 ├── Deadline                       10   somebody was waited for too long
-└── DoesNotFit                     11   the memory plan exceeds the machine
+├── DoesNotFit                     11   the memory plan exceeds the machine
+└── Alarmed                        12   an alarm was raised and the recipe asks for a stop
 
 Ctrl-C exits with 130 after saving. Raise at the source; catch at four boundaries only: one rollout, one
 HTTP request, one child process, the command line.
@@ -108,3 +109,9 @@ class DoesNotFit(TandemError):
     """The memory plan exceeds what the machine has."""
 
     exit_code = 11
+
+
+class Alarmed(TandemError):
+    """An alarm ended the run (``alarms: stop``); everything is saved, and the message says how to go on."""
+
+    exit_code = 12

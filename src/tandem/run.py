@@ -14,6 +14,7 @@ import torch
 from tandem import config as recipes
 from tandem import machine, memory, waits
 from tandem.advantages.base import Advantage, Weighs
+from tandem.alarms.watch import Watch
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest, CanLend, Engine, Needs
 from tandem.envs.base import Split
@@ -92,13 +93,16 @@ async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None,
             config=recipes.as_json(config),
             resumed_step=steps[-1] if steps else 0,
         )
-        with Telemetry(info, config.sinks) as telemetry:
+        stop = asyncio.Event()
+        alarms = Watch(info.config, stop=stop.set)
+        with Telemetry(info, config.sinks, alarms) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
-            async with _assembled(config, dog, folder, tasks, telemetry) as (run, state):
+            async with _assembled(config, dog, folder, tasks, telemetry, stop) as (run, state):
                 with lifetime.signals(run.stop), machine.settled():
                     state = await loop.train(run, state)
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
+        lifetime.raise_alarm(alarms.ended, folder)
         raise KeyboardInterrupt(f"stopped at step {state.step}, everything is saved; go on with: tandem train {folder}")
     return folder
 
@@ -138,16 +142,26 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
 
 @asynccontextmanager
 async def _assembled(
-    config: RunConfig, dog: watchdog.Watchdog, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+    config: RunConfig,
+    dog: watchdog.Watchdog,
+    folder: Path,
+    tasks: Mapping[Split, players.Tasks],
+    telemetry: Telemetry,
+    stop: asyncio.Event,
 ) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
     """Every part of a run, live, and the state it starts from."""
     async with AsyncExitStack() as stack:
         with dog.ends():  # before any of them does
-            yield await _assemble(stack, config, folder, tasks, telemetry)
+            yield await _assemble(stack, config, folder, tasks, telemetry, stop)
 
 
 async def _assemble(
-    stack: AsyncExitStack, config: RunConfig, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+    stack: AsyncExitStack,
+    config: RunConfig,
+    folder: Path,
+    tasks: Mapping[Split, players.Tasks],
+    telemetry: Telemetry,
+    stop: asyncio.Event,
 ) -> tuple[loop.Run, TrainerState]:
     policy = await stack.enter_async_context(_policy(config))
     played = config.sources if config.plays else {}
@@ -195,7 +209,7 @@ async def _assemble(
         evaluates=evaluator.wants,
         telemetry=telemetry,
         records=lambda step, batch, stats: records(step, batch, stats, template),
-        stop=asyncio.Event(),
+        stop=stop,
         reached=reached.set,
         grading=playing.metrics,
         pace=pace,

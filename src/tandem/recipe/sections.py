@@ -1,4 +1,4 @@
-"""Mappings of a recipe that choose no part: evaluation, checkpoints, grading, replay, and a broker to train from."""
+"""Mappings of a recipe that choose no part: evaluation, checkpoints, grading, replay, alarms, and a broker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem import resolve
+from tandem.alarms.base import Name
 from tandem.types import Sampling
 
 
@@ -156,6 +157,16 @@ class Patience:
             loop_seconds=(0 < self.loop_seconds < math.inf, "above 0 (seconds)"),
             end_seconds=(0 < self.end_seconds < math.inf, "above 0 (seconds)"),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarms:
+    """What becomes of a run whose metrics show that training goes wrong while nothing is broken."""
+
+    action: Literal["warn", "stop"] = "warn"
+    """Tell it, or also end the run with everything saved."""
+    ignore: tuple[Name, ...] = ()
+    """Alarms that are not looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

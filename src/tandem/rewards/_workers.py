@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from tandem.errors import RewardError
-from tandem.metrics import Sum, Value
+from tandem.metrics import Max, Sum, Value
 from tandem.rewards._calls import Outcome
 from tandem.rewards._grader import Call, Order
 from tandem.rewards._pool import AnyReward, Pool
@@ -67,6 +67,8 @@ class Graders:
         self._log = log
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
+        self._under_way = 0
+        self._busy, self._busy_since = 0.0, 0.0
         self._told: set[tuple[str, str]] = set()
         alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
         shared = [name for name in specs if name not in alone]
@@ -130,13 +132,17 @@ class Graders:
         rows = tuple(row for row, rollout in enumerate(rollouts) if rollout.status == "ok")
         if not rows:
             return list(rollouts)
-        since = time.perf_counter()
+        since = self._begun()
         marks = {row: _Marks() for row in rows}
         packed, group = pickle.dumps(tuple(rollouts)), rollouts[0].id.rpartition("/")[0]
         alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
         each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
         asked = [pool.judge(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
-        for outcomes, of in zip(await _all(asked), each, strict=True):
+        try:
+            answered = await _all(asked)
+        finally:
+            self._ended()
+        for outcomes, of in zip(answered, each, strict=True):
             if len(of) < len(rows):
                 self._counts["reused"] += len(rows) - len(of)
             for call, outcome in outcomes.items():
@@ -145,12 +151,33 @@ class Graders:
         return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
 
     def metrics(self) -> dict[str, Value]:
-        """Counts since the last call: failed rollouts by reason, processes replaced, seconds spent grading."""
+        """Counts since the last call: failed rollouts by reason, processes replaced, seconds spent grading.
+
+        ``seconds/grading`` adds groups up; ``grading/busy_seconds`` is how long any was being graded.
+        """
         values: dict[str, Value] = {f"grading/{name}": Sum(float(count)) for name, count in self._counts.items()}
         values["seconds/grading"] = Sum(self._seconds)
+        if self._under_way:  # what is under way counts up to now
+            now = time.perf_counter()
+            self._busy, self._busy_since = self._busy + now - self._busy_since, now
+        values["grading/busy_seconds"] = Max(self._busy)
         self._counts.clear()
-        self._seconds = 0.0
+        self._seconds = self._busy = 0.0
         return values
+
+    def _begun(self) -> float:
+        """A group's grading begins; when."""
+        now = time.perf_counter()
+        if not self._under_way:
+            self._busy_since = now
+        self._under_way += 1
+        return now
+
+    def _ended(self) -> None:
+        """It is over; where no other is under way, so is a time in which graders were busy."""
+        self._under_way -= 1
+        if not self._under_way:
+            self._busy += time.perf_counter() - self._busy_since
 
     def _mark(
         self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: Call, outcome: Outcome

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from tandem import waits
+from tandem.alarms.watch import Watch
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.sinks import _lines
@@ -37,13 +38,15 @@ class Telemetry:
     training. Safe from any thread.
     """
 
-    def __init__(self, info: RunInfo, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: Watch | None = None) -> None:
         """Nothing is opened or written yet.
 
         Args:
             info: the run; its ``activity`` is filled in here.
             sinks: where numbers go besides the run folder.
+            alarms: look at every step's numbers; None: nobody does.
         """
+        self._alarms = alarms
         self._info = dataclasses.replace(info, activity=activity)
         self._sinks = [sink for sink in sinks if not isinstance(sink, Jsonl)]
         self._folder_writer: Writer | None = None
@@ -67,8 +70,11 @@ class Telemetry:
             with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
                 self._folder_writer = Jsonl().open(self._info)
             undo.callback(self._folder_writer.close)
-            rows = _lines.read(self._info.folder / "eval.jsonl")
+            rows = list(_lines.read(self._info.folder / "eval.jsonl"))
             self._evaluated = {row["step"] for row in rows}
+            if self._alarms is not None:
+                seen = [{"step": row["step"], "scalars": evaluation_scalars(row)} for row in rows]
+                self._alarms.replay(_lines.read(self._info.folder / "metrics.jsonl"), seen)
             for sink in self._sinks:
                 name = _name(sink, taken=self._writers)
                 with waits.blocking("trainer", "it to open", on=f"sink {name}"):
@@ -113,8 +119,14 @@ class Telemetry:
                 raise ValueError(f"metrics of step {step} come after those of step {self._step}; emit once per step")
             self._step = step
             self._warn_of_odd(step, scalars)
+            notices = self._alarms.step(step, scalars) if self._alarms else []
+            scalars |= self._alarms.scalars() if self._alarms else {}
             self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
             self._to_sinks(lambda writer: writer.write(step, scalars))
+            for notice in notices:
+                fields = notice.fields()
+                logger.info("alarm: %s", fields)
+                self.event("alarm" if notice.finding else "alarm_over", **fields)
         return scalars
 
     def event(self, name: str, /, **fields: Json) -> None:
@@ -155,6 +167,8 @@ class Telemetry:
         scalars = evaluation_scalars(record)
         with self._lock:
             self._evaluated.add(step)
+            if self._alarms is not None:
+                self._alarms.evaluation(step, scalars)
             self._to_folder("eval.jsonl", lambda writer: writer.evaluation(step, record, scalars))
             self._to_sinks(lambda writer: writer.evaluation(step, record, scalars))
 

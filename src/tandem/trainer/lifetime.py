@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tandem import config as recipes
 from tandem import report, resolve, waits
+from tandem.alarms.watch import Notice
 from tandem.config import RunConfig
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import Alarmed, ConfigError, TandemError
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,21 @@ def writable(folder: Path) -> Iterator[None]:
             f"the run's folder {folder} cannot be written: {error}; free disk space or mend the folder, then go on "
             f"with: tandem train {folder}"
         ) from error
+
+
+def raise_alarm(ended: Notice | None, folder: Path) -> None:
+    """Say which alarm ended a run, if one did.
+
+    Raises:
+        Alarmed: it was not a signal.
+    """
+    if ended is None or ended.finding is None:
+        return
+    raise Alarmed(
+        f"alarm {ended.alarm} stopped the run at step {ended.step}, everything is saved: {ended.finding.seen}. "
+        f"{ended.finding.means} What to change: {ended.finding.change} To go on all the same: "
+        f"tandem train {folder} alarms=warn"
+    )
 
 
 @contextmanager
