@@ -1,5 +1,6 @@
 """Metrics of made-up runs, step by step: healthy ones, and ones in which something goes wrong at a step."""
 
+# ruff: noqa: RUF009 - flat() makes a function, which nobody changes
 from __future__ import annotations
 
 import math

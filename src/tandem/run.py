@@ -93,17 +93,16 @@ async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None,
             config=recipes.as_json(config),
             resumed_step=steps[-1] if steps else 0,
         )
-        stop = asyncio.Event()
-        alarms = Watch(info.config, stop=stop.set)
+        alarms = Watch(info.config)
         with Telemetry(info, config.sinks, alarms) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
-            async with _assembled(config, dog, folder, tasks, telemetry, stop) as (run, state):
+            async with _assembled(config, dog, folder, tasks, telemetry) as (run, state):
+                alarms.stop = run.stop.set
                 with lifetime.signals(run.stop), machine.settled():
                     state = await loop.train(run, state)
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
-        lifetime.raise_alarm(alarms.ended, folder)
-        raise KeyboardInterrupt(f"stopped at step {state.step}, everything is saved; go on with: tandem train {folder}")
+        raise lifetime.stopped(state.step, alarms.ended, folder)
     return folder
 
 
@@ -142,26 +141,16 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
 
 @asynccontextmanager
 async def _assembled(
-    config: RunConfig,
-    dog: watchdog.Watchdog,
-    folder: Path,
-    tasks: Mapping[Split, players.Tasks],
-    telemetry: Telemetry,
-    stop: asyncio.Event,
+    config: RunConfig, dog: watchdog.Watchdog, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
 ) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
     """Every part of a run, live, and the state it starts from."""
     async with AsyncExitStack() as stack:
         with dog.ends():  # before any of them does
-            yield await _assemble(stack, config, folder, tasks, telemetry, stop)
+            yield await _assemble(stack, config, folder, tasks, telemetry)
 
 
 async def _assemble(
-    stack: AsyncExitStack,
-    config: RunConfig,
-    folder: Path,
-    tasks: Mapping[Split, players.Tasks],
-    telemetry: Telemetry,
-    stop: asyncio.Event,
+    stack: AsyncExitStack, config: RunConfig, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
 ) -> tuple[loop.Run, TrainerState]:
     policy = await stack.enter_async_context(_policy(config))
     played = config.sources if config.plays else {}
@@ -209,7 +198,7 @@ async def _assemble(
         evaluates=evaluator.wants,
         telemetry=telemetry,
         records=lambda step, batch, stats: records(step, batch, stats, template),
-        stop=stop,
+        stop=asyncio.Event(),
         reached=reached.set,
         grading=playing.metrics,
         pace=pace,

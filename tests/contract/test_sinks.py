@@ -15,6 +15,7 @@ from tandem.metrics import Histogram, Sum
 from tandem.sinks.base import RunInfo, Sink, Writer
 from tandem.telemetry.emit import Telemetry
 
+ALARM = {"alarm": "length", "step": 2, "since": 1, "seen": "4 tokens", "means": "Bad.", "change": "lr.", "metrics": []}
 EVALUATION = {"step": 1, "env": "e", "mean": 0.5, "mean_ci": [0.4, 0.6], "pass_at": {"1": 0.5}, "rollouts": []}
 
 
@@ -24,6 +25,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Run:
         def log(self, values: dict[str, float], step: int | None = None) -> None: ...
+        def alert(self, **options: str) -> None: ...
         def define_metric(self, name: str, **options: Any) -> None: ...
         def finish(self) -> None: ...
 
@@ -77,6 +79,8 @@ def test_takes_a_whole_run_and_a_resume(kind: str, tmp_path: Path) -> None:
     writer = part.open(dataclasses.replace(info, resumed_step=1))
     writer.write(2, {"reward": 0.75})
     writer.evaluation(2, EVALUATION | {"step": 2}, {"eval/mean": 0.75})
+    writer.event("alarm", ALARM)
+    writer.event("alarm_over", {"alarm": "length", "step": 2, "since": 1})
     writer.event("something_new", {"nested": {"a": [1, None]}, "text": "\u2028"})
     writer.close()
 

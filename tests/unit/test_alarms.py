@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
 import pytest
-from alarming import HEALTHY, ONSET, SICK, watched
+from alarming import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
+
+from tandem.alarms.base import Finding, Name
+from tandem.alarms.watch import ALARMS, Notice, Watch, _Episode
 
 SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""
@@ -28,3 +35,84 @@ def test_what_goes_wrong_is_named_within_twenty_steps(name: str, seed: int) -> N
     assert any(character.isdigit() for character in finding.seen)
     assert finding.means.endswith(".")
     assert finding.change.endswith(".")
+
+
+def test_every_alarm_is_looked_for_and_has_a_name_that_recipes_know() -> None:
+    assert {alarm.name for alarm in ALARMS} == set(get_args(Name))
+    assert {alarm for alarm, _ in SICK.values()} == set(get_args(Name))
+
+
+def lasting(count: int, **alarms: Any) -> tuple[Watch, list[Notice]]:
+    """Answers that get short at step 40 and stay so until step 400."""
+    made = replace(BASE, length=lambda step: 4.0 if ONSET <= step < 400 else 150.0, accuracy=flat(0.4))
+    watch = Watch({**made.recipe(), "alarms": alarms})
+    return watch, [notice for step, row in made.steps(count) for notice in watch.step(step, row)]
+
+
+def test_an_episode_is_told_once_and_is_over_when_nothing_shows_any_more() -> None:
+    _, notices = lasting(90)
+    assert [notice.alarm for notice in notices] == ["length"]
+    assert ONSET <= notices[0].since <= notices[0].step <= ONSET + SOON
+
+
+def test_what_lasts_is_told_again_ever_more_rarely() -> None:
+    made = replace(BASE, truncated=after(0.03, 0.6))
+    watch = Watch(made.recipe())
+    found = Finding(seen="1", means="m.", change="c.")
+    episode, told = _Episode(), []
+    for step in range(1, 1000):
+        told += [step] if watch._told(ALARMS[1], episode, found, step) else []
+    assert told == [3, 103, 303, 703]
+    over = [watch._told(ALARMS[1], episode, None, step) for step in range(1000, 1010)]
+    assert [notice is not None for notice in over] == [False] * 9 + [True]
+
+
+def test_ignored_alarms_are_not_looked_for() -> None:
+    watch, notices = lasting(90, ignore=["length"])
+    assert notices == []
+    assert watch.scalars() == {"alarms": 0.0}
+
+
+def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_resume() -> None:
+    watch, notices = lasting(60, action="stop")
+    assert watch.ended is not None
+    assert (watch.ended.alarm, watch.ended.step) == ("length", notices[0].step)
+    warned, _ = lasting(60, action="warn")
+    assert warned.ended is None
+    made = replace(BASE, length=lambda step: 4.0 if step >= ONSET else 150.0)
+    rows = [{"step": step, "metrics": row} for step, row in made.steps(61)]
+    stopped: list[int] = []
+    resumed = Watch({**made.recipe(), "alarms": {"action": "stop"}})
+    resumed.stop = lambda: stopped.append(1)
+    resumed.replay(rows[:60], [])
+    assert stopped == []
+    resumed.step(61, rows[60]["metrics"])
+    assert stopped == [1]
+
+
+def test_advice_names_options_with_values() -> None:
+    (notice,) = [n for n in watched(SICK["answers are cut"][1], ONSET + SOON) if n.alarm == "length"]
+    assert notice.finding is not None
+    assert "sampling.max_tokens=1024 (now 512)" in notice.finding.change
+    _, made = SICK["a format reward saturates while nothing is solved"]
+    hacked = next(n.finding for n in watched(made, ONSET + SOON) if n.alarm == "reward_hacking")
+    assert hacked is not None
+    assert "rewards.format (now 0.1) to 0.01" in hacked.change
+    assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
+
+
+def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
+    """64 × 8 a step, 0.1 for the last line: format 0.016 to 0.998, 166 to 4 tokens, solved 0.5 to 1.7 %, 75 steps."""
+    made = Made(
+        groups=64,
+        weights={"number": 1.0, "format": 0.1},
+        accuracy=slope(0.005, 0.017, 75),
+        bonuses={"format": lambda step: 1 / (1 + math.exp(-(step - 35) / 8))},
+        length=slope(166, 4, 75),
+        flat_share=slope(0.81, 0.90, 75),
+        entropy=slope(1.0, 0.1, 75),
+    )
+    first = {notice.alarm: notice.step for notice in reversed(watched(made, 75))}
+    assert first["reward_hacking"] <= 50
+    assert first["length"] <= 50
+    assert "zero_variance" in first

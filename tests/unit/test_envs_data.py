@@ -12,7 +12,8 @@ import pytest
 from tandem.envs.dataset import Dataset
 from tandem.envs.gsm8k import Gsm8k
 from tandem.errors import ConfigError, EnvError
-from tandem.types import Message, Task
+from tandem.rewards.math_verify import MathVerify
+from tandem.types import Message, Rollout, Task
 
 
 def jsonl(file: Path, *rows: Any) -> str:
@@ -44,8 +45,27 @@ def test_gsm8k_reads_a_local_file(tmp_path: Path) -> None:
     assert [task.id for task in tasks] == ["train/1", "train/2", "train/3"]
     assert [task.answer for task in tasks] == ["7", "2,000", "10"]
     assert tasks[0].prompt == asked(EGGS["question"] + "\nBe brief.")
-    assert env.check(tasks[0]) == "He has 3+4=7 eggs.\n#### 7"
+    assert env.check(tasks[0]) == f"This follows from what is asked: {EGGS['question']}\nHe has 3+4=7 eggs.\n#### 7"
     assert tasks[0].meta["question"] == EGGS["question"]
+
+
+def test_gsm8k_pays_for_worked_answers_alone(tmp_path: Path) -> None:
+    """With a bonus for the last line, training taught a small model to say that line and nothing else."""
+    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS, COINS), test_share=0.0)
+    assert list(env.default_rewards) == ["math_verify"]
+    options = {key: value for key, value in env.default_rewards["math_verify"].items() if key != "weight"}
+    reward = MathVerify(**options)
+    eggs, coins = train(env)
+
+    def earned(task: Task, reply: str) -> float:
+        messages = (*task.prompt, Message(role="assistant", content=reply))
+        return reward(Rollout(id="0/0", task=task, turns=(), messages=messages, status="ok"))
+
+    assert earned(eggs, "#### 7") == 0.0
+    assert earned(eggs, "7") == 0.0
+    assert earned(eggs, "He has 3 eggs and buys 4, so 3 + 4 = 7.\n#### 8") == 0.0
+    assert earned(eggs, "He has 3 eggs and buys 4, so 3 + 4 = 7.\n#### 7") == 1.0
+    assert earned(coins, env.check(coins)) == 1.0, "its row says 5*2=10 and no more"
 
 
 def test_gsm8k_test_path_is_held_out_and_nothing_else(tmp_path: Path) -> None:

@@ -337,6 +337,14 @@ def test_math_verify_different(reply: str, gold: str) -> None:
     assert MathVerify()(said(reply, answer=gold)) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("reply", "paid"),
+    [("#### 18", 0.0), ("18", 0.0), ("so 9 + 9 = 18\n#### 18", 1.0), ("\n \n\n   #### 18", 0.0)],
+)
+def test_math_verify_asks_for_working(reply: str, paid: float) -> None:
+    assert MathVerify(least_working=8)(said(reply, answer="18")) == paid
+
+
 def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:
     reward = MathVerify(timeout=1)
     reward.prepare()

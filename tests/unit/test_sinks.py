@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -33,6 +34,15 @@ CONFIG = {
     "groups_per_step": 4,
     "group_size": 8,
     "max_lag": 1,
+}
+ALARM = {
+    "alarm": "length",
+    "step": 52,
+    "since": 50,
+    "seen": "answers have 4 tokens",
+    "means": "Saying less earns as much.",
+    "change": "Less optimizer.lr.",
+    "metrics": ["length"],
 }
 METRICS = {
     "reward": 0.4125,
@@ -172,6 +182,28 @@ def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) 
             assert part in text, part
 
 
+def test_an_alarm_is_told_in_full_and_stays_on_the_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = Console(live="never").open(info(tmp_path))
+    writer.event("alarm", ALARM)
+    writer.event("alarm_over", {"alarm": "length", "step": 75, "since": 50})
+    told = capsys.readouterr().out
+    assert "ALARM length at step 52, since step 50: answers have 4 tokens" in told
+    assert all(ALARM[key] in told for key in ("means", "change"))
+    assert "alarm length is over at step 75" in told
+    board = Board(info(tmp_path))
+    board.event("alarm", ALARM)
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", " ".join(drawn(board, 60))).split())
+    assert all(ALARM[key] in shown for key in ("seen", "means", "change"))
+    board.event("alarm_over", {"alarm": "length", "step": 75, "since": 50})
+    assert "ALARM" not in "".join(drawn(board, 60))
+
+
+def test_a_resumed_board_shows_alarms_that_are_open(tmp_path: Path) -> None:
+    told = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "ess", "step": 90}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in told))
+    assert set(Board(info(tmp_path, resumed_step=60)).alarms) == {"length"}, "step 90 did not happen"
+
+
 def test_live_board_before_the_first_step_and_after_the_end(tmp_path: Path) -> None:
     board = Board(info(tmp_path))
     assert "no step has finished yet" in "\n".join(drawn(board, 80))
@@ -302,6 +334,15 @@ def test_tensorboard_reads_scalars_and_recipe(tmp_path: Path) -> None:
     assert '"max_lag": 1' in texts["recipe"]
 
 
+def test_tensorboard_has_the_text_of_an_alarm(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    writer = Tensorboard().open(info(tmp_path))
+    writer.event("alarm", ALARM)
+    writer.close()
+    _, texts = read_tensorboard(tmp_path / "tensorboard")
+    assert all(ALARM[key] in texts["alarms/length"] for key in ("seen", "means", "change"))
+
+
 def test_tensorboard_forgets_what_a_resume_undid(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     first = Tensorboard().open(info(tmp_path))
@@ -327,6 +368,9 @@ class FakeRun:
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.calls.append(("define_metric", (name, step_metric)))
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        self.calls.append(("alert", (title, text, level)))
 
     def finish(self) -> None:
         self.calls.append(("finish", None))
@@ -372,6 +416,14 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch
         ({"step": 2, "eval/mean": 0.25}, None),
     ]
     assert calls[-1] == ("finish", None)
+
+
+def test_wandb_alerts_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_library(monkeypatch, "wandb")
+    Wandb().open(info(tmp_path)).event("alarm", ALARM)
+    title, text, level = next(what for name, what in calls if name == "alert")
+    assert (title, level) == ("alarm length", "WARN")
+    assert all(ALARM[key] in text for key in ("seen", "means", "change"))
 
 
 def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tandem import waits
+from tandem.alarms.watch import Watch
 from tandem.errors import ConfigError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.sinks import _lines
@@ -294,6 +295,43 @@ def test_long_waits_become_events_and_show_as_activity(tmp_path: Path, monkeypat
     with waits.blocking("sync", "x", "engine"):
         pass
     assert len(rows(tmp_path / "events.jsonl")) == 2, "nothing is written after the end"
+
+
+def collapsing(step: int) -> dict[str, Mean]:
+    """Answers that get short at step 20, with a reward that stays."""
+    return {"length": Mean(4.0 if step >= 20 else 100.0, 1), "reward": Mean(0.5, 1)}
+
+
+def test_an_alarm_is_an_event_and_a_metric(tmp_path: Path) -> None:
+    writer = Recorder()
+    with Telemetry(info(tmp_path), [Recording(writer)], Watch({})) as telemetry:
+        for step in range(1, 31):
+            telemetry.emit(step, [collapsing(step)])
+    (alarm,) = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "alarm"]
+    assert alarm["alarm"] == "length"
+    assert "4 tokens" in alarm["seen"]
+    assert ("event", ("alarm", {k: v for k, v in alarm.items() if k not in ("time", "event")})) in writer.calls
+    metrics = {row["step"]: row["metrics"] for row in rows(tmp_path / "metrics.jsonl")}
+    assert [metrics[step]["alarms"] for step in (19, 30)] == [0.0, 1.0]
+    assert "alarms/length" not in metrics[19]
+    assert metrics[30]["alarms/length"] == 1.0
+
+
+@pytest.mark.parametrize("resumed", [10, 21, 26])
+def test_a_resumed_run_tells_what_it_would_have_told(resumed: int, tmp_path: Path) -> None:
+    for folder in ("whole", "resumed"):
+        with Telemetry(info(tmp_path / folder), [], Watch({})) as telemetry:
+            for step in range(1, 31):
+                telemetry.emit(step, [collapsing(step)])
+    with Telemetry(info(tmp_path / "resumed", resumed_step=resumed), [], Watch({})) as telemetry:
+        for step in range(resumed + 1, 31):
+            telemetry.emit(step, [collapsing(step)])
+    whole, again = (
+        [row["metrics"] for row in rows(tmp_path / folder / "metrics.jsonl")] for folder in ("whole", "resumed")
+    )
+    assert whole == again
+    alarms = [row["step"] for row in rows(tmp_path / "resumed" / "events.jsonl") if row["event"] == "alarm"]
+    assert alarms == alarms[:1] * (2 if resumed < alarms[0] else 1), "told again only where it was undone"
 
 
 def test_telemetry_outside_its_block_is_a_mistake(tmp_path: Path) -> None:

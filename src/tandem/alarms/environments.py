@@ -19,7 +19,7 @@ WAITS = 0.7
 WAITS_ELSEWHERE = 0.9
 """The same where a broker brings the groups, and environments sample meanwhile."""
 SLOWER = 3.0
-"""Multiple of the wait for a sampled token that shows that sampling is held up."""
+"""Multiple of an earlier wait for as many tokens and rollouts that shows that sampling is held up."""
 SECONDS = 1.0
 """Least wait of a step, in seconds, that is worth telling of."""
 
@@ -76,16 +76,24 @@ class Environments(Alarm):
             return None
         if history.recipe.elsewhere and wait >= WAITS_ELSEWHERE * step:
             return self._finding(history, f"the trainer waits for {percent(wait / step)} of a step ({now})")
-        level = _wait_per_token(now)
         for then in history.earlier():
-            before = _wait_per_token(then)
-            if level and before and level >= SLOWER * before:
+            slower = self._slower(history, now, then)
+            if slower is not None and slower >= SLOWER:
                 return self._finding(
                     history,
-                    f"the trainer waits for {percent(wait / step)} of a step ({now}), {short(1000 * level)} ms for "
-                    f"each sampled token, {short(1000 * before)} ms at {then}",
+                    f"the trainer waits for {percent(wait / step)} of a step ({now}), {short(slower)} times as long "
+                    f"for what is sampled as at {then}",
                 )
         return None
+
+    def _slower(self, history: History, now: Window, then: Window) -> float | None:
+        """How many times as long it waits, for a token or for a rollout, whichever is less: lengths may change."""
+        wait, before = now.median("seconds/wait"), then.median("seconds/wait")
+        tokens, tokens_then = now.mean("tokens/generated"), then.mean("tokens/generated")
+        rollouts, rollouts_then = (sampled(history, w) / len(w.rows) for w in (now, then))
+        if not (wait and before and tokens and tokens_then and rollouts and rollouts_then):
+            return None
+        return wait / before / max(1.0, tokens / tokens_then, rollouts / rollouts_then)
 
     def _finding(self, history: History, seen: str) -> Finding:
         lag = history.recipe.get("max_lag")
@@ -98,10 +106,3 @@ class Environments(Alarm):
             + ("More workers (tandem work), or more engines for them." if history.recipe.elsewhere
                else f"A faster environment; {overlap} lets sampling overlap with training."),
         )  # fmt: skip
-
-
-def _wait_per_token(window: Window) -> float | None:
-    """Seconds of waiting for each token that was sampled."""
-    tokens = window.median("tokens/generated")
-    wait = window.median("seconds/wait")
-    return wait / tokens if tokens and wait is not None else None

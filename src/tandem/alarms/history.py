@@ -88,7 +88,7 @@ class History:
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """The metrics of a step; steps come in order."""
         self._rows.append((step, scalars))
-        if len(self._start) < START:
+        if len(self._start) < EARLIER:
             self._start.append((step, scalars))
 
     def newest(self, metric: str) -> float | None:
@@ -103,10 +103,10 @@ class History:
         """Windows to compare the newest level with: nearest first, the start of the run last."""
         rows = tuple(self._rows)
         for ago in AGO:
-            if len(rows) >= ago + EARLIER // 2:
+            if len(rows) >= ago + EARLIER - 2:
                 yield Window(rows=rows[max(0, len(rows) - ago - EARLIER) : len(rows) - ago])
         if len(rows) >= START + NOW:
-            yield Window(rows=tuple(self._start))
+            yield Window(rows=tuple(self._start[:START]))
 
     def rises(self, then: Window) -> bool:
         """True if the main reward is above that of an earlier window by more than scatter, or is all but full.
@@ -120,11 +120,18 @@ class History:
         if accuracy is not None and accuracy >= SOLVED:
             return True
         goal = self.recipe.goal
+        then = self.around(then)
         level, before = now.mean(goal), then.mean(goal)
         if level is None or before is None:
             return False
         scatter = math.hypot(now.error(goal), then.error(goal))
-        return level - before > max(0.03 * self.scale(goal), 1.5 * scatter)
+        return level - before > max(0.03 * self.scale(goal), scatter)
+
+    def around(self, then: Window) -> Window:
+        """A window that is long enough for a mean of rewards: the first steps with those after them."""
+        if len(then.rows) >= EARLIER // 2:
+            return then
+        return Window(rows=tuple(self._start))
 
     def scale(self, metric: str) -> float:
         """What counts as much of a reward: 1, as most rewards go from 0 to 1, or the most that was seen."""
@@ -136,7 +143,7 @@ class History:
         """How the main reward went since an earlier window, in words; empty if it has none."""
         now = self.now(EARLIER)
         metric = self.recipe.goal
-        level, before = None if now is None else now.mean(metric), then.mean(metric)
+        level, before = None if now is None else now.mean(metric), self.around(then).mean(metric)
         if level is None or before is None:
             return ""
         return f"while {metric} went from {short(before)} to {short(level)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.alarms.base import Alarm, Finding, Name, first
-from tandem.alarms.history import History, Window, percent, short
+from tandem.alarms.history import START, History, Window, percent, short
 
 COLLAPSE = 0.25
 """Part of an earlier length that is a collapse."""
@@ -70,6 +70,8 @@ class Length(Alarm):
         if cut is None or cut <= CUT:
             return None
         for window in then:
+            if len(window.rows) <= START:  # too few to tell whether it falls
+                continue
             before = window.median("rollouts/truncated")
             if before is not None and before - cut < FALLS:
                 return Finding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
@@ -43,7 +44,7 @@ class RewardHacking(Alarm):
         metric, goal = f"reward/{name}", history.recipe.goal
         level, before = now.mean(metric), then.mean(metric)
         recent = history.now(EARLIER)
-        goal_level, goal_before = None if recent is None else recent.mean(goal), then.mean(goal)
+        goal_level, goal_before = None if recent is None else recent.mean(goal), history.around(then).mean(goal)
         if level is None or before is None or goal_level is None or goal_before is None:
             return None
         rise = (level - before) / history.scale(metric) * (1 if weight > 0 else -1)
@@ -77,14 +78,21 @@ class RewardHacking(Alarm):
 
     def _stays(self, history: History, then: Window, metric: str) -> bool:
         """True if the bonus has been up for long, and the goal has not followed."""
-        whole = history.now(PATIENCE + NOW)
+        whole, goal = history.now(PATIENCE + NOW), history.recipe.goal
         if whole is None or whole.first <= then.last:
             return False
-        risen = Window(rows=whole.rows[:NOW]).mean(metric)
-        now, before = Window(rows=whole.rows[-NOW:]).mean(metric), then.mean(metric)
-        if risen is None or now is None or before is None:
+        start = history.around(then)
+        level, before = whole.mean(goal), start.mean(goal)
+        if level is None or before is None:
             return False
-        return abs(risen - before) >= 0.8 * abs(now - before)
+        scatter = math.hypot(whole.error(goal), start.error(goal))
+        if level - before + scatter > 0.03 * history.scale(goal):  # too little is known to say that it stands still
+            return False
+        risen = Window(rows=whole.rows[:NOW]).mean(metric)
+        now, was = Window(rows=whole.rows[-NOW:]).mean(metric), then.mean(metric)
+        if risen is None or now is None or was is None:
+            return False
+        return abs(risen - was) >= 0.8 * abs(now - was)
 
     def _held_out(self, history: History) -> Finding | None:
         """Held-out accuracy falls below its best beyond both intervals, while training rewards stay or rise."""

@@ -72,20 +72,21 @@ class _Episode:
 class Watch:
     """The alarms of one run. What it knows it knows from metrics alone, so a resumed run knows the same."""
 
-    def __init__(self, config: Mapping[str, Json], *, stop: Callable[[], None] | None = None) -> None:
+    def __init__(self, config: Mapping[str, Json]) -> None:
         """Nothing has happened yet.
 
         Args:
-            config: the resolved recipe as plain data; its ``alarms`` say what is ignored.
-            stop: called when an alarm is open and the recipe asks for a stop.
+            config: the resolved recipe as plain data; its ``alarms`` say what is ignored, and what becomes of the run.
         """
         asked = config.get("alarms") or {}
         self._alarms = [alarm for alarm in ALARMS if alarm.name not in (asked.get("ignore") or ())]
-        self._stop = stop if asked.get("action") == "stop" else None
+        self._stops = asked.get("action") == "stop"
         self._history = History(Recipe(config))
         self._episodes = {alarm.name: _Episode() for alarm in self._alarms}
         self.ended: Notice | None = None
         """The alarm for which the run was stopped."""
+        self.stop: Callable[[], None] = lambda: None
+        """Called once, when an alarm is open and the recipe asks for a stop."""
 
     def replay(self, rows: Iterable[Mapping[str, Json]], evaluations: Sequence[Mapping[str, Json]]) -> None:
         """What a run did before it was resumed, quietly.
@@ -94,7 +95,7 @@ class Watch:
             rows: of metrics.jsonl.
             evaluations: ``step`` and ``scalars`` of each, by step.
         """
-        stop, self._stop = self._stop, None
+        stops, self._stops = self._stops, False
         later = list(evaluations)
         for row in rows:
             while later and later[0]["step"] < row["step"]:
@@ -102,7 +103,7 @@ class Watch:
             self.step(row["step"], {name: _number(value) for name, value in row["metrics"].items()})
         for each in later:
             self.evaluation(each["step"], each["scalars"])
-        self._stop = stop
+        self._stops = stops
 
     def evaluation(self, step: int, scalars: Mapping[str, float]) -> None:
         """The numbers of an evaluation."""
@@ -116,9 +117,9 @@ class Watch:
             episode, finding = self._episodes[alarm.name], alarm.look(self._history)
             if (notice := self._told(alarm, episode, finding, step)) is not None:
                 notices.append(notice)
-            if self._stop is not None and self.ended is None and finding is not None and episode.told is not None:
+            if self._stops and self.ended is None and finding is not None and episode.told is not None:
                 self.ended = Notice(alarm=alarm.name, step=step, since=episode.since, finding=finding)
-                self._stop()
+                self.stop()
         return notices
 
     def scalars(self) -> dict[str, float]:

@@ -9,9 +9,9 @@ from tandem.alarms.history import EARLIER, SOLVED, History, Window, percent, sho
 
 MOST = 0.85
 """Share of groups without variance that is too many, whatever it was before."""
-RISE = 0.25
+RISE = 0.3
 """Rise of the share since an earlier window ..."""
-HIGH = 0.7
+HIGH = 0.75
 """... that is a collapse if it ends above this."""
 GROUPS = 16
 """Least groups that a share is of."""

@@ -213,6 +213,11 @@ class Plot {
       root.append(svg("text", { x: this.x(step), y: top - 7, "text-anchor": "middle" }, "resumed"));
       free = this.x(step) + 60;
     }
+    for (const alarm of panel.series.length ? this.alarms() : []) {
+      const at = this.x(alarm.step), label = `alarm ${alarm.alarm} at step ${alarm.step}`;
+      root.append(svg("line", { class: "mark alarm", x1: at, x2: at, y1: top, y2: bottom }, svg("title", {}, label)));
+      if (first && at >= free) { root.append(svg("text", { class: "alarm", x: at, y: top - 7, "text-anchor": "middle" }, "alarm")); free = at + 44; }
+    }
     root.append(svg("line", { class: "axis", x1: this.x0, x2: this.x1, y1: bottom, y2: bottom }));
     const layer = svg("g", { "clip-path": `url(#${clip})` });
     root.append(layer);
@@ -225,6 +230,8 @@ class Plot {
     root.append(place.cross, place.dots);
     host.replaceChildren(root);
   }
+  /** Alarms that looked at one of the metrics drawn here. */
+  alarms() { return DATA.alarms.filter((alarm) => (alarm.metrics || []).some((name) => (this.spec.metrics || []).includes(name))); }
   drawSteps(root, y) {
     const step = Math.max(1, niceStep(this.high - this.low, Math.max(2, (this.x1 - this.x0) / 90)));
     for (let v = Math.ceil(this.low / step) * step; v <= this.high; v += step) {

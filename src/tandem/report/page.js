@@ -2,7 +2,8 @@
 
 const S = DATA.summary;
 const TIME_COLORS = { wait: "sky", forward_backward: "blue", pack: "teal", optimizer: "violet", sync: "pink", checkpoint: "gold", evaluate: "orange" };
-const drawn = new Set(["tokens/generated", "tokens/trained"]);
+const drawn = new Set(["tokens/generated", "tokens/trained", "alarms"]);
+let using = []; // metrics of the plot that is being put together
 
 function head() {
   const of = S.steps_planned ? ` of ${S.steps_planned.toLocaleString("en-US")}` : "";
@@ -13,7 +14,17 @@ function head() {
     el("div", { class: "brand" }, logo(), "Tandem"),
     el("div", { class: "row" }, el("h1", {}, DATA.name), el("span", { class: `status ${S.status.split(" ")[0]}` }, status)),
     el("dl", { class: "facts" }, facts.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, value)))),
-    notices());
+    notices(), alarms());
+}
+
+/** Alarms, open ones first, with what they mean and what to change. */
+function alarms() {
+  const rows = [...DATA.alarms.filter((a) => a.over === null), ...DATA.alarms.filter((a) => a.over !== null)];
+  if (!rows.length) return null;
+  const when = (a) => `step ${a.step}${a.over === null ? ", not over" : ` to ${a.over}`}${a.told > 1 ? `, told ${a.told} times` : ""}`;
+  return el("section", { id: "alarms", class: "alarms", "aria-label": "alarms" }, rows.map((a) => el("details", { class: `alarm${a.over === null ? "" : " over"}`, open: a.over === null },
+    el("summary", {}, el("b", {}, `Alarm: ${a.alarm.replaceAll("_", " ")}`), " ", el("span", { class: "soft" }, when(a)), el("span", { class: "seen" }, a.seen)),
+    el("p", {}, el("b", {}, "Usually: "), a.means), el("p", {}, el("b", {}, "Change: "), a.change))));
 }
 
 function logo() { // two wheels, one frame
@@ -117,7 +128,7 @@ function toolbar() {
 
 // ---- plots
 
-function use(...names) { names.forEach((name) => drawn.add(name)); }
+function use(...names) { names.forEach((name) => { drawn.add(name); using.push(name); }); }
 function spread(name, tint, main = "mean") {
   use(name, ...["std", "min", "p25", "p50", "p75", "max"].map((q) => `${name}/${q}`));
   const get = (q) => column(`${name}/${q}`), series = [];
@@ -128,8 +139,9 @@ function spread(name, tint, main = "mean") {
 }
 function line(metric, name, tint, more = {}) { use(metric); return column(metric) ? [{ kind: "line", name, y: column(metric), color: tint, ...more }] : []; }
 function plot(title, note, panels) {
-  const kept = panels.filter((panel) => panel.series.length);
-  return new Plot({ title, note, panels: kept.length ? kept : [{ unit: "", series: [] }] });
+  const kept = panels.filter((panel) => panel.series.length), metrics = using;
+  using = [];
+  return new Plot({ title, note, metrics, panels: kept.length ? kept : [{ unit: "", series: [] }] });
 }
 
 function evaluationPlot() {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.report import samples, series
+from tandem.report import alarms, samples, series
 from tandem.report.folder import Row, RunFolder, load
 from tandem.report.summary import Summary, evaluations, summarise
 
@@ -77,6 +77,7 @@ def payload(run: RunFolder, summary: Summary) -> Row:
         "series": series.columns(run),
         "evaluations": evaluations(run),
         "resumed": [event["step"] for event in run.events if event.get("event") == "resumed" and "step" in event],
+        "alarms": alarms.episodes(run),
         "events": events,
         "event_counts": counts,
         "answers": samples.answers(run),

@@ -22,12 +22,17 @@ class MathVerify(Reward):
     marker: str = "####"
     """If the reply has this text, only the line after its last one is read; else what is in its last <answer> tag, if
     it has one, and then the whole reply. Empty: there is no such text."""
+    least_working: int = 0
+    """Characters, blanks left out, that must stand before the marker (without one, in the whole reply) for the answer
+    to count: a bare answer is a guess."""
     timeout: int = 3
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
 
     def __post_init__(self) -> None:
         if self.timeout < 1:
             raise ConfigError(f"timeout must be at least 1, got {self.timeout}")
+        if self.least_working < 0:
+            raise ConfigError(f"least_working must be at least 0, got {self.least_working}")
 
     def prepare(self) -> None:
         try:
@@ -41,6 +46,8 @@ class MathVerify(Reward):
     def __call__(self, rollout: Rollout) -> float:
         import math_verify
 
+        if not self._worked(final_message(rollout)):
+            return 0.0
         gold, reply = self._relevant(rollout.task.answer), self._relevant(final_message(rollout))
         if reply == gold:
             return 1.0
@@ -49,6 +56,11 @@ class MathVerify(Reward):
         if not expected:
             raise ValueError(f"math-verify cannot read the gold answer {gold!r} of task {rollout.task.id}")
         return float(math_verify.verify(expected, self._parsed(reply), timeout_seconds=self._seconds()))
+
+    def _worked(self, reply: str) -> bool:
+        """Whether there is as much working as is asked for."""
+        working = reply.rpartition(self.marker)[0] if self.marker and self.marker in reply else reply
+        return len("".join(working.split())) >= self.least_working
 
     def _relevant(self, text: str) -> str:
         """What stands on the line after the last marker, or in the last answer tag, or everything."""

@@ -17,6 +17,7 @@ from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
+_ALARMS = ("alarm", "alarm_over")
 TIME_PARTS = ("wait", "forward_backward", "pack", "optimizer", "sync", "checkpoint", "evaluate")
 
 
@@ -55,6 +56,8 @@ class Board:
         self.scalars: dict[str, float] = {}
         self.evaluations: list[Mapping[str, Json]] = []
         self.news: deque[tuple[float, str]] = deque(maxlen=3)
+        self.alarms: dict[str, Mapping[str, Json]] = {}
+        """What each open alarm said, by name."""
         self.phase = ""
         self.closed = False
         self.begun = time.monotonic()
@@ -64,6 +67,10 @@ class Board:
         for line in _lines.read(info.folder / "metrics.jsonl"):
             self._remember({name: value for name, value in line["metrics"].items() if value is not None})
         self.evaluations += _lines.read(info.folder / "eval.jsonl")
+        if info.resumed_step:
+            for line in _lines.read(info.folder / "events.jsonl"):
+                if line.get("event") in _ALARMS and line["step"] <= info.resumed_step:
+                    self._alarm(line["event"], line)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take in the numbers of a step."""
@@ -81,6 +88,8 @@ class Board:
         """Take in an event; only those that a person would want to hear of are shown."""
         with self.lock:
             self.phase = {"eval_started": "evaluating", "eval_done": ""}.get(name, self.phase)
+            if name in _ALARMS:
+                self._alarm(name, fields)
             if text := event_text(name, fields):
                 self.news.append((time.time(), text))
 
@@ -93,6 +102,13 @@ class Board:
         ends = list(self._ends)
         gaps = [b - a for a, b in itertools.pairwise(ends)]
         return statistics.fmean(gaps) * (self.info.steps - self.step) if gaps else None
+
+    def _alarm(self, name: str, fields: Mapping[str, Json]) -> None:
+        """An alarm opens, is told again, or is over."""
+        if name == "alarm":
+            self.alarms[fields["alarm"]] = fields
+        else:
+            self.alarms.pop(fields["alarm"], None)
 
     def _remember(self, scalars: Mapping[str, float]) -> None:
         self.scalars = dict(scalars)
@@ -119,8 +135,21 @@ def event_text(name: str, fields: Mapping[str, Json]) -> str:
         return f"{fields['owner']} gave up on {fields['on']} ({fields['reason']}) after {duration(fields['seconds'])}"
     if name in ("eval_started", "eval_done", "published", "group_dropped"):
         return ""
+    if name in _ALARMS:
+        head = f"alarm {fields['alarm']}"
+        return f"{head}: {fields['seen']}" if name == "alarm" else f"{head} is over at step {fields['step']}"
     rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
     return name.replace("_", " ") + (f" ({rest})" if rest else "")
+
+
+def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
+    """An alarm in full: what was seen, what it usually means, what to change."""
+    since = f", since step {fields['since']}" if fields["since"] != fields["step"] else ""
+    return [
+        f"ALARM {fields['alarm']} at step {fields['step']}{since}: {fields['seen']}",
+        f"  usually: {fields['means']}",
+        f"  change:  {fields['change']}",
+    ]
 
 
 def number(value: float, metric: str = "") -> str:

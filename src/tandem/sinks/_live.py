@@ -80,6 +80,7 @@ class Picture:
             plain = options.ascii_only
             blocks = [self._head(), self._progress(), self._now(), Text(), self._numbers(options.max_width, plain)]
             blocks += [Text(), *self._evaluations()] if self._board.evaluations else []
+            blocks += [Text(), *self._alarms()] if self._board.alarms else []
             blocks += [Text(), *self._news()] if self._board.news else []
             yield Panel(
                 Group(*blocks),
@@ -174,6 +175,13 @@ class Picture:
         if len(passes) == len(ends):
             table.add_row(f"pass@{passes[-1][0]}", "  →  ".join(f"{100 * share:.1f} %" for _, share in passes))
         yield table
+
+    def _alarms(self) -> Iterator[RenderableType]:
+        for fields in self._board.alarms.values():
+            head, means, change = _board.alarm_lines(fields)
+            yield Text(head, style=f"bold {ORANGE}")
+            yield Text(means, style="bright_black")
+            yield Text(change)
 
     def _news(self) -> Iterator[RenderableType]:
         for at, what in self._board.news:

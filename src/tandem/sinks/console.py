@@ -52,7 +52,10 @@ class _PlainWriter:
         self._say(_board.evaluation_line(self._board))
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        if text := _board.event_text(name, fields):
+        if name == "alarm":
+            for line in _board.alarm_lines(fields):
+                self._say(line)
+        elif text := _board.event_text(name, fields):
             self._say(text)
 
     def close(self) -> None:

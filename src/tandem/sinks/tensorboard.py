@@ -55,7 +55,10 @@ class _TensorboardWriter:
         self._file.flush()
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        return
+        if name == "alarm":
+            said = f"**{fields['seen']}**\n\n{fields['means']}\n\n{fields['change']}"
+            self._add(fields["step"], [self._text(f"alarms/{fields['alarm']}", said.encode())])
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -66,14 +69,17 @@ class _TensorboardWriter:
 
     def _write_config(self, info: RunInfo) -> None:
         """The recipe, as a page of TensorBoard's text tab."""
-        tensors = require("tensorboard.compat.proto.tensor_pb2", "tensorboard")
-        types = require("tensorboard.compat.proto.types_pb2", "tensorboard")
         recipe = msgspec.json.format(msgspec.json.encode(info.config, enc_hook=str), indent=2)
         text = b"\n".join(b"    " + line for line in recipe.splitlines())  # indented: a code block in Markdown
+        self._add(0, [self._text("recipe", text)])
+
+    def _text(self, tag: str, markdown: bytes) -> Any:
+        """A page of the text tab."""
+        tensors = require("tensorboard.compat.proto.tensor_pb2", "tensorboard")
+        types = require("tensorboard.compat.proto.types_pb2", "tensorboard")
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        value = self._summary.Summary.Value(
-            tag="recipe",
+        return self._summary.Summary.Value(
+            tag=tag,
             metadata=self._summary.SummaryMetadata(plugin_data=plugin),
-            tensor=tensors.TensorProto(dtype=types.DT_STRING, string_val=[text]),
+            tensor=tensors.TensorProto(dtype=types.DT_STRING, string_val=[markdown]),
         )
-        self._add(0, [value])

@@ -67,7 +67,9 @@ class _WandbWriter:
         self.write(step, scalars)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        return
+        if name == "alarm":
+            text = f"step {fields['step']}: {fields['seen']}\n{fields['means']}\n{fields['change']}"
+            self._run.alert(title=f"alarm {fields['alarm']}", text=text, level="WARN")
 
     def close(self) -> None:
         self._run.finish()

@@ -73,18 +73,14 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def raise_alarm(ended: Notice | None, folder: Path) -> None:
-    """Say which alarm ended a run, if one did.
-
-    Raises:
-        Alarmed: it was not a signal.
-    """
-    if ended is None or ended.finding is None:
-        return
-    raise Alarmed(
-        f"alarm {ended.alarm} stopped the run at step {ended.step}, everything is saved: {ended.finding.seen}. "
-        f"{ended.finding.means} What to change: {ended.finding.change} To go on all the same: "
-        f"tandem train {folder} alarms=warn"
+def stopped(step: int, alarm: Notice | None, folder: Path) -> BaseException:
+    """Why a run ended before its last step, and how to go on: an alarm, or else a signal."""
+    if alarm is None or alarm.finding is None:
+        return KeyboardInterrupt(f"stopped at step {step}, everything is saved; go on with: tandem train {folder}")
+    found = alarm.finding
+    return Alarmed(
+        f"alarm {alarm.alarm} stopped the run at step {step}, everything is saved: {found.seen}. {found.means} What to "
+        f"change: {found.change} To go on all the same: tandem train {folder} alarms=warn"
     )
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import report
+from tandem.report import alarms
 from tandem.report.folder import Row, RunFolder, load
 from tandem.report.summary import column, headline_evaluations, summarise
 from tandem.verbs.train import recipe_of
@@ -36,6 +37,8 @@ def show(run: Path, write_report: bool) -> None:
     folder = load(run)
     console = Console()
     _print_headline(console, folder)
+    for line in _alarms(folder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     _print_evaluations(console, headline_evaluations(folder))
     _print_curves(console, folder)
     for line in _events(folder):
@@ -85,6 +88,17 @@ def _print_curves(console: Console, folder: RunFolder) -> None:
     if table.row_count:
         console.print()
         console.print(table)
+
+
+def _alarms(folder: RunFolder) -> Iterator[str]:
+    """Alarms that are open in full, and a line for each that is over."""
+    for row in alarms.episodes(folder):
+        if row["over"] is not None:
+            yield f"alarm {row['alarm']}, steps {row['since']} to {row['over']}, over: {row['seen']}"
+            continue
+        yield f"\nALARM {row['alarm']} since step {row['since']}: {row['seen']}"
+        yield f"  usually: {row['means']}"
+        yield f"  change:  {row['change']}"
 
 
 def _events(folder: RunFolder) -> Iterator[str]:

@@ -1,0 +1,113 @@
+"""Alarms in whole runs of a tiny model: what is planted is named, told everywhere, and ends the run where asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem import config, report, run
+from tandem.errors import Alarmed
+from tandem.verbs.show import show
+
+STEPS = 40
+
+
+def recipe(model: Path, runs: Path, **changes: Any) -> config.RunConfig:
+    """A run that learns to say digits, of sums that it does not learn."""
+    options: dict[str, Any] = {
+        "model": str(model),
+        "runs": str(runs),
+        "name": "run",
+        "steps": STEPS,
+        "env": {"kind": "arithmetic", "max_number": 4, "prompt": "{expression}="},
+        "rewards": {"number": 1.0, "learns.shaping:near": 1.0},
+        "groups_per_step": 4,
+        "group_size": 16,
+        "flat_groups": "keep",
+        "sampling": {"max_tokens": 2},
+        "optimizer": {"kind": "adamw", "lr": 3e-3},
+        "dtype": "float32",
+        "evaluate": {"tasks": 0},
+        "sinks": [],
+        "threads": 1,
+    }
+    return config.from_options({**options, **changes}, [], Path("test")).config
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["event"] == name]
+
+
+def trained(recipe: config.RunConfig) -> Path:
+    return asyncio.run(run.train(recipe, resume=None))
+
+
+# Sums of three terms are never below 3 and the answer to most has two digits: "number" hardly ever pays.
+HACKED: dict[str, Any] = {
+    "env": {"kind": "arithmetic", "terms": 3, "min_number": 30, "max_number": 60, "prompt": "{expression}="},
+    "rewards": {"number": 1.0, "digit": {"kind": "learns.shaping:digit", "weight": 0.3}},
+    "sampling": {"max_tokens": 4},
+}
+
+
+def test_a_bonus_that_is_collected_while_nothing_is_solved(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The alarm is an event, a metric, in the report and in tandem show; a stop says how to go on."""
+    with pytest.raises(Alarmed, match=r"alarm \w+ stopped the run at step \d+.*alarms=warn") as raised:
+        trained(recipe(tiny_model, tmp_path, **HACKED, alarms={"action": "stop", "ignore": IGNORED}))
+    folder = tmp_path / "run"
+    (alarm,) = events(folder, "alarm")
+    assert alarm["alarm"] == "reward_hacking"
+    assert "digit" in alarm["seen"]
+    assert raised.value.exit_code == 12
+    assert str(folder) in str(raised.value)
+    assert (folder / "checkpoints" / f"{alarm['step']:06d}").is_dir(), "everything is saved"
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == alarm["step"]
+    assert metrics[-1]["metrics"]["alarms/reward_hacking"] == 1.0
+    assert alarm["seen"] in json.dumps(json.loads(page_data(folder))["alarms"], ensure_ascii=False)
+    show(folder, write_report=False)
+    assert "ALARM reward_hacking" in capsys.readouterr().out
+
+    on = config.load(folder / "config.yaml", ["alarms=warn", f"steps={alarm['step'] + 2}"]).config
+    asyncio.run(run.train(on, resume=folder))
+    assert len(events(folder, "alarm")) == 1, "told once in an episode"
+    assert events(folder, "run_done")
+
+
+IGNORED = ["length", "zero_variance", "entropy", "grad_norm"]
+
+
+def page_data(folder: Path) -> str:
+    text = report.build(folder).read_text(encoding="utf-8")
+    return text.partition('id="data"')[2].partition(">")[2].partition("</script>")[0]
+
+
+def test_graders_that_sleep(tiny_model: Path, tmp_path: Path) -> None:
+    slow = {
+        "number": 1.0,
+        "near": {"kind": "learns.shaping:near"},
+        "slow": {"kind": "learns.shaping:sleepy", "weight": 0.01},
+    }
+    folder = trained(recipe(tiny_model, tmp_path, rewards=slow, steps=12))
+    (alarm,) = [event for event in events(folder, "alarm") if event["alarm"] == "grading"]
+    assert "graders are at work" in alarm["seen"]
+    assert "grading.workers=2 (now 1)" in alarm["change"]
+
+
+def test_a_learning_rate_that_breaks_the_policy(tiny_model: Path, tmp_path: Path) -> None:
+    broken = {**HACKED, "optimizer": {"kind": "adamw", "lr": 0.3}}
+    folder = trained(recipe(tiny_model, tmp_path, **broken, steps=25))
+    assert "entropy" in {event["alarm"] for event in events(folder, "alarm")}
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_run_that_learns_raises_none(tiny_model: Path, tmp_path: Path, max_lag: int) -> None:
+    folder = trained(recipe(tiny_model, tmp_path, max_lag=max_lag))
+    assert events(folder, "alarm") == []
