@@ -90,11 +90,7 @@ def page_data(folder: Path) -> str:
 
 
 def test_graders_that_sleep(tiny_model: Path, tmp_path: Path) -> None:
-    slow = {
-        "number": 1.0,
-        "near": {"kind": "learns.shaping:near"},
-        "slow": {"kind": "learns.shaping:sleepy", "weight": 0.01},
-    }
+    slow = {"number": 1.0, "learns.shaping:near": 1.0, "learns.shaping:sleepy": 0.01}
     folder = trained(recipe(tiny_model, tmp_path, rewards=slow, steps=12))
     (alarm,) = [event for event in events(folder, "alarm") if event["alarm"] == "grading"]
     assert "graders are at work" in alarm["seen"]
@@ -107,7 +103,13 @@ def test_a_learning_rate_that_breaks_the_policy(tiny_model: Path, tmp_path: Path
     assert "entropy" in {event["alarm"] for event in events(folder, "alarm")}
 
 
+@pytest.mark.parametrize("trains", ["full", "lora"])
 @pytest.mark.parametrize("max_lag", [0, 2])
-def test_a_run_that_learns_raises_none(tiny_model: Path, tmp_path: Path, max_lag: int) -> None:
-    folder = trained(recipe(tiny_model, tmp_path, max_lag=max_lag))
+def test_a_run_that_learns_raises_none(tiny_model: Path, tmp_path: Path, max_lag: int, trains: str) -> None:
+    """The first character is to be a digit: from one answer in thirty to nearly all."""
+    changes: dict[str, Any] = {"rewards": {"learns.shaping:digit": 1.0}, "max_lag": max_lag}
+    rate = {"kind": "adamw", "lr": 1e-3 if trains == "full" else 5e-3}
+    folder = trained(recipe(tiny_model, tmp_path, **changes, trains=trains, optimizer=rate))
+    rows = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
     assert events(folder, "alarm") == []

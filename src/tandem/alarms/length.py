@@ -67,8 +67,8 @@ class Length(Alarm):
     def _cut(self, history: History, now: Window, then: list[Window]) -> Finding | None:
         """Too many answers are cut, and not fewer than before."""
         cut = now.median("rollouts/truncated")
-        if cut is None or cut <= CUT:
-            return None
+        if cut is None or cut <= CUT or cut + (now.mean("accuracy") or 0.0) > 1.0 + FALLS:
+            return None  # of the last, many that are cut are right: what counts stands before
         for window in then:
             if len(window.rows) <= START:  # too few to tell whether it falls
                 continue
