@@ -14,7 +14,7 @@ import pytest
 from unit.report_run import made_rollouts, make_run, write
 
 from tandem.errors import TandemError
-from tandem.report import build, page, samples, series
+from tandem.report import alarms, build, page, samples, series
 from tandem.report.folder import load
 from tandem.report.summary import summarise
 
@@ -135,6 +135,33 @@ def test_numbers_that_are_not_finite_are_reported(tmp_path: Path) -> None:
     data = data_of(build(tmp_path))
     assert data["series"]["odd"] == {"grad_norm": [2]}
     assert data["series"]["values"]["grad_norm"] == [0.5, None, 0.5]
+
+
+def alarm_event(step: int, alarm: str = "length", over: bool = False) -> dict[str, Any]:
+    row: dict[str, Any] = {"time": 100.0 + step, "event": "alarm_over" if over else "alarm", "alarm": alarm}
+    row |= {"step": step, "since": step - 2}
+    return row if over else {**row, "seen": f"seen at {step}", "means": "m", "change": "c", "metrics": ["length"]}
+
+
+def test_alarms_are_told_by_episode_without_what_a_resume_undid(tmp_path: Path) -> None:
+    told = [
+        alarm_event(10),
+        alarm_event(20, over=True),
+        alarm_event(30),
+        {"time": 131.0, "event": "resumed", "step": 15},
+        alarm_event(18, over=True),
+        alarm_event(40, "ess"),
+        alarm_event(140, "ess"),
+    ]
+    (tmp_path / "config.yaml").write_text("steps: 200\nmodel: m\n")
+    write(tmp_path / "events.jsonl", told)
+    found = alarms.episodes(load(tmp_path))
+    assert [(row["alarm"], row["step"], row["told"], row["over"]) for row in found] == [
+        ("length", 10, 1, 18),
+        ("ess", 40, 2, None),
+    ]
+    assert found[1]["seen"] == "seen at 140"
+    assert data_of(build(tmp_path))["alarms"] == found
 
 
 def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:

@@ -231,7 +231,10 @@ class Plot {
     host.replaceChildren(root);
   }
   /** Alarms that looked at one of the metrics drawn here. */
-  alarms() { return DATA.alarms.filter((alarm) => (alarm.metrics || []).some((name) => (this.spec.metrics || []).includes(name))); }
+  alarms() {
+    const here = this.spec.panels.flatMap((panel) => panel.series.flatMap((s) => [s.metric, ...(s.parts || []).map((part) => part.metric)]));
+    return DATA.alarms.filter((alarm) => (alarm.metrics || []).some((name) => here.includes(name)));
+  }
   drawSteps(root, y) {
     const step = Math.max(1, niceStep(this.high - this.low, Math.max(2, (this.x1 - this.x0) / 90)));
     for (let v = Math.ceil(this.low / step) * step; v <= this.high; v += step) {

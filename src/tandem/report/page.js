@@ -3,7 +3,6 @@
 const S = DATA.summary;
 const TIME_COLORS = { wait: "sky", forward_backward: "blue", pack: "teal", optimizer: "violet", sync: "pink", checkpoint: "gold", evaluate: "orange" };
 const drawn = new Set(["tokens/generated", "tokens/trained", "alarms"]);
-let using = []; // metrics of the plot that is being put together
 
 function head() {
   const of = S.steps_planned ? ` of ${S.steps_planned.toLocaleString("en-US")}` : "";
@@ -128,20 +127,19 @@ function toolbar() {
 
 // ---- plots
 
-function use(...names) { names.forEach((name) => { drawn.add(name); using.push(name); }); }
+function use(...names) { names.forEach((name) => drawn.add(name)); }
 function spread(name, tint, main = "mean") {
   use(name, ...["std", "min", "p25", "p50", "p75", "max"].map((q) => `${name}/${q}`));
   const get = (q) => column(`${name}/${q}`), series = [];
   if (get("min") && get("max")) series.push({ kind: "band", name: "min to max", lo: get("min"), hi: get("max"), color: tint, faint: true });
   if (get("p25") && get("p75")) series.push({ kind: "band", name: "middle half", lo: get("p25"), hi: get("p75"), color: tint });
-  if (column(name)) series.push({ kind: "line", name: main, y: column(name), color: tint });
+  if (column(name)) series.push({ kind: "line", name: main, metric: name, y: column(name), color: tint });
   return series;
 }
-function line(metric, name, tint, more = {}) { use(metric); return column(metric) ? [{ kind: "line", name, y: column(metric), color: tint, ...more }] : []; }
+function line(metric, name, tint, more = {}) { use(metric); return column(metric) ? [{ kind: "line", name, metric, y: column(metric), color: tint, ...more }] : []; }
 function plot(title, note, panels) {
-  const kept = panels.filter((panel) => panel.series.length), metrics = using;
-  using = [];
-  return new Plot({ title, note, metrics, panels: kept.length ? kept : [{ unit: "", series: [] }] });
+  const kept = panels.filter((panel) => panel.series.length);
+  return new Plot({ title, note, panels: kept.length ? kept : [{ unit: "", series: [] }] });
 }
 
 function evaluationPlot() {
@@ -199,7 +197,7 @@ function curves() {
     plot("Entropy", "of what each trained token was drawn from; near 0 the answers to a task are all alike, and nothing is learned from them", [{ unit: "nats per token", zero: true, height: 216, series: line("entropy", "entropy", "teal") }]),
     plot("Gradient", null, [{ unit: "norm of the gradient", zero: true, robust: true, height: 140, series: line("grad_norm", "norm", "blue") }, { unit: "learning rate", zero: true, height: 74, series: line("lr", "learning rate", "gold") }]),
     timePlot(),
-    plot("Lag and dropped groups", null, [{ unit: "optimizer steps behind, per sample", zero: true, include: [1], height: 140, series: spread("lag", "violet") }, { unit: "dropped groups per step", zero: true, height: 74, series: dropped.length ? [{ kind: "stack", bars: true, name: "dropped", parts: dropped.map(({ why, y }) => ({ name: why, color: tint[why], y: zeros(y) })), total: VIEW.steps.map((_, i) => dropped.reduce((sum, { y }) => sum + (y[i] || 0), 0)) }] : [] }]),
+    plot("Lag and dropped groups", null, [{ unit: "optimizer steps behind, per sample", zero: true, include: [1], height: 140, series: spread("lag", "violet") }, { unit: "dropped groups per step", zero: true, height: 74, series: dropped.length ? [{ kind: "stack", bars: true, name: "dropped", parts: dropped.map(({ why, y }) => ({ name: why, metric: `groups/dropped_${why}`, color: tint[why], y: zeros(y) })), total: VIEW.steps.map((_, i) => dropped.reduce((sum, { y }) => sum + (y[i] || 0), 0)) }] : [] }]),
     kinds.length > 1 && plot("Reward functions", "each before its weight", [{ unit: "mean reward", height: 216, series: kinds.flatMap((name, i) => line(name, name.slice(7), palette[i % 6])) }]),
     plot("Speed and memory", null, [{ unit: "sampled tokens per second", zero: true, robust: true, height: 140, series: line("tokens_per_second", "tokens/s", "teal") }, { unit: "resident memory, GB", zero: true, height: 74, series: line("memory/rss_gb", "memory", "pink") }]),
   ].filter(Boolean);
