@@ -70,7 +70,8 @@ def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
         return {"type": "object", "additionalProperties": {"anyOf": [_PLAIN[float], entry]}}
     if slot is None:
         described = _type(hints(cls)[field.name])
-        return {"anyOf": [_PLAIN[str], *described["anyOf"]]} if field.metadata.get("shorthand") else described
+        key = field.metadata.get("shorthand")
+        return described if key is None else _or_one_option(described, key)
     if field.metadata.get("weighted"):
         return _weighted(slot)
     if field.metadata.get("many"):
@@ -83,6 +84,13 @@ def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
         return {"anyOf": [one, _PLAIN[type(None)]]} if field.default is None else one
     without_kind = _dataclass(resolve.find(slot, default))
     return {"anyOf": [{"$ref": f"#/$defs/{slot}"}, without_kind], "default": default}
+
+
+def _or_one_option(described: dict[str, Json], key: str) -> dict[str, Json]:
+    """A mapping, or the value of one of its options alone."""
+    either = described.get("anyOf", [described])
+    (option,) = [each["properties"][key] for each in either if "properties" in each]
+    return {"anyOf": [{k: v for k, v in option.items() if k not in ("description", "default")}, *either]}
 
 
 def _slot(slot: str) -> dict[str, Json]:

@@ -918,3 +918,16 @@ def test_another_address_is_the_same_run() -> None:
         from_options({"model": "m", "steps": 1, "max_lag": 1, "broker": f"http://h:{n}"}, (), Path("x")) for n in (1, 2)
     ]
     assert digest(made[0].config) == digest(made[1].config)
+
+
+def test_alarms_are_one_word_or_a_mapping(here: Path) -> None:
+    assert read(MINIMAL + "alarms: stop\n").alarms.action == "stop"
+    mapped = read(MINIMAL + "alarms: {action: stop, ignore: [length, ess]}\n").alarms
+    assert (mapped.action, mapped.ignore) == ("stop", ("length", "ess"))
+    assert read(MINIMAL).alarms.action == "warn"
+    message = wrong(MINIMAL + "alarms: {ignore: [lenght]}\n")
+    assert "alarms.ignore: expected one of reward_hacking, length" in message
+    assert "did you mean 'length'?" in message
+    warned = read(MINIMAL + "alarms: stop\n", "alarms=warn")
+    assert warned.alarms.action == "warn"
+    assert digest(warned) == digest(read(MINIMAL + "alarms: stop\n")), "a resumed run may change it"

@@ -161,3 +161,11 @@ def test_defaults_are_told() -> None:
     assert SCHEMA["properties"]["group_size"]["default"] == 8
     assert SCHEMA["properties"]["loss"]["default"] == "grpo"
     assert SCHEMA["properties"]["evaluate"]["properties"]["tasks"]["default"] == 40
+
+
+def test_a_mapping_may_be_one_word_where_the_recipe_says_so() -> None:
+    either = schema()["properties"]["alarms"]["anyOf"]
+    assert either[0] == {"enum": ["warn", "stop"]}
+    assert set(either[1]["properties"]) == {"action", "ignore"}
+    broker = schema()["properties"]["broker"]["anyOf"]
+    assert broker[0] == {"type": "string"}
