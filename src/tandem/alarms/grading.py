@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.alarms.base import Alarm, Finding, Name, first
-from tandem.alarms.history import NOW, History, Window, percent, short
+from tandem.alarms.history import GROUPS, NOW, History, Window, percent, short
 
 SHARE = 0.5
 """Part of a step that grading takes while the trainer waits, from which on it is the larger part."""
@@ -61,9 +61,4 @@ class Grading(Alarm):
 def sampled(history: History, window: Window) -> float:
     """Rollouts of the groups that a window's steps measured."""
     size = history.recipe.get("group_size")
-    groups = sum(window.total(name) for name in _names(window) if name.startswith("env/") and name.endswith("/groups"))
-    return groups * (size if isinstance(size, int) else 1)
-
-
-def _names(window: Window) -> set[str]:
-    return {name for _, row in window.rows for name in row}
+    return window.total(GROUPS) * (size if isinstance(size, int) else 1)

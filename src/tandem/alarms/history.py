@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.alarms.recipe import Recipe
@@ -63,7 +63,11 @@ class Window:
     def error(self, metric: str) -> float:
         """Standard error of that mean, from the scatter between steps."""
         values = self.values(metric)
-        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        n = len(values)
+        if n < 2:
+            return 0.0
+        mean = math.fsum(values) / n
+        return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
     def total(self, metric: str) -> float:
         """Sum over the steps."""
@@ -84,12 +88,21 @@ class History:
         """Step and numbers of each evaluation, by their names under ``eval/``."""
         self._start: list[tuple[int, Mapping[str, float]]] = []
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=KEPT)
+        self._most: dict[str, float] = {}
+        self._earlier: tuple[Window, ...] = ()
+        self._risen: dict[tuple[int, int], bool] = {}
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """The metrics of a step; steps come in order."""
-        self._rows.append((step, scalars))
+        row = {**scalars, **_groups(scalars)}
+        self._rows.append((step, row))
         if len(self._start) < EARLIER:
-            self._start.append((step, scalars))
+            self._start.append((step, row))
+        for name in (self.recipe.goal, *(f"reward/{bonus}" for bonus in self.recipe.bonuses)):
+            if math.isfinite(value := abs(row.get(name, 0.0))):
+                self._most[name] = max(self._most.get(name, 1.0), value)
+        self._earlier = tuple(self._windows())
+        self._risen = {}
 
     def newest(self, metric: str) -> float | None:
         """The newest step's value, finite or not."""
@@ -99,8 +112,11 @@ class History:
         """The newest steps; None while there are not as many."""
         return Window(rows=tuple(self._rows)[-steps:]) if len(self._rows) >= steps else None
 
-    def earlier(self) -> Iterator[Window]:
+    def earlier(self) -> Sequence[Window]:
         """Windows to compare the newest level with: nearest first, the start of the run last."""
+        return self._earlier
+
+    def _windows(self) -> Iterator[Window]:
         rows = tuple(self._rows)
         for ago in AGO:
             if len(rows) >= ago + EARLIER - 2:
@@ -113,6 +129,12 @@ class History:
 
         Then what else changed since may be how the policy got better: answers that are right are often shorter.
         """
+        key = (then.first, then.last)
+        if key not in self._risen:
+            self._risen[key] = self._rises(then)
+        return self._risen[key]
+
+    def _rises(self, then: Window) -> bool:
         now = self.now(EARLIER)
         if now is None:
             return False
@@ -135,9 +157,7 @@ class History:
 
     def scale(self, metric: str) -> float:
         """What counts as much of a reward: 1, as most rewards go from 0 to 1, or the most that was seen."""
-        rows = (*self._start, *self._rows)
-        seen = (abs(value) for _, row in rows if (value := row.get(metric)) is not None and math.isfinite(value))
-        return max(1.0, *seen, 0.0)
+        return self._most.get(metric, 1.0)
 
     def goal(self, then: Window) -> str:
         """How the main reward went since an earlier window, in words; empty if it has none."""
@@ -147,6 +167,20 @@ class History:
         if level is None or before is None:
             return ""
         return f"while {metric} went from {short(before)} to {short(level)}"
+
+
+GROUPS, FLAT = "groups/played", "groups/zero_variance"
+"""Groups of a step, of all environments, trained or not; and those of them whose rewards are all equal."""
+
+
+def _groups(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Both, from the numbers of each environment."""
+    groups = flat = 0.0
+    for name, count in scalars.items():
+        if name.startswith("env/") and name.endswith("/groups"):
+            groups += count
+            flat += count * scalars.get(f"{name.removesuffix('groups')}flat", 0.0)
+    return {GROUPS: groups, FLAT: flat}
 
 
 def short(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.alarms.base import Alarm, Finding, Name, first
-from tandem.alarms.history import EARLIER, SOLVED, History, Window, percent, short
+from tandem.alarms.history import EARLIER, FLAT, GROUPS, SOLVED, History, Window, percent, short
 
 MOST = 0.85
 """Share of groups without variance that is too many, whatever it was before."""
@@ -13,8 +13,8 @@ RISE = 0.3
 """Rise of the share since an earlier window ..."""
 HIGH = 0.75
 """... that is a collapse if it ends above this."""
-GROUPS = 16
-"""Least groups that a share is of."""
+LEAST = 16
+"""Groups that a share is of, at least."""
 
 
 class ZeroVariance(Alarm):
@@ -66,10 +66,5 @@ class ZeroVariance(Alarm):
 
 def zero_variance(window: Window) -> float | None:
     """Share of the groups in a window, of all environments, whose rewards are all equal; None for too few groups."""
-    groups = flat = 0.0
-    for _, row in window.rows:
-        for name, value in row.items():
-            if name.startswith("env/") and name.endswith("/flat"):
-                count = row.get(f"{name.removesuffix('/flat')}/groups", 0.0)
-                groups, flat = groups + count, flat + value * count
-    return flat / groups if groups >= GROUPS else None
+    groups = window.total(GROUPS)
+    return window.total(FLAT) / groups if groups >= LEAST else None
