@@ -171,6 +171,14 @@ HEALTHY: Mapping[str, Made] = {
         length=learned(160, 220, 40),
         entropy=learned(0.5, 0.25, 60),
     ),
+    "word problems: a form that is learned first, in steps that scatter": Made(
+        groups=8,
+        weights=FORMAT,
+        accuracy=learned(0.25, 0.5, 60),
+        bonuses={"format": learned(0.4, 0.99, 8)},
+        length=learned(160, 190, 40),
+        entropy=learned(0.5, 0.3, 60),
+    ),
     "reasoning: answers grow with what they solve": Made(
         groups=32,
         config={"sampling": {"max_tokens": 8192}},

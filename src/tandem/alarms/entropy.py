@@ -41,7 +41,7 @@ class Entropy(Alarm):
                 means="The policy is certain of its answers without being right: siblings become alike, groups lose "
                 "their variance, and nothing new is tried. Usually the steps are too large, or one easy pattern is "
                 "rewarded.",
-                change=f"{history.recipe.less('optimizer.lr')}; {_clip_higher(history)}sampling.temperature=1; a "
+                change=f"{history.recipe.less('optimizer.lr')}; {_clip_higher(history)}{history.recipe.warmer()}a "
                 "reference (reference: start). What is lost does not come back: begin again, or go on from a "
                 "checkpoint before it fell.",
             )

@@ -51,6 +51,11 @@ class Recipe:
         known = isinstance(value, (int, float)) and not isinstance(value, bool)
         return f"{path}={value / by:.2g} (now {value:.3g})" if known else f"a smaller {path}"
 
+    def warmer(self) -> str:
+        """Advice to sample at temperature 1, where it is lower."""
+        now = self.get("sampling.temperature")
+        return f"sampling.temperature=1 (now {now:g}); " if isinstance(now, (int, float)) and now < 1 else ""
+
     def more(self, path: str, by: int = 2) -> str:
         """``sampling.max_tokens=400 (now 200)``: a whole number at a multiple of what it is."""
         value = self.get(path)

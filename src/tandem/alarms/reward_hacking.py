@@ -86,7 +86,7 @@ class RewardHacking(Alarm):
         if level is None or before is None:
             return False
         scatter = math.hypot(whole.error(goal), start.error(goal))
-        if level - before + scatter > 0.03 * history.scale(goal):  # too little is known to say that it stands still
+        if level - before + 2 * scatter > 0.03 * history.scale(goal):  # too little is known to say that it stands still
             return False
         risen = Window(rows=whole.rows[:NOW]).mean(metric)
         now, was = Window(rows=whole.rows[-NOW:]).mean(metric), then.mean(metric)

@@ -59,8 +59,8 @@ class ZeroVariance(Alarm):
             + ", or answers have become all alike: all siblings earn the same, no advantage is left, and sampling is "
             "for nothing.",
             change=("Easier tasks or a stronger model" if hard else "Harder tasks")
-            + f"; curriculum: solve_rate; {history.recipe.more('group_size')}; sampling.temperature=1; where answers "
-            "became alike, see the alarms entropy and length.",
+            + f"; curriculum: solve_rate; {history.recipe.more('group_size')}; {history.recipe.warmer()}"
+            "where answers became alike, see the alarms entropy and length.",
         )
 
 
