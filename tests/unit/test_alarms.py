@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -20,6 +22,44 @@ SOON = 20
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_told_of_a_healthy_run(name: str, seed: int) -> None:
     assert [(n.alarm, n.step, n.finding) for n in watched(HEALTHY[name], 200, seed)] == []
+
+
+RECORDED = {"groups_per_step": 4, "group_size": 8, "rewards": {"number": {"weight": 1.0}}, "optimizer": {"lr": 2e-5}}
+
+
+def recorded() -> list[dict[str, Any]]:
+    """SmolLM2-135M in bfloat16 learning sums of three numbers, 40 steps on a busy machine; a group of four is noise."""
+    path = Path(__file__).with_name("smollm2_sums.jsonl")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_nothing_is_told_of_a_recorded_run() -> None:
+    watch = Watch(RECORDED)
+    assert [notice for row in recorded() for notice in watch.step(row["step"], row["metrics"])] == []
+
+
+def planted(row: dict[str, Any], **metrics: float) -> dict[str, float]:
+    """A recorded step with some numbers times something from step 20 on."""
+    factors = metrics if row["step"] >= 20 else {}
+    return {name: value * factors.get(name, 1.0) for name, value in row["metrics"].items()}
+
+
+@pytest.mark.parametrize(
+    ("alarm", "metrics"),
+    [
+        ("length", {"length": 3.0, "reward/number": 0.5, "accuracy": 0.5}),
+        ("entropy", {"entropy": 0.02, "reward/number": 0.5, "accuracy": 0.5}),
+        ("kl_behavior", {"kl_behavior": 300.0}),
+        ("ess", {"ess": 0.5}),
+        ("grad_norm", {"grad_norm": 50.0}),
+        ("environments", {"seconds/wait": 8.0, "seconds/step": 6.0}),
+    ],
+)
+def test_what_is_planted_in_a_recorded_run_is_named(alarm: str, metrics: dict[str, float]) -> None:
+    watch = Watch(RECORDED)
+    notices = [notice for row in recorded() for notice in watch.step(row["step"], planted(row, **metrics))]
+    assert alarm in {notice.alarm for notice in notices}
+    assert all(notice.step >= 20 for notice in notices)
 
 
 @pytest.mark.parametrize("seed", range(4))
