@@ -10,7 +10,9 @@ from tandem.alarms.history import START, History, Window, percent, short
 COLLAPSE = 0.25
 """Part of an earlier length that is a collapse."""
 EXPLOSION = 2.0
-"""Multiple of an earlier length that is an explosion."""
+"""Multiple of an earlier length that is an explosion where it comes near the limit: reasoning may grow."""
+NEAR = 0.5
+"""Part of sampling.max_tokens that is near."""
 SHORT = 12.0
 """Tokens: what was shorter than this cannot collapse."""
 CUT = 0.3
@@ -54,6 +56,9 @@ class Length(Alarm):
     def _exploded(self, history: History, now: Window, then: Window) -> Finding | None:
         length, before = now.median("length"), then.median("length")
         if length is None or not before or length - before < SHORT or length < EXPLOSION * before:
+            return None
+        most = history.recipe.get("sampling.max_tokens")
+        if isinstance(most, int) and length < NEAR * most:
             return None
         return Finding(
             seen=f"answers have {short(length)} tokens ({now}), {short(before)} at {then}, {history.goal(then)}",
