@@ -109,8 +109,10 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with spec.open(policy, context=1024, needs=needs) as engine:
         link = Link(sync=Shared(), policy=policy, engine=engine, trains=trains, folder=folder)
         await link.bind(fresh=True)
+        note(link, readings)
         async with link, link.open(PolicyVersion(step=0, digest="")):
-            note(link, readings)
+            if args.record:
+                record(args.record, args, readings[0])
             update, begun = wobble(policy, trains), time.monotonic()
             while done < args.publishes and time.monotonic() - begun < 60 * args.minutes:
                 at = time.monotonic()
