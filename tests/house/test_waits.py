@@ -50,7 +50,7 @@ ALLOWED = {
     "telemetry/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
     "waits.py:actor": "a context variable",
     "waits.py:progress": "a context variable",
-    "waits.py:_registered": "a context variable",
+    "waits.py:_begin": "a context variable",
 }
 """``file:function`` where something waits all the same, and why that is right."""
 
