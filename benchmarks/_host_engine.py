@@ -9,6 +9,7 @@ are cut or repeated to TOKENS. So what it costs is the HTTP process' share of a 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import json
 import random
@@ -17,8 +18,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import uvicorn
 
 from tandem.engines._vllm_routes import Routes
 
@@ -89,7 +88,8 @@ def main() -> None:
         if scope["type"] == "http":
             await routes({**scope, "app": state}, receive, send)
 
-    uvicorn.run(app, port=int(port), log_level="warning", access_log=False, lifespan="off")
+    # vLLM brings it.
+    importlib.import_module("uvicorn").run(app, port=int(port), log_level="warning", access_log=False, lifespan="off")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python benchmarks/host.py --python .venv-engine/bin/python --model .cache/smollm2 --data gsm8k/train.jsonl
     python benchmarks/host.py ... --reward math_verify --profile
 
-The trainer's own loop, with everything on the way of a rollout but a model: feed, environment, chat template, HTTP client,
-graders in processes of their own, packing, metrics, and the lines that are written down. Its engine is a stand-in
-behind Tandem's own routes in a process of its own, which has every answer at once (``_host_engine.py``), so what it takes
-itself is the engine's HTTP process' share. Nothing is computed or published.
+The trainer's own loop, with everything on the way of a rollout but a model: feed, environment, chat template, HTTP
+client, graders in processes of their own, packing, metrics, and the lines that are written down. Its engine is a
+stand-in behind Tandem's own routes in a process of its own, which has every answer at once (``_host_engine.py``), so
+what it takes itself is the engine's HTTP process' share. Nothing is computed or published.
 
 Milliseconds of a processor for a rollout, medians over the steps after the first two. The event loop's thread is
 looked at every millisecond that it computes, and what it took since goes to the innermost part that it is in.
@@ -85,7 +85,7 @@ class Nowhere(WeightSync):
         return 0
 
 
-def math_or_not(completions: Any, **_: Any) -> list[float]:
+def by_turns(completions: Any, **_: Any) -> list[float]:
     """A trivial reward that is not the same for all siblings."""
     return [float(i % 2) for i, _ in enumerate(completions)]
 
@@ -198,7 +198,7 @@ def stub(rows: Rows) -> None:
 
 def recipe(args: argparse.Namespace, model: Path, url: str, runs: str) -> dict[str, Any]:
     """What is run."""
-    rewards = {} if args.reward == "math_verify" else {"rewards": {"even": {"kind": "host:math_or_not"}}}
+    rewards = {} if args.reward == "math_verify" else {"rewards": {"even": {"kind": "host:by_turns"}}}
     return {
         "model": str(model),
         "steps": args.steps + SKIPPED,
@@ -223,8 +223,9 @@ def tiny(model: Path, folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = load_tokenizer(str(model))
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=8192, tie_word_embeddings=True, **shape)
+    shape: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    shape |= {"hidden_size": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    config = LlamaConfig(vocab_size=len(tokenizer), **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

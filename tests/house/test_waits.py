@@ -32,6 +32,7 @@ ALLOWED = {
     "engines/_vllm_frontend.py:broken_off": "whoever asks the engine has a deadline",
     "engines/_vllm_frontend.py:deliverable": "whoever asks the engine has a deadline",
     "engines/_vllm_frontend.py:admitted": "whoever asks the engine has a deadline",
+    "engines/_vllm_many.py:give_out": "whoever asks the engine has a deadline",
     "engines/_vllm_places.py:empty": "whoever asks the engine has a deadline",
     "broker/ledger.py:close": "the broker ends when its disk has taken what it was told",
     # Over already: these do not wait.
