@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +94,7 @@ def by_turns(completions: Any, **_: Any) -> list[float]:
 class Looks:
     """Processor time of the event loop's thread by stage."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _at: float = 0.0
 
     def begin(self) -> None:
@@ -109,7 +109,7 @@ class Looks:
 
     def taken(self) -> dict[str, float]:
         self._look(0, None)
-        found, self.seconds = dict(self.seconds), Counter()
+        found, self.seconds = dict(self.seconds), defaultdict(float)
         return found
 
 

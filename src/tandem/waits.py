@@ -14,14 +14,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 from weakref import WeakSet
 
+from tandem.chains import chain as chain
+from tandem.chains import is_part as is_part
 from tandem.errors import Deadline
 
 logger = logging.getLogger(__name__)
@@ -38,33 +40,6 @@ _last = 0
 _lock = threading.Lock()
 _telling = threading.local()
 _within: ContextVar[Wait | None] = ContextVar("within", default=None)
-
-
-class Link(Protocol):
-    """As much of a wait as a chain needs."""
-
-    @property
-    def number(self) -> int:
-        """Its name in this process."""
-
-    @property
-    def within(self) -> int | None:
-        """Number of the wait that it began in, if any."""
-
-    @property
-    def owner(self) -> str:
-        """Who waits."""
-
-    @property
-    def on(self) -> str:
-        """Who has to deliver."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it has lasted."""
-
-
-L = TypeVar("L", bound=Link)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -176,28 +151,6 @@ def progress() -> None:
     while wait is not None:
         wait.moved = now
         wait = wait.outer
-
-
-def chain(wait: L, every: Sequence[L]) -> list[L]:
-    """From a wait along who waits for whom to the last: nobody whom that one is for waits himself, or it is a circle.
-
-    Args:
-        wait: the first.
-        every: all there are, longest first; among several that explain one the longest is taken.
-    """
-    found = [wait]
-    while True:
-        last = found[-1]
-        inner = [one for one in every if one.within == last.number and one not in found]
-        named = inner or [one for one in every if one not in found and is_part(last.on, one.owner)]
-        if not named:
-            return found
-        found.append(named[0])
-
-
-def is_part(party: str, owner: str) -> bool:
-    """Whether a party of a wait (``rollouts``) is one that waits itself, or its kind (``rollouts group 12``)."""
-    return owner == party or owner.startswith(f"{party} ")
 
 
 def parties(wait: Wait) -> list[str]:
