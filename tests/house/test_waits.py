@@ -42,6 +42,7 @@ ALLOWED = {
     "engines/_vllm_asgi.py:unless": "it is done",
     "engines/_vllm_fleet.py:_first_of": "it is done",
     "rewards/judge.py:_verdict": "it is done",
+    "rewards/_process.py:_heard": "it is done",
     "rollout/produce.py:_unless": "it is done",
     "weights/collective.py:connect": "it is done",
     "weights/_lane.py:behind": "on CUDA it queues; gloo's has the group's deadline",

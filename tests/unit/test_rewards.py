@@ -365,7 +365,7 @@ def test_a_gold_answer_and_a_last_line_are_read_once(monkeypatch: pytest.MonkeyP
 def test_a_gold_answer_that_cannot_be_read_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = math_verify.parse
     monkeypatch.setattr(math_verify, "parse", lambda text, **more: [])
-    with pytest.raises(ValueError, match="cannot read the gold answer '88.75' of task"):
+    with pytest.raises(ValueError, match=r"cannot read the gold answer .88\.75. of task"):
         MathVerify()(said("1", answer="88.75"))
     monkeypatch.setattr(math_verify, "parse", parse)
     assert MathVerify()(said("88.750", answer="88.75")) == 1.0
