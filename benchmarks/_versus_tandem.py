@@ -101,10 +101,10 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
             return found
 
     @contextlib.asynccontextmanager
-    async def timed_commit(self: Link, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
+    async def timed_commit(self: Link, step: int, **more: Any) -> AsyncIterator[Handoff]:
         before = parts.get("optimizer")
         with parts.timed("publish"):
-            async with commit(self, step, last=last) as handoff:
+            async with commit(self, step, **more) as handoff:
                 yield handoff
         parts.add("publish", before - parts.get("optimizer"))  # which ran inside
 

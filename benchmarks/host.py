@@ -171,7 +171,7 @@ def stub(rows: Rows) -> None:
         logprobs_N = micro.batch.behavior_logprobs_N
         return {"loss": Sum(0.0)}, logprobs_N, None
 
-    async def no_proof(self: Link, version: PolicyVersion, mine: Any) -> float:
+    async def no_proof(self: Link, *given: Any) -> float:
         return 0.0
 
     async def not_saved(self: Checkpoints, state: Any) -> bool:
@@ -180,8 +180,8 @@ def stub(rows: Rows) -> None:
     commit = Link.commit
 
     @contextlib.asynccontextmanager
-    async def lapped(self: Link, step: int, *, last: bool = False) -> Any:
-        async with commit(self, step, last=last) as handoff:
+    async def lapped(self: Link, step: int, **more: Any) -> Any:
+        async with commit(self, step, **more) as handoff:
             yield handoff
         rows.lap()
 
