@@ -155,7 +155,7 @@ def main() -> None:
         loaded = recipes.from_options(recipe, args.overrides, Path("overlap"))
         append(args.lines, kind="about", overrides=args.overrides)
         waits.trace()
-        tandem.instrument(parts, args.lines)
+        tandem.instrument(parts, args.lines, work_of(args))
 
         async def go() -> None:
             waits.listen()

@@ -54,7 +54,7 @@ class Engine:
             app.router.add_get(path, self.told)
         for path in ("pause", "stop", "adopt", "stamp", "resume", "checksums", "probe"):
             app.router.add_post(f"/bridge/{path}", self.told)
-        for path in ("/lora/load", "/lora/unload", "/generate", "/nccl/start_receiver", "/nccl/receive"):
+        for path in ("/lora/load", "/lora/unload", "/generate/many", "/nccl/start_receiver", "/nccl/receive"):
             app.router.add_post(path, self.told)
         app.router.add_post("/nccl/stop_receiver", self.told)
         return app
@@ -62,8 +62,9 @@ class Engine:
     async def told(self, request: web.Request) -> web.StreamResponse:
         said = json.loads(await request.read() or b"{}")
         name = request.path.strip("/").replace("/", "_")
-        if name == "generate":
+        if name == "generate_many":
             await self._stall(request)
+            return web.Response(body=self.many(said))
         if strikes(f"{request.path} never answers"):
             await never()
         answer = await getattr(self, f"on_{name}")(said)
@@ -84,7 +85,7 @@ class Engine:
         if strikes("engine answers half", after=4):
             response = web.StreamResponse(headers={"Content-Length": "1000"})
             await response.prepare(request)
-            await response.write(b'{"text": [')
+            await response.write(bytes([0, 0, 1, 0]))  # of a frame that never comes
             await never()
 
     async def on_health(self, said: Any) -> Any:
@@ -139,13 +140,17 @@ class Engine:
         about = {"finish": "length", "cached": 0, "temperature": said["temperature"]}
         return {"scored": scored, "tokens": [97], "logprobs": [LOGPROB], **about}
 
-    async def on_generate(self, said: Any) -> Any:
-        tokens = [random.randrange(32, 127) for _ in range(said["max_tokens"])]
-        return {
-            "text": [""], "prompt": "", "finish_reasons": ["length"], "token_ids": [tokens], "prompt_token_ids": [],
-            "versions": [[[self.step, len(tokens)]]], "logprobs": [[[{str(token): LOGPROB}] for token in tokens]],
-            "token_logprobs": [[LOGPROB] * len(tokens)],
-        }  # fmt: skip
+    def many(self, said: Any) -> bytes:
+        """A frame for each answer."""
+        from tandem.engines._vllm_frames import Sampled, framed
+
+        asked = [one["asked"]["max_tokens"] for one in said["prompts"] for _ in one["seeds"]]
+        found = b""
+        for number, count in enumerate(asked):
+            tokens = tuple(random.randrange(32, 127) for _ in range(count))
+            logprobs, versions = (LOGPROB,) * count, [(self.step, count)]
+            found += framed(Sampled(number, tokens, logprobs, versions, finish="length", engine=self.boot))
+        return found
 
     async def on_nccl_start_receiver(self, said: Any) -> Any:
         from tandem.engines import _vllm_wire as wire

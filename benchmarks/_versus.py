@@ -19,6 +19,10 @@ PEAK_FLOPS = 989e12
 TEMPLATE = 19
 """Tokens that the chat template of ``_models`` puts around one message of a user."""
 TIME_GOAL, MEMORY_GOAL, MFU_GOAL = 0.45, 0.75, 50.0
+INSTRUCTION = "Think in a few short steps. Then end with one last line: '#### ' and the answer as a number."
+"""Beneath each question of the graded work."""
+QUESTION = 512
+"""Room for one, in tokens."""
 SKIPPED = 2
 """Steps at the beginning that are left out: kernels are compiled, optimizer states made."""
 
@@ -37,6 +41,9 @@ class Work:
     """Tokens of each prompt, the chat template included."""
     steps: int = 7
     """Measured from beginning to beginning; the first two are left out."""
+    graded: str = ""
+    """GSM8K's train.jsonl: its questions, answers that end where they do and have ``tokens`` at most, and math_verify's
+    grades. Empty: made-up prompts, answers of exactly so many tokens, and a reward that costs nothing."""
 
     @property
     def useful(self) -> int:
@@ -46,6 +53,8 @@ class Work:
     @property
     def context(self) -> int:
         """Most tokens of a sequence, for the engine; a publish is probed with a text of its own."""
+        if self.graded:
+            return QUESTION + self.tokens
         return max(256, -(-(self.prompt + self.tokens) // 64) * 64)
 
     def prompts(self) -> list[str]:
@@ -59,6 +68,24 @@ class Work:
             for _ in range((self.steps + 1) * self.groups)
         ]
 
+    def questions(self) -> list[dict[str, str]]:
+        """Prompt and answer of the graded work, enough for one step more than is measured."""
+        lines = Path(self.graded).read_text(encoding="utf-8").splitlines()[: (self.steps + 1) * self.groups]
+        rows = [json.loads(line) for line in lines]
+        return [
+            {"prompt": f"{row['question']}\n{INSTRUCTION}", "answer": row["answer"].rpartition("####")[2].strip()}
+            for row in rows
+        ]
+
+
+def verified(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 where the last line after #### equals the answer, by math_verify as its documentation calls it."""
+    from math_verify import parse, verify
+
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    lines = [text.rpartition("####")[2].strip().partition("\n")[0] for text in texts]
+    return [float(verify(parse(f"${gold}$"), parse(line))) for gold, line in zip(answer, lines, strict=True)]
+
 
 def even(completions: Sequence[Any], **_: Any) -> list[float]:
     """Share of the characters whose code is even: cheap, and hardly ever the same for two answers."""
@@ -69,7 +96,7 @@ def even(completions: Sequence[Any], **_: Any) -> list[float]:
 def add_work(parser: Any) -> None:
     """Options of every script that does the work."""
     for name, value in vars(Work()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=type(value), default=value)
 
 
 def add_engine(parser: Any) -> None:

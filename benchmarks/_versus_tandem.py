@@ -4,7 +4,8 @@
 
 Engine: vLLM at ``--url``, or started by the run. ``key=value`` are a recipe's dotted overrides. Each step is a line of
 LINES.jsonl as soon as it is over. The loop is the one of ``tandem train``; what differs is that answers do not end at
-an end token, that no checkpoint is written, and that a memory plan that refuses is told and overruled.
+an end token, unless they are graded, that no checkpoint is written, and that a memory plan that refuses is told and
+overruled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _versus import Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
+from _versus import INSTRUCTION, Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
 
 from tandem import config as recipes
 from tandem import run
@@ -41,12 +42,15 @@ from tandem.trainer.step import Step
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:
     """The recipe, before overrides."""
     cuda = torch.cuda.is_available()
-    env = {"kind": "_versus_env:Prompts", "groups": work.groups, "prompt": work.prompt, "steps": work.steps}
+    env: dict[str, Any] = {"kind": "_versus_env:Prompts"}
+    env |= {"groups": work.groups, "prompt": work.prompt, "steps": work.steps}
+    if work.graded:
+        env = {"kind": "gsm8k", "path": str(Path(work.graded).absolute()), "instruction": INSTRUCTION}
     return {
         "model": str(model),
         "steps": work.steps + 1,  # the last ends the last but one
         "env": env,
-        "rewards": {"even": {"kind": "_versus:even"}},
+        "rewards": {"math_verify": 1.0} if work.graded else {"even": {"kind": "_versus:even"}},
         "groups_per_step": work.groups,
         "group_size": work.siblings,
         "sampling": {"max_tokens": work.tokens},
@@ -63,7 +67,7 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
     }
 
 
-def instrument(parts: Parts, lines: Path) -> None:
+def instrument(parts: Parts, lines: Path, work: Work) -> None:
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
     take, pack, commit = Feed.take, Packer.__call__, Link.commit
     train, apply = Step.forward_backward, Step.apply
@@ -97,23 +101,24 @@ def instrument(parts: Parts, lines: Path) -> None:
             return found
 
     @contextlib.asynccontextmanager
-    async def timed_commit(self: Link, step: int, *, last: bool = False) -> AsyncIterator[Handoff]:
+    async def timed_commit(self: Link, step: int, **more: Any) -> AsyncIterator[Handoff]:
         before = parts.get("optimizer")
         with parts.timed("publish"):
-            async with commit(self, step, last=last) as handoff:
+            async with commit(self, step, **more) as handoff:
                 yield handoff
         parts.add("publish", before - parts.get("optimizer"))  # which ran inside
 
-    changed = {
+    changed: dict[tuple[Any, str], Any] = {
         (Feed, "take"): timed_take,
         (Packer, "__call__"): timed_pack,
         (Step, "forward_backward"): timed_train,
         (Step, "apply"): timed_apply,
         (Link, "commit"): timed_commit,
         (Checkpoints, "save"): _not_saved,
-        (Policy, "end_tokens"): property(lambda self: frozenset()),
         (MemoryPlan, "require"): _told(MemoryPlan.require),
     }
+    if not work.graded:
+        changed[Policy, "end_tokens"] = property(lambda self: frozenset())
     for (kind, name), value in changed.items():
         setattr(kind, name, value)
 
@@ -153,7 +158,7 @@ def main() -> None:
         engine = {"urls": [args.url]} if args.url else args.engine
         loaded = recipes.from_options(options(work, args.model, engine, runs), args.overrides, Path("versus_trl"))
         append(args.lines, kind="about", overrides=args.overrides)
-        instrument(parts, args.lines)
+        instrument(parts, args.lines, work)
         asyncio.run(run.train(loaded.config, resume=None))
 
 

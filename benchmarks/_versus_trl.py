@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _versus import Parts, Work, add_work, append, even, multiplied, peak_gb, synchronize, work_of
+from _versus import Parts, Work, add_work, append, even, multiplied, peak_gb, synchronize, verified, work_of
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
@@ -55,7 +55,9 @@ def config(work: Work, chosen: dict[str, str], utilization: float, out: str) -> 
     sequences, rows = work.groups * work.siblings, int(chosen["rows"])
     if sequences % rows:
         raise SystemExit(f"rows must divide the {sequences} sequences of a step, got {rows}")
-    forced = {"ignore_eos": True} if chosen["vllm"] == "true" else {"min_new_tokens": work.tokens}
+    forced: dict[str, Any] = {"ignore_eos": True} if chosen["vllm"] == "true" else {"min_new_tokens": work.tokens}
+    if work.graded:
+        forced = {}
     engine: dict[str, Any] = {"use_vllm": chosen["vllm"] == "true"}
     if engine["use_vllm"]:
         engine |= {
@@ -156,12 +158,13 @@ def main() -> None:
     disable_progress_bar()
     disable_progress_bars()
     append(args.lines, kind="about", overrides=[f"{k}={v}" for k, v in chosen.items()])
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in work.prompts()]
+    texts = work.questions() if work.graded else [{"prompt": text} for text in work.prompts()]
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in texts]
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as out:
         trainer = Watched(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, chosen["weights"])),
             processing_class=AutoTokenizer.from_pretrained(args.model),
-            reward_funcs=even,
+            reward_funcs=verified if work.graded else even,
             args=config(work, chosen, args.utilization, out),
             train_dataset=Dataset.from_list(rows),
         )

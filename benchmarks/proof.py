@@ -165,7 +165,7 @@ def record(file: Path, args: argparse.Namespace, reading: Reading) -> None:
     row = {"what": args.what, "dtype": args.dtype, "device": "cuda" if CUDA else "cpu"}
     answers = {"scored": reading.scored, **({"sampled": reading.sampled} if reading.sampled else {})}
     for name, answer in answers.items():
-        row[name] = [[round(x, 5) for x in answer.engine], [round(x, 5) for x in answer.trainer], answer.temperature]
+        row[name] = [[round(x, 7) for x in answer.engine], [round(x, 7) for x in answer.trainer], answer.temperature]
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(row) + "\n")
 

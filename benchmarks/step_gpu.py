@@ -73,7 +73,7 @@ def child(args: argparse.Namespace) -> int:
         loaded = recipes.from_options(recipe, args.overrides, Path("step_gpu"))
         made = MadeUp([*shapes, shapes[-1]], args.times, vocabulary)
         supply.played = lambda *_, **__: made  # type: ignore[assignment]
-        instrument(parts, args.lines)
+        instrument(parts, args.lines, work_of(args))
         if args.trace:
             from _step_watch import profiled
 

@@ -3,6 +3,8 @@
     python benchmarks/versus_trl.py --halves tandem,trl --out versus.jsonl
     python benchmarks/versus_trl.py --halves tandem --tandem "small micro_batch_tokens=4096" --out more.jsonl
     python benchmarks/versus_trl.py --table versus.jsonl more.jsonl
+    python benchmarks/versus_trl.py --model SmolLM2-135M-Instruct --graded gsm8k/train.jsonl --tokens 1024 \\
+        --groups 32 --halves tandem,trl                                          # real text, math_verify's grades
     python benchmarks/versus_trl.py --shape tiny --python .venv-engine/bin/python --halves tandem \\
         --groups 2 --siblings 2 --tokens 8 --prompt 40 --steps 3                 # on a CPU, to see that it works
 
@@ -80,7 +82,10 @@ class Bench:
         return float(self.deadline - time.monotonic())
 
     def make(self) -> None:
-        """The model, by a process of its own."""
+        """The model, by a process of its own unless it is there."""
+        if self.args.model:
+            self.model = self.args.model.absolute()
+            return
         folder = [str(self.args.folder)] if self.args.folder else []
         command = [sys.executable, str(HERE / "_versus_model.py"), self.args.shape, *folder]
         done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
@@ -104,7 +109,8 @@ class Bench:
         engine_gb = tensors_of(url) if half == "tandem" else None
         if half == "tandem":
             print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
-        found = {"half": half, "setting": name, "shape": self.args.shape, **summary(read(lines))}
+        shape = self.args.model.name if self.args.model else self.args.shape
+        found = {"half": half, "setting": name, "shape": shape, **summary(read(lines))}
         found |= {"engine_ms": told} if told else {}
         if code != 0:
             self.failed += 1
@@ -286,6 +292,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", type=Path, nargs="+", help="show what these files hold together, and do nothing")
     parser.add_argument("--halves", default="tandem,trl", help="comma-separated, in this order")
     parser.add_argument("--shape", default="qwen2.5-3b", help="of the model")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder, instead of random weights of that shape")
     parser.add_argument("--tandem", action="append", help="a setting: name and overrides; again for another")
     parser.add_argument("--override", action="append", default=[], help="an override of every setting of Tandem's")
     parser.add_argument("--trl", action="append", help="a setting: name and key=value; again for another")

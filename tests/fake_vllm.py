@@ -41,6 +41,13 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    include_stop_str_in_output: bool = False
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.cores import cores as cores
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -53,11 +55,6 @@ def in_turns() -> bool:
     """Whether processes have the accelerator one after another: NVIDIA's MPS, under which they do not, does not run."""
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     return accelerator() is not None and not (pipes / "control").exists()
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resident() -> int:

@@ -14,12 +14,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, overload
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+from weakref import WeakSet
 
+from tandem.chains import chain as chain
+from tandem.chains import is_part as is_part
 from tandem.errors import Deadline
 
 logger = logging.getLogger(__name__)
@@ -36,33 +40,6 @@ _last = 0
 _lock = threading.Lock()
 _telling = threading.local()
 _within: ContextVar[Wait | None] = ContextVar("within", default=None)
-
-
-class Link(Protocol):
-    """As much of a wait as a chain needs."""
-
-    @property
-    def number(self) -> int:
-        """Its name in this process."""
-
-    @property
-    def within(self) -> int | None:
-        """Number of the wait that it began in, if any."""
-
-    @property
-    def owner(self) -> str:
-        """Who waits."""
-
-    @property
-    def on(self) -> str:
-        """Who has to deliver."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it has lasted."""
-
-
-L = TypeVar("L", bound=Link)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -148,6 +125,7 @@ _open: dict[Wait, None] = {}
 _told: set[Wait] = set()
 _late: set[Wait] = set()
 _listeners: list[Listener] = []
+_looks: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def current() -> list[Wait]:
@@ -173,28 +151,6 @@ def progress() -> None:
     while wait is not None:
         wait.moved = now
         wait = wait.outer
-
-
-def chain(wait: L, every: Sequence[L]) -> list[L]:
-    """From a wait along who waits for whom to the last: nobody whom that one is for waits himself, or it is a circle.
-
-    Args:
-        wait: the first.
-        every: all there are, longest first; among several that explain one the longest is taken.
-    """
-    found = [wait]
-    while True:
-        last = found[-1]
-        inner = [one for one in every if one.within == last.number and one not in found]
-        named = inner or [one for one in every if one not in found and is_part(last.on, one.owner)]
-        if not named:
-            return found
-        found.append(named[0])
-
-
-def is_part(party: str, owner: str) -> bool:
-    """Whether a party of a wait (``rollouts``) is one that waits itself, or its kind (``rollouts group 12``)."""
-    return owner == party or owner.startswith(f"{party} ")
 
 
 def parties(wait: Wait) -> list[str]:
@@ -231,8 +187,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     return stop
 
 
-@asynccontextmanager
-async def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> AsyncIterator[Wait]:
+def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> AbstractAsyncContextManager[Wait]:
     """Register a wait for as long as the block lasts, in a coroutine.
 
     Args:
@@ -244,36 +199,64 @@ async def waiting(owner: str, reason: str, on: str, deadline: float | None = Non
     Raises:
         Deadline: the block did not end in time.
     """
-    loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
-    alarms: list[asyncio.TimerHandle] = []
-    one = Wait(owner=owner, reason=reason, on=on, deadline=deadline, task=asyncio.current_task())
+    return _Waiting(Wait(owner=owner, reason=reason, on=on, deadline=deadline))
 
-    def ring() -> None:
+
+class _Waiting:
+    """A coroutine's wait. A rollout has several: it has no generator, and a timer only where there is a deadline."""
+
+    __slots__ = ("_alarm", "_limit", "_loop", "_one", "_token")
+
+    def __init__(self, one: Wait) -> None:
+        self._one = one
+        self._alarm: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Wait:
+        one, loop = self._one, asyncio.get_running_loop()
+        self._loop, self._limit = loop, asyncio.timeout(None)
+        one.task = asyncio.current_task()
+        one.give_up = self._give_up
+        self._token = _begin(one)
+        _looking(loop)
+        await self._limit.__aenter__()
+        if one.deadline is not None:
+            self._alarm = loop.call_later(max(0.0, one.deadline), self._ring)
+        return one
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        one = self._one
+        if self._alarm is not None:
+            self._alarm.cancel()
+        one.give_up = None  # else the two would keep each other
+        try:
+            try:
+                await self._limit.__aexit__(kind, error, trace)
+            except TimeoutError as late:
+                raise one.late() from late
+            if isinstance(error, TimeoutError) and self._limit.expired():  # any other timeout is the block's own
+                raise one.late() from error
+        except BaseException:
+            _end(one, self._token, failed=True)
+            raise
+        _end(one, self._token, failed=kind is not None)
+
+    def _give_up(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ring)
+
+    def _ring(self) -> None:
         """Give it up if it has made no progress since."""
+        one = self._one
         left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
         if one not in _open:
             return
         if left > 0:
-            alarms.append(loop.call_later(left, ring))
+            self._alarm = self._loop.call_later(left, self._ring)
             return
         one.told()  # while those that it depends on are there
-        limit.reschedule(loop.time())
-
-    one.give_up = lambda: _soon(loop, ring)
-    with _registered(one):
-        alarms.append(loop.call_later(LONG, _tell_if_long, one))
-        try:
-            async with limit:
-                if deadline is not None:
-                    alarms.append(loop.call_later(max(0.0, deadline), ring))
-                yield one
-        except TimeoutError as error:
-            if limit.expired():  # any other timeout is the block's own
-                raise one.late() from error
-            raise
-        finally:
-            for alarm in alarms:
-                alarm.cancel()
+        self._limit.reschedule(self._loop.time())
 
 
 async def wait(awaitable: Awaitable[T], *, owner: str, reason: str, on: str, deadline: float | None = None) -> T:
@@ -307,13 +290,41 @@ def _task() -> asyncio.Task[Any] | None:
         return None
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(call)
+def _looking(loop: asyncio.AbstractEventLoop) -> None:
+    """Have one timer of an event loop see which of its waits last: the next is due when the oldest has lasted."""
+    if loop not in _looks:
+        _looks.add(loop)
+        loop.call_later(LONG, _look, loop)
+
+
+def _look(loop: asyncio.AbstractEventLoop) -> None:
+    with _lock:
+        mine = [wait for wait in _open if wait not in _told and wait.give_up and _loop_of(wait) is loop]
+    for wait in mine:
+        _tell_if_long(wait)
+    left = [LONG - wait.seconds for wait in mine if wait not in _told and wait in _open]
+    if left:
+        loop.call_later(max(0.0, min(left)), _look, loop)
+    else:
+        _looks.discard(loop)
+
+
+def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
+    return None if wait.task is None else wait.task.get_loop()
 
 
 @contextmanager
 def _registered(wait: Wait) -> Iterator[Wait]:
+    token = _begin(wait)
+    failed = True
+    try:
+        yield wait
+        failed = False
+    finally:
+        _end(wait, token, failed=failed)
+
+
+def _begin(wait: Wait) -> Token[Wait | None]:
     global _last
     outer = _within.get()
     wait.outer = outer if outer in _open else None
@@ -322,24 +333,23 @@ def _registered(wait: Wait) -> Iterator[Wait]:
         _last += 1
         wait.number = _last
         _open[wait] = None
-    failed = True
+    return token
+
+
+def _end(wait: Wait, token: Token[Wait | None], *, failed: bool) -> None:
+    with _lock:
+        # a late wait inside this one fails it, but is not its own lateness
+        state: State = "done" if not failed else "deadline" if wait in _late else "failed"
+        worth_telling = wait in _told or state == "deadline" or wait.seconds >= LONG
+        _open.pop(wait, None)
+        _told.discard(wait)
+        _late.discard(wait)
     try:
-        yield wait
-        failed = False
-    finally:
-        with _lock:
-            # a late wait inside this one fails it, but is not its own lateness
-            state: State = "done" if not failed else "deadline" if wait in _late else "failed"
-            worth_telling = wait in _told or state == "deadline" or wait.seconds >= LONG
-            _open.pop(wait, None)
-            _told.discard(wait)
-            _late.discard(wait)
-        try:
-            _within.reset(token)
-        except ValueError:  # an asynchronous generator may be closed in another context than it began in
-            _within.set(None)
-        if worth_telling:
-            _tell(wait, state)
+        _within.reset(token)
+    except ValueError:  # an asynchronous generator may be closed in another context than it began in
+        _within.set(None)
+    if worth_telling:
+        _tell(wait, state)
 
 
 def _tell_if_long(wait: Wait) -> None:

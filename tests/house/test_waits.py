@@ -32,6 +32,7 @@ ALLOWED = {
     "engines/_vllm_frontend.py:broken_off": "whoever asks the engine has a deadline",
     "engines/_vllm_frontend.py:deliverable": "whoever asks the engine has a deadline",
     "engines/_vllm_frontend.py:admitted": "whoever asks the engine has a deadline",
+    "engines/_vllm_many.py:give_out": "whoever asks the engine has a deadline",
     "engines/_vllm_places.py:empty": "whoever asks the engine has a deadline",
     "broker/ledger.py:close": "the broker ends when its disk has taken what it was told",
     # Over already: these do not wait.
@@ -41,6 +42,7 @@ ALLOWED = {
     "engines/_vllm_asgi.py:unless": "it is done",
     "engines/_vllm_fleet.py:_first_of": "it is done",
     "rewards/judge.py:_verdict": "it is done",
+    "rewards/_process.py:_heard": "it is done",
     "rollout/produce.py:_unless": "it is done",
     "weights/collective.py:connect": "it is done",
     "weights/_lane.py:behind": "on CUDA it queues; gloo's has the group's deadline",
@@ -50,7 +52,7 @@ ALLOWED = {
     "telemetry/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
     "waits.py:actor": "a context variable",
     "waits.py:progress": "a context variable",
-    "waits.py:_registered": "a context variable",
+    "waits.py:_begin": "a context variable",
 }
 """``file:function`` where something waits all the same, and why that is right."""
 

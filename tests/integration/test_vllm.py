@@ -45,10 +45,13 @@ LEARNING = {
 """From about 0.04 by chance; a policy that has found the digits gets 0.4, and 0.7 before these steps are over."""
 QUICK = {"trains": {"kind": "lora", "rank": 16, "alpha": 64}, "optimizer": {"kind": "adamw", "lr": 5e-3}}
 
+APART: dict[str, Any] = {} if CUDA else {"args": {}}
+"""The worker has a process of its own, as it has by default."""
 WAYS: dict[str, dict[str, Any]] = {
     "shared-full": {"trains": FULL, "sync": "shared", **LEARNING},
     "shared-lora": {"trains": LORA, "sync": "shared", "max_lag": 1},
     "shared-merged": {"trains": MERGED, "sync": "shared"},
+    "shared-lora-apart": {"trains": LORA, "sync": "shared", "engine": APART},
     "broadcast-full": {"trains": FULL, "sync": "broadcast", "max_lag": 1, **LEARNING},
     "broadcast-lora": {"trains": LORA, "sync": "broadcast"},
     "broadcast-merged": {"trains": MERGED, "sync": "broadcast"},
@@ -61,7 +64,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "restart-lora": {"trains": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
 }
 RESUMED_ELSEWHERE = frozenset(
-    {"shared-lora", "broadcast-merged", "broadcast-full-tp2", "broadcast-lora-asleep", "restart-lora"}
+    {
+        "shared-lora",
+        "shared-lora-apart",
+        "broadcast-merged",
+        "broadcast-full-tp2",
+        "broadcast-lora-asleep",
+        "restart-lora",
+    }
 )
 """A resume starts an engine again, and nothing in theirs is new: checkpoints are resumed by what is trained, memory is
 shared anew in shared-full and -merged, a group is formed anew in broadcast-full and -lora, and an engine is started on

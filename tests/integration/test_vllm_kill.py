@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import build_tiny_model
 from integration.vllm_runs import (
+    CUDA,
     DTYPE,
     HEAD_DIM,
     Left,
@@ -57,22 +58,27 @@ def checked(folder: Path, *, steps: int, each: int = 4) -> None:
     same_logprobs(folder)
 
 
-KILLED: dict[str, tuple[str, dict[str, Any]]] = {
-    "server": ("pid", {"trains": {"kind": "full"}, "sync": "shared"}),
-    "core": ("core", {"trains": {"kind": "lora", "rank": 8, "alpha": 16}, "sync": "broadcast"}),
+APART = engine() if CUDA else engine(args={})
+"""The worker has a process of its own, as it has by default."""
+KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
+    "server": (lambda left: left.pid, {"trains": {"kind": "full"}, "sync": "shared"}),
+    "core": (Left.core, {"trains": {"kind": "lora", "rank": 8, "alpha": 16}, "sync": "broadcast"}),
+    "server apart": (lambda left: left.pid, {"trains": {"kind": "full"}, "sync": "shared", "engine": APART}),
+    "core apart": (Left.core, {"trains": {"kind": "full"}, "sync": "shared", "engine": APART}),
+    "worker": (Left.worker, {"trains": {"kind": "full"}, "sync": "shared", "engine": APART}),
 }
 
 
 @pytest.mark.parametrize("process", KILLED)
 def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path, tmp_path: Path, process: str) -> None:
-    """The HTTP server's process, or the one of the scheduler, dies while requests are in flight."""
+    """The HTTP server's process, that of the scheduler or that of the model dies while requests are in flight."""
     which, changes = KILLED[process]
     run = Trainer.fresh(tmp_path, model, steps=STEPS, **changes)
     try:
         left = run.sampling(after=2)
-        os.kill(left.pid if which == "pid" else left.core(), signal.SIGKILL)
+        os.kill(which(left), signal.SIGKILL)
         run.ended()
-        assert not alive(left.pid)
+        assert not any(alive(pid) for pid in (left.pid, *(pid for pid, _ in left.family)))
         assert run.said().count("starting it again") == 1
         checked(run.folder, steps=STEPS)
         assert not (run.folder / "engine-0.json").exists()

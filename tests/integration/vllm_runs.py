@@ -162,11 +162,18 @@ class Left:
 
     def core(self) -> int:
         """The process beside the HTTP server's that runs the scheduler."""
+        return self._child_of(self.pid)
+
+    def worker(self) -> int:
+        """The process beside the scheduler's that has the model, where it has one of its own."""
+        return self._child_of(self.core())
+
+    def _child_of(self, parent: int) -> int:
         children = [
             pid for pid, _ in self.family if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-        (core,) = [pid for pid in children if _parent(pid) == self.pid]
-        return core
+        (child,) = [pid for pid in children if _parent(pid) == parent]
+        return child
 
     def ask(self, path: str, body: Any = None) -> dict[str, Any]:
         """One HTTP call."""

@@ -378,7 +378,7 @@ def test_check_looks_at_each_of_several_environments(
     assert "env arithmetic, env takes (arithmetic)" in told
     (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", told)
     assert f"arithmetic 12 graded: number gives full marks; takes {count} graded: number" in told
-    assert "2 grader processes" in told
+    assert re.search(r"\d+ grader processes", told)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12",
                        "envs.takes.rewards={format: {pattern: zzz}}")  # fmt: skip
     assert code == 4

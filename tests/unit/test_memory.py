@@ -13,7 +13,7 @@ from tandem.config import RunConfig
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
-from tandem.recipe.sections import Rate
+from tandem.recipe.sections import Grading, Rate
 
 LARGE = Machine(name="this machine", free=10**13, total=10**13, is_host=True)
 LAYERS, HIDDEN, HEADS, KEYS, FEED, VOCAB, CONTEXT = 2, 64, 4, 2, 128, 500, 256
@@ -47,6 +47,8 @@ def attention_and_feed_forward() -> list[tuple[int, int]]:
 PARAMETERS = VOCAB * HIDDEN + HIDDEN + LAYERS * (2 * HIDDEN + sum(a * b for a, b in attention_and_feed_forward()))
 
 
+GRADERS = memory.GRADER * Grading().processes(RunConfig.groups_per_step)
+"""Of one environment."""
 TRAINING = ("activations", "logprobs", "gradients", "slack")
 
 
@@ -80,7 +82,7 @@ def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width:
     assert by["optimizer"] == found.optimizer.state_bytes(PARAMETERS, width)
     assert by["KV cache"] == 16 * 150 * 2 * LAYERS * KEYS * HEAD * width
     assert by["logits"] == 16 * VOCAB * 12
-    assert by["programs"] == memory.LIBRARIES + memory.GRADER
+    assert by["programs"] == memory.LIBRARIES + GRADERS
     assert by["slack"] == int(memory.lines.SLACK * (by["activations"] + by["logprobs"] + by["gradients"]))
 
 
@@ -135,7 +137,7 @@ def test_an_accelerator_holds_no_programs(model_config: Any) -> None:
     by = lines(plan)
     assert by["driver"] == memory.DRIVER
     assert [line.name for line in plan.lines if line.beside] == ["programs"]
-    assert plan.total_beside == by["programs"] == memory.LIBRARIES + memory.GRADER
+    assert plan.total_beside == by["programs"] == memory.LIBRARIES + GRADERS
     assert plan.total == sum(by[name] for name in ("driver", "weights", "optimizer")) + max(
         by["KV cache"] + by["logits"], sum(by[name] for name in TRAINING[:-1])
     )
@@ -167,7 +169,7 @@ def test_an_engine_of_its_own_takes_its_share_of_a_card_and_what_it_lends_is_in_
     assert by["engine"] == 4 * 10**10
     assert by["weights"] == 0
     assert by["driver"] == 2 * memory.DRIVER
-    assert by["programs"] == memory.LIBRARIES + memory.GRADER + memory.ENGINE
+    assert by["programs"] == memory.LIBRARIES + GRADERS + memory.ENGINE
     assert not {"KV cache", "logits", "engine's copy", "adapter"} & set(by)
     assert plan.total == by["driver"] + by["engine"] + by["optimizer"] + sum(by[name] for name in TRAINING[:-1])
     assert {line.name: line.bytes for line in plan.lines if line.beside} == {
@@ -239,7 +241,7 @@ def test_each_replica_has_a_copy_and_each_slice_a_cache(model_config: Any) -> No
     by = lines(planned(apart("broadcast", engine), model_config, LARGE))
     assert by["engine's copy"] == 2 * BOTH
     assert by["engine"] == 6 * 5 * 10**8
-    assert by["programs"] == memory.LIBRARIES + memory.GRADER + 2 * memory.ENGINE
+    assert by["programs"] == memory.LIBRARIES + GRADERS + 2 * memory.ENGINE
     assert by["buckets"] == 2 * 7 * BOTH
     on_a_card = lines(planned(apart("broadcast", engine), model_config, CARD, LARGE))
     assert on_a_card["engine"] == 2 * 5 * 10**8
@@ -251,7 +253,7 @@ def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatc
     engine = vllm(replicas=2, devices=("1", "2,3"))
     plan = planned(apart("broadcast", engine), model_config, CARD, LARGE)
     assert (lines(plan)["engine"], lines(plan)["driver"]) == (0, memory.DRIVER)
-    assert lines(plan)["programs"] == memory.LIBRARIES + memory.GRADER + 2 * memory.ENGINE
+    assert lines(plan)["programs"] == memory.LIBRARIES + GRADERS + 2 * memory.ENGINE
     lends = vllm(devices=("1",))  # the trainer's weights are then on that card too
     assert lines(planned(apart("shared", lends), model_config, CARD, LARGE))["engine"] == 5 * 10**10
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -289,7 +291,7 @@ def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config
     replace(record, started=me.started).write(tmp_path / "engine-0.json")
     by = lines(planned(apart("shared"), model_config, CARD, LARGE, resumed=tmp_path))
     assert (by["engine"], by["weights"], by["driver"]) == (0, 0, memory.DRIVER)
-    assert by["programs"] == memory.LIBRARIES + memory.GRADER
+    assert by["programs"] == memory.LIBRARIES + GRADERS
 
 
 def test_a_share_that_leaves_too_little_is_refused_with_what_to_lower(model_config: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any
 
+import math_verify
 import pytest
 
 from tandem.errors import ConfigError, RewardError
@@ -343,6 +344,39 @@ def test_math_verify_different(reply: str, gold: str) -> None:
 )
 def test_math_verify_asks_for_working(reply: str, paid: float) -> None:
     assert MathVerify(least_working=8)(said(reply, answer="18")) == paid
+
+
+def test_whole_numbers_are_told_apart_as_the_library_would() -> None:
+    reward = MathVerify()
+    reward.prepare()
+    texts = ["0", "7", "-7", "70", "007", "7.0", "7.", "+7", "1000", "1,000", "1 000", "-1000", "1e3", "7%", "$7", "10"]
+    for gold in ("0", "7", "-7", "1000", "10"):
+        expected = math_verify.parse(f"${gold}$") or math_verify.parse(gold)
+        for text in texts:
+            verdict = text == gold or math_verify.verify(expected, math_verify.parse(text))
+            assert reward(said(f"#### {text}", answer=gold)) == float(verdict), (gold, text)
+
+
+def test_a_gold_answer_and_a_last_line_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    parse = math_verify.parse
+    monkeypatch.setattr(math_verify, "parse", lambda text, **more: read.append(text) or parse(text, **more))
+    for reply in ("1234.5", "1234.5", "I say 17.5", "I say 1234.5"):
+        MathVerify()(said(reply, answer="1234.50"))
+    assert read == ["$1234.50$", "1234.5", "I say 17.5", "I say 1234.5"]
+    read.clear()
+    long = "so " * 40 + "17.25"
+    assert [MathVerify()(said(long, answer="17.250")) for _ in range(2)] == [1.0, 1.0]
+    assert read == ["$17.250$", long, long], "whole solutions are not kept"
+
+
+def test_a_gold_answer_that_cannot_be_read_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = math_verify.parse
+    monkeypatch.setattr(math_verify, "parse", lambda text, **more: [])
+    with pytest.raises(ValueError, match=r"cannot read the gold answer .88\.75. of task"):
+        MathVerify()(said("1", answer="88.75"))
+    monkeypatch.setattr(math_verify, "parse", parse)
+    assert MathVerify()(said("88.750", answer="88.75")) == 1.0
 
 
 def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ import pytest
 from tandem.advantages.dr_grpo import DrGrpo
 from tandem.errors import RewardError
 from tandem.metrics import flatten
+from tandem.rewards._process import Worker
 from tandem.rewards._workers import Graders
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
@@ -79,6 +80,20 @@ def some_nan(completions, **kwargs): return [float("nan") if c[0]["content"] == 
 def wants(completions, colour): return [1.0 for _ in completions]
 def two(a, b): return 1.0
 number = 5
+def long(rollout): raise ValueError(text(rollout) * 5000)
+def by_itself(rollout):
+    """Ends its process when the policy says so, in the midst of a job."""
+    if text(rollout) == "die": os._exit(3)
+    return 1.0
+
+from dataclasses import dataclass
+from tandem.rewards.base import Reward
+@dataclass(frozen=True, kw_only=True)
+class Patient(Reward):
+    """May take a minute, and does not."""
+    def __call__(self, rollout): return 1.0
+    @property
+    def call_seconds(self): return 60.0
 '''
 
 
@@ -423,3 +438,46 @@ def _running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+# few messages
+
+
+def test_a_job_that_is_done_at_once_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    told = Worker._heard
+
+    async def counted(worker: Worker) -> None:
+        heard.append(worker)
+        await told(worker)
+
+    monkeypatch.setattr(Worker, "_heard", counted)
+    specs = {"a": "sample_graders:by_itself", "b": "sample_graders:plain", "c": Number()}
+    got, _ = graded(specs, group(*["7"] * 16))
+    assert [rollout.reward for rollout in got] == [3.0] * 16
+    assert len(heard) <= 3, "48 calls are not 48 messages"
+
+
+def test_answers_larger_than_a_pipe_arrive_in_order() -> None:
+    got, _ = graded({"long": "sample_graders:long", "n": Number()}, group("7", "x" * 40, "8", "y" * 40))
+    assert [rollout.error.count("7") > 4000 for rollout in got] == [True, False, False, False]
+    assert [len(rollout.error) > 100_000 for rollout in got] == [False, True, False, True]
+    assert [rollout.rewards for rollout in got] == [{"n": 1.0}, {"n": 0.0}, {"n": 0.0}, {"n": 0.0}]
+
+
+def test_what_was_answered_before_a_crash_is_not_asked_again() -> None:
+    got, metrics = graded({"a": "sample_graders:by_itself"}, group("7", "8", "die", "9"))
+    assert [rollout.status for rollout in got] == ["ok", "ok", "error", "ok"]
+    assert metrics["grading/restarts"] == 1
+
+
+def test_a_reward_that_may_take_long_hides_no_other_that_hangs() -> None:
+    import sample_graders
+
+    begun = time.monotonic()
+    got, _ = graded(
+        {"patient": sample_graders.Patient(), "b": "sample_graders:by_text"}, group("7", "hang", "8"), timeout=0.5
+    )
+    assert [rollout.status for rollout in got] == ["ok", "error", "ok"]
+    assert "took longer than 0.5 s" in got[1].error
+    assert time.monotonic() - begun < 40

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tandem import config, run
+from tandem.engines import vllm
 from tandem.engines._vllm_pausing import AT_ONCE, FEW
 from tandem.engines.base import Needs
 from tandem.engines.embedded import Embedded
@@ -63,6 +64,19 @@ def test_a_port_that_there_is_not_is_refused(options: dict[str, int]) -> None:
 def test_the_last_port_may_be_had() -> None:
     assert Vllm(port=LAST_PORT).port == 65535
     assert Vllm(port=LAST_PORT - 1, replicas=2).replicas == 2
+
+
+# Where the model is
+
+
+def test_on_one_gpu_the_worker_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = "--distributed-executor-backend"
+    assert option not in command(), "on a CPU it has by itself"
+    monkeypatch.setattr(vllm, "_has_cuda", lambda: True)
+    assert (option, "mp") in pairs(command())
+    assert option not in command(tensor_parallel_size=2), "several have by themselves"
+    told = pairs(command(args={"distributed_executor_backend": "uni"}))
+    assert [value for name, value in told if name == option][-1] == "uni", "the last one counts"
 
 
 # Other options of the server

@@ -18,6 +18,7 @@ from tandem.engines._vllm_client import Server
 from tandem.engines._vllm_engine import TRIES
 from tandem.engines._vllm_engine import Vllm as LiveVllm
 from tandem.engines._vllm_fleet import Fleet
+from tandem.engines._vllm_frames import Many, Sampled, framed
 from tandem.engines._vllm_process import free_port
 from tandem.engines.base import Needs
 from tandem.engines.vllm import Vllm
@@ -54,7 +55,7 @@ class Somebodys:
                 web.get("/bridge/info", self._info),
                 web.get("/health", self._health),
                 web.get("/lora/status", self._lora),
-                web.post("/generate", self._generate),
+                web.post("/generate/many", self._generate),
                 web.post("/bridge/stamp", self._stamp),
                 web.post("/bridge/resume", self._resume),
             ]
@@ -86,18 +87,24 @@ class Somebodys:
         return web.json_response({"loaded": [], "in_place": None})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        self.asked += 1
-        self.least = msgspec.json.decode(await request.read()).get("min_step", -1)
+        asked = msgspec.json.decode(await request.read(), type=Many)
+        answers = sum(len(siblings.seeds) for siblings in asked.prompts)
+        self.asked += answers
+        self.least = asked.prompts[0].asked.min_step
         if self.cut:
             self.cut -= 1
             assert request.transport is not None
             request.transport.close()
         await self.gate.wait()
-        found = wire.Generated(
-            engine=self.boot, text=[""], finish_reasons=["stop"], token_ids=[[5]], versions=[[(self.step, 1)]],
-            token_logprobs=[[-0.5]], prompt="", prompt_token_ids=[],
-        )  # fmt: skip
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+        found = [
+            framed(
+                Sampled(
+                    number, tokens=(5,), logprobs=(-0.5,), versions=[(self.step, 1)], finish="stop", engine=self.boot
+                )
+            )
+            for number in range(answers)
+        ]
+        return web.Response(body=b"".join(found))
 
     async def _stamp(self, request: web.Request) -> web.Response:
         said = msgspec.json.decode(await request.read(), type=wire.Stamp)
@@ -235,7 +242,7 @@ def test_a_request_for_a_policy_that_is_to_come_has_time_to_wait_for_the_trainer
         one = Somebodys()
         async with opened(one) as (engine, publisher):
             one.gate.clear()
-            engine.servers[0]._request = 0.1
+            engine.servers[0].request_seconds = 0.1
             with pytest.raises(Deadline):
                 await sample(engine)
             engine.ahead(2)

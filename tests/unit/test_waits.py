@@ -288,3 +288,43 @@ def test_a_listener_that_waits_itself_is_not_told_of_that(monkeypatch: pytest.Mo
     finally:
         stop()
     assert heard == ["a"]
+
+
+def test_each_of_several_waits_is_told_of_when_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.2)
+    heard: dict[str, float] = {}
+    begun: dict[str, float] = {}
+
+    async def one(name: str, seconds: float) -> None:
+        async with waits.waiting(name, "b", "c"):
+            begun[name] = time.monotonic()
+            await asyncio.sleep(seconds)
+
+    async def run() -> None:
+        waiting = []
+        for name, seconds in (("short", 0.05), ("first", 1.0), ("second", 1.0), ("third", 1.0)):
+            waiting.append(asyncio.create_task(one(name, seconds)))
+            await asyncio.sleep(0.1)
+        await asyncio.gather(*waiting)
+
+    stop = waits.listen(lambda wait, state: heard.setdefault(wait.owner, time.monotonic()) and None)
+    try:
+        asyncio.run(run())
+    finally:
+        stop()
+    assert list(heard) == ["first", "second", "third"]
+    assert all(0.19 <= heard[name] - begun[name] < 0.7 for name in heard)
+
+
+def test_waits_without_a_deadline_share_one_timer() -> None:
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        timers = []
+        call_later = loop.call_later
+        loop.call_later = lambda *given, **more: timers.append(given) or call_later(*given, **more)  # type: ignore[method-assign]
+        for _ in range(50):
+            async with waits.waiting("a", "b", "c"), waits.waiting("d", "e", "f"):
+                await asyncio.sleep(0)
+        return len(timers)
+
+    assert asyncio.run(run()) == 1

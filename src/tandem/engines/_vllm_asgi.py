@@ -157,9 +157,17 @@ async def answer(
 
 
 async def refuse(send: Send, error: Exception) -> None:
-    """The one place where errors become statuses, as RFC 9457's problem+json."""
+    """Answer with an error, as RFC 9457's problem+json."""
     if isinstance(error, Gone):
         return
+    status, title, said = problem(error)
+    headers = error.headers if isinstance(error, Refused) else ()
+    told = {"status": status, "title": title, "detail": said}
+    await answer(send, told, status, b"application/problem+json", headers)
+
+
+def problem(error: Exception) -> tuple[int, str, str]:
+    """The one place where errors become statuses: status, title and detail."""
     if type(error).__name__ == "EngineGenerateError" and isinstance(error.__cause__, Exception):
         error = error.__cause__  # vLLM's wrapper, which says nothing itself
     status = _status(error)
@@ -168,9 +176,7 @@ async def refuse(send: Send, error: Exception) -> None:
     said = str(error) or type(error).__name__
     if isinstance(error, Stopped):
         said = f"the engine is stopped: {said}"
-    headers = error.headers if isinstance(error, Refused) else ()
-    problem = {"status": status, "title": type(error).__name__, "detail": said}
-    await answer(send, problem, status, b"application/problem+json", headers)
+    return status, type(error).__name__, said
 
 
 def _status(error: Exception) -> int:

@@ -51,7 +51,7 @@ class Server:
         self.outstanding = 0
         self.key = key
         self._control = control_seconds
-        self._request = request_seconds
+        self.request_seconds = request_seconds
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -104,35 +104,63 @@ class Server:
         """Sample; counted, so that load can be spread. It may begin as many seconds ``later``."""
         self.outstanding += 1
         try:
-            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self._request + later)
+            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self.request_seconds + later)
         finally:
             self.outstanding -= 1
         return answer
 
+    async def many(self, path: str, body: Callable[[], bytes], took: Callable[[bytes], None]) -> None:
+        """Ask for what comes in pieces, each of which is taken as it comes; raises as ``post``, but for the deadline.
+
+        Args:
+            path: the route.
+            body: what is asked, made anew where a connection breaks and another can be had.
+            took: takes a piece.
+        """
+        status, found = await self._answer("POST", path, body, took)
+        self._refused(path, status, found)
+
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
         data = None if body is None else msgspec.json.encode(body)
         async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
-            status, found = await self._answer(method, path, data)
+            status, found = await self._answer(method, path, lambda: data)
+        self._refused(path, status, found)
+        try:
+            return msgspec.json.decode(found, type=kind)
+        except msgspec.DecodeError as error:  # a logprob that is no number, for one
+            raise self.odd(path, error) from error
+
+    def odd(self, path: str, error: object) -> EngineError:
+        """The error of an answer that cannot be read."""
+        return EngineError(f"{self.name} answers {path} with something else than was asked for: {error}")
+
+    def _refused(self, path: str, status: int, found: bytes) -> None:
         if status in (401, 403):
             variable = "engine.api_key_variable names the environment variable that holds it"
             raise Denied(f"{self.name} answers {path} with {status}: {_detail(found)}; {variable}")
         if status >= 400:
-            said = f"{_detail(found)}{self._last_words()}"
-            error_kind = Fallen if b'"EngineDeadError"' in found else EngineError  # the title of the problem
-            raise error_kind(f"{self.name} answers {path} with {status}: {said}")
-        try:
-            return msgspec.json.decode(found, type=kind)
-        except msgspec.DecodeError as error:  # a logprob that is no number, for one
-            raise EngineError(f"{self.name} answers {path} with something else than was asked for: {error}") from error
+            # The title of the problem.
+            raise self.refusal(path, status, _detail(found), fallen=b'"EngineDeadError"' in found)
 
-    async def _answer(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Status and body; asked again where a connection breaks and another can be had."""
+    def refusal(self, path: str, status: int, detail: str, *, fallen: bool) -> EngineError:
+        """The error of a request that was refused; ``fallen`` if the engine behind who answers has died."""
+        kind = Fallen if fallen else EngineError
+        return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
+
+    async def _answer(
+        self, method: str, path: str, body: Callable[[], bytes | None], took: Callable[[bytes], None] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body, but for what is taken; asked again where a connection breaks and another can be had."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         tries = 0
         while True:
             try:
-                async with self.opened().request(method, self.url + path, data=data, timeout=timeout) as response:
-                    return response.status, await response.read()
+                async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
+                    if took is None or response.status >= 400:
+                        return response.status, await response.read()
+                    async for piece in response.content.iter_any():
+                        took(piece)
+                    return response.status, b""
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 broke = not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
                 if broke and tries < AGAIN and not path.startswith(ONCE) and not self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -14,10 +15,12 @@ from tandem import waits
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_client import Replaced, Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
+from tandem.engines._vllm_frames import Sampled
 from tandem.engines._vllm_inherit import inherit
 from tandem.engines._vllm_pauses import Pauses
 from tandem.engines._vllm_slot import Borrowed
 from tandem.engines._vllm_stored import Stored
+from tandem.engines._vllm_wave import Waves
 from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Needs, Probe
 from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
@@ -61,6 +64,7 @@ class Vllm(Engine):
         self._told: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._republish: Callable[[], Awaitable[None]] | None = None
         self._pauses = Pauses()
+        self._waves = Waves()
 
     # Life and death
 
@@ -130,18 +134,25 @@ class Vllm(Engine):
                 f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
                 "shorten the prompt or raise context"
             )
-        seed = key % 2**63 if self._seeded else None
-        asked = wire.asked(prompt, sampling, limit=room, ends=self._ends, seed=seed, flat=True, min_step=self._least)
+        seed, least = key % 2**63 if self._seeded else None, self._least
         tries = 0
         while True:
-            async with waits.waiting(waits.actor("rollouts"), "an engine with weights", on="trainer"):
-                await self.fleet.ready.wait()
+            if not self.fleet.ready.is_set():
+                async with waits.waiting(waits.actor("rollouts"), "an engine with weights", on="trainer"):
+                    await self.fleet.ready.wait()
             if self.fleet.failure is not None:
                 raise self.fleet.failure
             epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
-            later = self._patience if asked.min_step > self._version.step else 0.0  # it waits for the trainer first
+            later = self._patience if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                return self._completion(server, await server.generate(asked, later=later), asked.min_step)
+                found = await self._waves.answer(
+                    server,
+                    lambda: wire.asked(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least),
+                    (prompt, sampling, least),
+                    seed=seed,
+                    later=later,
+                )
+                return self._completion(server, found, least)
             except Unreachable:
                 tries += 1
                 if self.fleet.closed or not await self._revived(server, epoch, tries):
@@ -158,22 +169,19 @@ class Vllm(Engine):
             await self._republish()  # which recovers those of others, though not in the midst of a publish
         return self.fleet.ours or epoch != self.epoch or tries < TRIES
 
-    def _completion(self, server: Server, found: wire.Generated, least: int) -> Completion:
+    def _completion(self, server: Server, found: Sampled, least: int) -> Completion:
         self._same(server, found.engine)
-        versions, least = wire.steps(found.versions[0]), max(0, least)
+        versions, least = wire.steps(found.versions), max(0, least)
         if min(versions, default=least) < least:
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
-        tokens = found.token_ids[0]
-        logprobs = found.token_logprobs[0] if found.token_logprobs else []
-        if len(logprobs) != len(tokens):
-            raise EngineError(f"{server.name} told {len(logprobs)} logprobs of {len(tokens)} tokens")
+        if len(found.logprobs) != len(found.tokens):
+            raise EngineError(f"{server.name} told {len(found.logprobs)} logprobs of {len(found.tokens)} tokens")
+        if not math.isfinite(math.fsum(found.logprobs)):
+            raise server.odd("/generate", "a logprob is no finite number")
         finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
         return Completion(
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=versions,
-            finish=finish.get(found.finish_reasons[0], "abort"),
+            tokens=found.tokens, logprobs=found.logprobs, versions=versions, finish=finish.get(found.finish, "abort")
         )
 
     def _same(self, server: Server, boot: str) -> None:

@@ -324,10 +324,22 @@ class Frontend:
         """
         return f"{self.id}-{self.era + bool(self._room.requests)}"
 
+    def params(self, given: Mapping[str, Any]) -> Any:
+        """vLLM's SamplingParams, for as many requests as like; raises ValueError as vLLM does."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
+        kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
+        whole = kind is RequestOutputKind.FINAL_ONLY and not given.get("detokenize", True)  # so no text ends it either
+        # Where this release can: lists for all tokens, not a mapping and an object for each.
+        flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
+        return SamplingParams(**given, **flat, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
+
     async def generate(
         self,
         prompt: Sequence[int],
-        params: Mapping[str, Any],
+        params: Any,
         *,
         adapter: Any = None,
         probe: str = "",
@@ -337,7 +349,7 @@ class Frontend:
 
         Args:
             prompt: token ids.
-            params: of vLLM's SamplingParams.
+            params: of vLLM's SamplingParams, or what ``params`` made of them.
             adapter: a LoRARequest, instead of the one that is served.
             probe: cache salt of a question about the weights themselves: answered while they are being proven.
             min_step: oldest policy step that may sample it; one that is to come is waited for.
@@ -346,15 +358,7 @@ class Frontend:
             Stopped: the weights are in doubt.
             ValueError: vLLM refuses the request.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
-        kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
-        whole = kind is RequestOutputKind.FINAL_ONLY and not params.get("detokenize", True)  # so no text ends it either
-        # Where this release can: lists for all tokens, not a mapping and an object for each.
-        flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
-        params_ = SamplingParams(**params, **flat, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
+        params_ = self.params(params) if isinstance(params, Mapping) else params
         with self.places.using(adapter):  # whoever asks for one by name has it also after it has waited
             async with (
                 contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)

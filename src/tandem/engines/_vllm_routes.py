@@ -32,6 +32,7 @@ from tandem.engines._vllm_asgi import (
     unless,
 )
 from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_many import ManyAnswers
 from tandem.engines._vllm_probe import probe
 from tandem.engines._vllm_receiver import Receiver
 from tandem.engines._vllm_sleep import Sleeper
@@ -63,6 +64,8 @@ AWAKE = frozenset(
     }
 )
 """Routes of ours that read or write memory which an engine that sleeps does not have."""
+MANY = "/generate/many"
+"""The route whose answers are sent one by one."""
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
 """Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
 
@@ -90,6 +93,9 @@ class Routes:
             if path != "/health":
                 authorise(scope)
             live = self._engine(scope)
+            if path == MANY and scope["method"] == "POST":
+                await live.many.generate(await read(receive), receive, send)
+                return
             methods = live.handlers.get(path)
             if methods is not None:
                 await answer(send, await self._handled(live, path, methods, scope["method"], receive))
@@ -182,9 +188,11 @@ class _Live:
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleeper = Sleeper(self.frontend)
+        self.many = ManyAnswers(self.frontend, self.adapters)
         self.handlers: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self.health},
             "/generate": {"POST": self.generate},
+            "/generate/take_back": {"POST": self.many.take_back},
             "/bridge/info": {"GET": self.info},
             "/bridge/state_dict_info": {"GET": self.state_dict_info},
             "/bridge/notify_update": {"POST": self.notify_update},

@@ -275,7 +275,7 @@ def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engin
 
 
 def _programs(config: RunConfig, machine: Machine, engines: Engines) -> list[Line]:
-    workers = config.grading.workers * max(1, len(config.sources))
+    workers = config.grading.processes(config.groups_per_step) * max(1, len(config.sources))
     parts = ["Python and its libraries", f"{workers} grader process{'es' * (workers > 1)}"]
     if engines.started:
         parts.append(f"{engines.started} engine{'s' * (engines.started > 1)} of {readable(ENGINE)}")

@@ -9,6 +9,7 @@ from typing import Literal
 
 from tandem import resolve
 from tandem.alarms.base import Name
+from tandem.cores import cores
 from tandem.types import Sampling
 
 
@@ -77,13 +78,18 @@ class Checkpoint:
 class Grading:
     """How rewards are computed: in processes that can be killed."""
 
-    workers: int = 1
-    """Grader processes of each environment."""
+    workers: int | None = None
+    """Grader processes of each environment; null: one for each core, but no more than groups_per_step."""
     timeout: float = 10.0
     """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
 
     def __post_init__(self) -> None:
-        require(workers=(self.workers >= 1, "at least 1"), timeout=(0 < self.timeout < math.inf, "above 0 (seconds)"))
+        workers = self.workers is None or self.workers >= 1
+        require(workers=(workers, "at least 1"), timeout=(0 < self.timeout < math.inf, "above 0 (seconds)"))
+
+    def processes(self, groups: int) -> int:
+        """How many each environment has that plays so many groups at a time: each grades one of them."""
+        return self.workers or min(cores(), groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,16 @@
 
 Everything happens in the main thread, where signals arrive (math-verify sets an alarm); a second thread only
 reads, so that the end of the parent is noticed while a grader hangs. Messages are pickles behind their length.
+
+Each answer is written at once to a pipe that the parent does not watch, so that it is there whatever the next call does
+to this process; the parent is told on stdout when the job is done, or before the pipe is full.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import inspect
 import io
 import os
@@ -64,6 +68,42 @@ class Order(NamedTuple):
     """Steps of the run, for functions that ask; None where nobody knows."""
 
 
+ROOM = 8 << 10
+"""Bytes of answers that the pipe holds for sure, before the parent is told to read."""
+
+
+class Answers:
+    """The way of answers to the parent."""
+
+    def __init__(self, pipe: int, wire: BinaryIO) -> None:
+        self._pipe = pipe
+        self._wire = wire
+        self._unread = 0
+        self._number = 0
+
+    def give(self, place: int, outcome: Outcome, *, tell: bool) -> None:
+        """One call's, with its number and the moment at which it was done, from which the next call's time counts.
+
+        ``tell`` has the parent read it at once.
+        """
+        body = pickle.dumps((self._number, place, outcome, time.monotonic()))
+        self._number += 1
+        if len(body) > ROOM:
+            self._tell(body)
+            return
+        if self._unread + len(body) > ROOM:
+            self._tell()
+        os.write(self._pipe, HEADER.pack(len(body)) + body)
+        self._unread += HEADER.size + len(body)
+        if tell:
+            self._tell()
+
+    def _tell(self, body: bytes = b"") -> None:
+        self._wire.write(HEADER.pack(len(body)) + body)
+        self._wire.flush()
+        self._unread = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Grader:
     """Rewards that are ready, and the way back to the run."""
@@ -72,7 +112,7 @@ class _Grader:
     """By name."""
     steps: int | None
     """Of the whole run."""
-    wire: BinaryIO
+    answers: Answers
     """Where answers go."""
     runner: asyncio.Runner
     """Runs what is async."""
@@ -89,13 +129,13 @@ class _Grader:
             lost = Outcome(Failure("raised", f"could not be given the rollouts: {said(error)}"))
             for batch in batches:
                 for place in range(len(batch)):
-                    self._answer(place, lost)
+                    self.answers.give(place, lost, tell=True)
             return
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             if self.rewards[batch[0].name].is_async:
                 self.runner.run(self._together(batch, rollouts))
             else:
-                self._answer(0, self._alone(batch[0], rollouts))
+                self.answers.give(0, self._alone(batch[0], rollouts), tell=number == len(batches))
 
     def _alone(self, call: Call, rollouts: Sequence[Rollout]) -> Outcome:
         reward = self.rewards[call.name]
@@ -107,7 +147,7 @@ class _Grader:
 
     async def _together(self, batch: Sequence[Call], rollouts: Sequence[Rollout]) -> None:
         async def one(place: int, call: Call) -> None:
-            self._answer(place, await self._in_time(call, rollouts))
+            self.answers.give(place, await self._in_time(call, rollouts), tell=True)
 
         await asyncio.gather(*(one(place, call) for place, call in enumerate(batch)))
 
@@ -133,12 +173,10 @@ class _Grader:
 
         return self.runner.run(wait())
 
-    def _answer(self, place: int, outcome: Outcome) -> None:
-        _send(self.wire, (place, outcome))
 
-
-def main() -> None:
-    """Serve until stdin ends."""
+def main(pipe: int) -> None:
+    """Serve until stdin ends; answers go to the pipe with this number."""
+    os.set_inheritable(pipe, False)  # what graders start has nothing to do with it
     # Graders may print and read: the pipes move out of their way first.
     wire_in, wire_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -159,8 +197,10 @@ def main() -> None:
         _send(wire_out, rewards)
         return
     _send(wire_out, {name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()})
+    gc.collect()
+    gc.freeze()  # a library of symbols is half a million objects, and looking through them takes longer than a group
     with asyncio.Runner() as runner:
-        grader = _Grader(rewards, order.steps, wire_out, runner)
+        grader = _Grader(rewards, order.steps, Answers(pipe, wire_out), runner)
         while (job := jobs.get()) is not None:
             grader.serve(job)
 

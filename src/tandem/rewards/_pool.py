@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from tandem import waits
 from tandem.rewards._calls import Outcome
 from tandem.rewards._grader import Ability, Call, Order
-from tandem.rewards._process import Died, Worker
+from tandem.rewards._process import Answer, Died, Worker
 from tandem.rewards.base import Failure, Reward
 
 _LATE = 1.0
@@ -114,9 +115,11 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self) -> AsyncIterator[_Slot]:
-        slot = await waits.wait(
-            self._free.get(), owner=waits.actor("grading"), reason="a free grading process", on="grading"
-        )
+        if self._free.empty():
+            async with waits.waiting(waits.actor("grading"), "a free grading process", on="grading"):
+                slot = await self._free.get()
+        else:
+            slot = self._free.get_nowait()
         try:
             yield slot
         except BaseException:
@@ -146,10 +149,14 @@ class Pool:
             suspects = dict(enumerate(waiting[0]))
             try:
                 await worker.submit(rollouts, list(waiting), self._timeout)
+                begun = time.monotonic()
                 while waiting:
                     suspects = dict(enumerate(waiting[0]))
-                    async for place, outcome in self._answers(worker, waiting[0], group):
+                    look = min(call.seconds for batch in waiting for call in batch)
+                    for _ in waiting[0]:
+                        place, outcome, ended = await self._answer(worker, waiting[0], begun, look, group)
                         outcomes[suspects.pop(place)] = outcome
+                    begun = ended
                     waiting.popleft()
             except Died as death:
                 slot.worker = None
@@ -164,14 +171,14 @@ class Pool:
                     waiting = deque(_without(waiting, culprit.rows))
         return outcomes
 
-    async def _answers(self, worker: Worker, batch: Sequence[Call], group: str) -> AsyncIterator[tuple[int, Outcome]]:
-        """Answers of one batch as they arrive."""
+    async def _answer(self, worker: Worker, batch: Sequence[Call], begun: float, look: float, group: str) -> Answer:
+        """The next answer of a batch that began at a time."""
+        if (there := worker.there()) is not None:
+            return there
         late = _LATE if self._abilities[batch[0].name].is_async else 0.0
-        now = asyncio.get_running_loop().time
-        until = now() + max(call.seconds for call in batch) + late
-        for _ in batch:
-            names = ", ".join({call.name: None for call in batch})
-            yield await worker.answer(max(0.0, until - now()), f"reward {names} of group {group}")
+        until = begun + max(call.seconds for call in batch) + late
+        names = ", ".join({call.name: None for call in batch})
+        return await worker.answer(until, look, f"reward {names} of group {group}")
 
     def _hides_a_culprit(self, call: Call, outcome: Outcome) -> bool:
         """True if a group's call failed, and each rollout alone may show which one it was."""

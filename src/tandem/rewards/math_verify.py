@@ -2,8 +2,11 @@ r"""Mathematical equality by the math-verify library: 1/2, 0.5 and \frac{1}{2} a
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +14,11 @@ from tandem.errors import ConfigError, RewardError
 from tandem.rewards._answers import final_message, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
+
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,11}")
+"""A whole number in the only way to write it."""
+_SHORT = 64
+"""Characters of a reply whose verdict is remembered: last lines come again and again, whole solutions do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +44,28 @@ class MathVerify(Reward):
 
     def prepare(self) -> None:
         try:
-            import math_verify
+            import math_verify  # noqa: F401 - whether it is there
         except ImportError as error:
             raise RewardError("reward math_verify needs math-verify; pip install 'tandem-rl[math]'") from error
         for name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
             logging.getLogger(name).setLevel(logging.ERROR)  # a reply that takes too long is an everyday thing
-        math_verify.verify(self._parsed(r"$\frac{1}{2}$"), self._parsed("0.5"))  # its parsers load on first use
+        _equal(_parsed(r"$\frac{1}{2}$", self._seconds()), "0.5", self._seconds())  # its parsers load on first use
 
     def __call__(self, rollout: Rollout) -> float:
-        import math_verify
-
         if not self._worked(final_message(rollout)):
             return 0.0
         gold, reply = self._relevant(rollout.task.answer), self._relevant(final_message(rollout))
         if reply == gold:
             return 1.0
-        # The library reads bare LaTeX only between dollars, and a gold answer is often written without.
-        expected = ([] if "$" in gold else self._parsed(f"${gold}$")) or self._parsed(gold)
-        if not expected:
-            raise ValueError(f"math-verify cannot read the gold answer {gold!r} of task {rollout.task.id}")
-        return float(math_verify.verify(expected, self._parsed(reply), timeout_seconds=self._seconds()))
+        if _WHOLE.fullmatch(gold) and _WHOLE.fullmatch(reply):
+            return 0.0  # two different numbers, written in the only way that they can be: the library need not say so
+        try:
+            expected = _expected(gold, self._seconds())
+        except LookupError as error:
+            raise ValueError(f"{error} of task {rollout.task.id}") from None
+        if len(reply) > _SHORT:
+            return _equal(expected, reply, self._seconds())
+        return _remembered(gold, reply, self._seconds())
 
     def _worked(self, reply: str) -> bool:
         """Whether there is as much working as is asked for."""
@@ -69,12 +79,34 @@ class MathVerify(Reward):
         tagged = last_tag(text, "answer")
         return text.strip() if tagged is None else tagged
 
-    def _parsed(self, text: str) -> list[Any]:
-        import math_verify
-
-        parsed: list[Any] = math_verify.parse(text, parsing_timeout=self._seconds())
-        return parsed
-
     def _seconds(self) -> int | None:
         """The library's deadline is a signal, which only a main thread can receive; elsewhere there is none."""
         return self.timeout if threading.current_thread() is threading.main_thread() else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(gold: str, seconds: int | None) -> tuple[Any, ...]:
+    """A gold answer as the library reads it, once for all siblings; raises LookupError if it cannot."""
+    # It reads bare LaTeX only between dollars, and a gold answer is often written without.
+    found = ([] if "$" in gold else _parsed(f"${gold}$", seconds)) or _parsed(gold, seconds)
+    if not found:
+        raise LookupError(f"math-verify cannot read the gold answer {gold!r}")
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=16384)
+def _remembered(gold: str, reply: str, seconds: int | None) -> float:
+    return _equal(_expected(gold, seconds), reply, seconds)
+
+
+def _equal(expected: Sequence[Any], reply: str, seconds: int | None) -> float:
+    import math_verify
+
+    return float(math_verify.verify(list(expected), _parsed(reply, seconds), timeout_seconds=seconds))
+
+
+def _parsed(text: str, seconds: int | None) -> list[Any]:
+    import math_verify
+
+    parsed: list[Any] = math_verify.parse(text, parsing_timeout=seconds)
+    return parsed

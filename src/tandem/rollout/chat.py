@@ -29,6 +29,12 @@ class Template:
         self._piece: dict[int, str] = {}
 
     @cached_property
+    def _quick(self) -> Any:
+        """The tokenizer itself, without what transformers does for every call; None where that changes texts."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if self._tokenizer.clean_up_tokenization_spaces else fast
+
+    @cached_property
     def speech(self) -> Speech:
         """What the template knows of tools."""
         return speech(self._render)
@@ -78,13 +84,15 @@ class Template:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special ones left out."""
+        if (quick := self._quick) is not None:
+            return quick.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token on its own, for people; each is decoded once, and new ones without Python's lock."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._piece]
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        if fast is None or self._tokenizer.clean_up_tokenization_spaces:
+        fast = self._quick
+        if fast is None:
             texts = [self._tokenizer.decode([token]) for token in new]
         else:
             texts = fast.decode_batch([[token] for token in new], skip_special_tokens=False)
@@ -107,6 +115,8 @@ class Template:
 
     def _encode(self, text: str) -> list[int]:
         # The template writes special tokens itself.
+        if (quick := self._quick) is not None and quick.truncation is None and quick.padding is None:
+            return quick.encode_batch_fast([text], add_special_tokens=False)[0].ids  # type: ignore[no-any-return]
         return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
 

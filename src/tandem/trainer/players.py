@@ -119,7 +119,7 @@ async def opened(config: RunConfig, played: Mapping[str, Source], log: Path | No
         graders = {
             name: Graders(
                 {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()},
-                workers=config.grading.workers,
+                workers=config.grading.processes(config.groups_per_step),
                 timeout=config.grading.timeout,
                 log=log,
                 steps=config.steps,

@@ -152,7 +152,7 @@ class _Look:
 
         env, grading, tasks = source.env, self._config.grading, self._tasks[name]
         specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-        async with Graders(specs, workers=grading.workers, timeout=grading.timeout) as graders:
+        async with Graders(specs, workers=grading.workers or 1, timeout=grading.timeout) as graders:
             failures = await check_environment(env, graders, len(tasks))
             if failures:
                 first = "; ".join(str(failure) for failure in failures[:_SHOWN])

@@ -190,7 +190,7 @@ async def _graders(config: Work, name: str, source: Source) -> AsyncIterator[Gra
         RewardError: they did not.
     """
     specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-    async with Graders(specs, workers=config.grading.workers, timeout=config.grading.timeout) as graders:
+    async with Graders(specs, workers=config.grading.processes(config.n), timeout=config.grading.timeout) as graders:
         await require_full_marks(name, source.env, graders)
         yield graders
 

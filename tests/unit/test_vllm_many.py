@@ -1,0 +1,287 @@
+"""Many answers by one request: each is there as soon as it can be, and fails or is taken back alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from fake_vllm import FakeClient, install, settle
+
+from tandem import waits
+from tandem.engines import _vllm_wave
+from tandem.engines._vllm_client import Fallen, Server
+from tandem.engines._vllm_frames import Failed, Many, Sampled, Siblings, framed, frames
+from tandem.engines._vllm_routes import Routes
+from tandem.engines._vllm_wave import Waves
+from tandem.engines._vllm_wire import Generate, Ids, asked
+from tandem.errors import Deadline, EngineError
+from tandem.types import Sampling
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for name in ("TANDEM_API_KEY", "TANDEM_TRAINER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Engine:
+    """The routes over a fake of vLLM, behind a socket, and a client of theirs."""
+
+    def __init__(self) -> None:
+        self.vllm = FakeClient(counts=True)
+        self.waves = Waves()
+        self.paths: list[str] = []
+        self.server: Any = None
+        self.routes = Routes(None)
+        self._app = SimpleNamespace(state=SimpleNamespace(engine_client=self.vllm))
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """From aiohttp to ASGI."""
+        self.paths.append(request.path)
+        body, response = await request.read(), web.StreamResponse()
+        said = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if said:
+                return said.pop()
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(0.005)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                response.set_status(message["status"])
+                await response.prepare(request)
+            else:
+                await response.write(message["body"])
+
+        scope = {"type": "http", "method": request.method, "path": request.path, "headers": [], "app": self._app}
+        await self.routes(scope, receive, send)
+        return response
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Engine]:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.server = Server(f"http://127.0.0.1:{port}", "", control_seconds=5.0, request_seconds=5.0)
+        try:
+            yield self
+        finally:
+            await self.server.close()
+            await runner.cleanup()
+
+    def ask(
+        self, prompt: Sequence[int] = (1, 2, 3), seed: int | None = None, tokens: int = 2, least: int = -1
+    ) -> asyncio.Task[Sampled]:
+        sampling = Sampling(max_tokens=tokens)
+
+        def made() -> Generate:
+            return asked(prompt, sampling, limit=40, ends=[], flat=True, min_step=least)
+
+        answer = self.waves.answer(self.server, made, (prompt, sampling, least), seed=seed)
+        return asyncio.create_task(answer)
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        async with asyncio.timeout(5):
+            while not true():
+                await asyncio.sleep(0.005)
+
+    async def with_vllm(self, requests: int) -> None:
+        await self.until(lambda: len(self.vllm.requests) == requests)
+
+
+def run(body: Callable[[Engine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), Engine().up() as engine:
+            await body(engine)
+
+    asyncio.run(main())
+
+
+def test_what_is_asked_in_one_turn_is_one_request_and_each_answer_its_own() -> None:
+    async def body(e: Engine) -> None:
+        some = [e.ask([1, 2, 3], seed) for seed in (7, 8, None)] + [e.ask([4, 5], 9, tokens=3)]
+        await e.with_vllm(4)
+        assert e.paths == ["/generate/many"]
+        assert [r.params.seed for r in e.vllm.seen] == [7, 8, None, 9]
+        assert [r.prompt["prompt_token_ids"] for r in e.vllm.seen] == [[1, 2, 3]] * 3 + [[4, 5]]
+        assert [r.params.max_tokens for r in e.vllm.seen] == [2, 2, 2, 3]
+        await e.vllm.step(2)
+        first = await asyncio.gather(*some[:3])
+        assert not some[3].done(), "what is there is given out though another answer takes longer"
+        assert [(one.tokens, one.logprobs, one.versions, one.finish) for one in first] == [
+            ((0, 0), (0.0, 0.0), [(-1, 2)], "length")
+        ] * 3
+        await e.vllm.step()
+        assert (await some[3]).tokens == (0, 0, 0)
+        assert e.server.outstanding == 0
+
+    run(body)
+
+
+def test_a_large_wave_goes_in_parts_so_that_the_engine_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_vllm_wave, "MOST", 4)
+
+    async def body(e: Engine) -> None:
+        some = [e.ask([1 + i // 5]) for i in range(10)]
+        await e.with_vllm(10)
+        assert e.paths == ["/generate/many"] * 3
+        await e.vllm.step(2)
+        await asyncio.gather(*some)
+
+    run(body)
+
+
+def test_an_answer_that_fails_is_the_only_one() -> None:
+    async def body(e: Engine) -> None:
+        good, bad, worse = e.ask([1]), e.ask([1000]), e.ask([1] * 100)
+        await e.until(lambda: bad.done() and worse.done())
+        with pytest.raises(EngineError, match=r"answers /generate with 400: Token id out of vocabulary"):
+            await bad
+        with pytest.raises(EngineError, match=r"answers /generate with 400: .*longer than the maximum"):
+            await worse
+        await e.vllm.step(2)
+        assert (await good).tokens == (0, 0)
+
+    run(body)
+
+
+def test_parameters_that_vllm_refuses_cost_one_prompts_answers() -> None:
+    async def body(e: Engine) -> None:
+        cold = Sampling(max_tokens=2, temperature=-1.0)
+
+        def made() -> Generate:
+            return Generate(prompt=Ids(prompt_token_ids=[1]), temperature=-1.0)
+
+        bad = asyncio.create_task(e.waves.answer(e.server, made, ([1], cold, -1), seed=None))
+        good = e.ask([1])
+        with pytest.raises(EngineError, match="temperature must be non-negative"):
+            await bad
+        await e.with_vllm(1)
+        await e.vllm.step(2)
+        await good
+
+    run(body)
+
+
+def test_an_answer_that_is_taken_back_ends_alone_and_the_last_one_ends_the_request() -> None:
+    async def body(e: Engine) -> None:
+        some = [e.ask() for _ in range(3)]
+        await e.with_vllm(3)
+        some[1].cancel()
+        await e.with_vllm(2)
+        assert e.paths == ["/generate/many", "/generate/take_back"]
+        await e.vllm.step(2)
+        assert (await some[0]).tokens == (await some[2]).tokens == (0, 0)
+        more = [e.ask() for _ in range(2)]
+        await e.with_vllm(2)
+        for task in more:
+            task.cancel()
+        await e.with_vllm(0)
+        assert e.vllm.aborted >= 3
+
+    run(body)
+
+
+def test_an_answer_given_up_before_it_was_asked_for_is_not() -> None:
+    async def body(e: Engine) -> None:
+        gone, stays = e.ask(), e.ask()
+        await asyncio.sleep(0)
+        gone.cancel()
+        await e.with_vllm(1)
+        await e.vllm.step(2)
+        assert (await stays).tokens == (0, 0)
+        await settle()
+        assert len(e.vllm.seen) == 1
+
+    run(body)
+
+
+def test_each_answer_has_its_own_deadline_and_names_the_engine() -> None:
+    async def body(e: Engine) -> None:
+        e.server.request_seconds = 0.2
+        late = e.ask()
+        await asyncio.sleep(0)
+        e.server.request_seconds = 5.0
+        timely = e.ask()
+        await e.with_vllm(2)
+        assert [w.on for w in waits.current() if w.reason == "POST /generate"] == [e.server.name] * 2
+        with pytest.raises(Deadline, match=r"for engine http://127.* \(POST /generate\), but the deadline is 0.2 s"):
+            await late
+        await e.with_vllm(1)
+        await e.vllm.step(2)
+        await timely
+
+    run(body)
+
+
+def test_a_stop_is_told_to_each_that_is_not_answered() -> None:
+    async def body(e: Engine) -> None:
+        short, long = e.ask(tokens=1), e.ask(tokens=9)
+        await e.with_vllm(2)
+        await e.vllm.step()
+        await short
+        live = e.routes._live
+        assert live is not None
+        await live.frontend.stop("weights in doubt")
+        with pytest.raises(EngineError, match="503: the engine is stopped: weights in doubt"):
+            await long
+        await e.with_vllm(0)
+
+    run(body)
+
+
+def test_an_engine_that_has_died_behind_its_routes_is_told_from_a_refusal() -> None:
+    async def body(e: Engine) -> None:
+        async def dead(*given: Any, **more: Any) -> AsyncIterator[Any]:
+            raise e.vllm.dead_error
+            yield
+
+        e.vllm.generate = dead  # type: ignore[assignment,method-assign]
+        with pytest.raises(Fallen, match="503"):
+            await e.ask()
+
+    run(body)
+
+
+def test_a_wave_of_nothing_and_texts_are_refused() -> None:
+    async def body(e: Engine) -> None:
+        for said, why in (
+            ({"id": "a", "prompts": []}, "no answer is asked for"),
+            ({"id": "a", "prompts": [{"asked": {"prompt": "a", "m": 1}, "seeds": [None]}]}, "unknown field"),
+        ):
+            with pytest.raises(EngineError, match=f"answers /generate/many with 400: .*{why}"):
+                await e.server.many("/generate/many", lambda said=said: msgspec.json.encode(said), lambda piece: None)
+        said = Many(id="a", prompts=[Siblings(asked=Generate(prompt="text"), seeds=[None, None])])
+        found = bytearray()
+        await e.server.many("/generate/many", lambda: msgspec.json.encode(said), found.extend)
+        assert [(one.number, one.status) for one in frames(found) if isinstance(one, Failed)] == [(0, 400), (1, 400)]
+
+    run(body)
+
+
+def test_frames_arrive_in_any_pieces() -> None:
+    each = [
+        Sampled(number=0, tokens=(1, 2), logprobs=(-0.5, -1e-9), versions=[(3, 2)], finish="stop", engine="e"),
+        Failed(number=1, status=400, title="ValueError", detail="no"),
+    ]
+    whole, buffer, found = b"".join(map(framed, each)), bytearray(), []
+    for byte in whole:
+        buffer.append(byte)
+        found += frames(buffer)
+    assert found == each
+    assert not buffer
+    with pytest.raises(msgspec.DecodeError):
+        list(frames(bytearray(b"\0\0\0\1x")))
