@@ -53,3 +53,21 @@ def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypa
     assert machine.in_turns()
     (tmp_path / "control").touch()
     assert not machine.in_turns()
+
+@pytest.mark.parametrize(
+    ("flags", "device", "computes"),
+    [
+        ("flags : fpu avx512_bf16 sse", "", True),
+        ("flags : fpu amx_bf16", "", True),
+        ("Features : asimd bf16", "", True),
+        ("flags : fpu avx512f avx512_vnni", "", False),
+        ("flags : fpu avx512f", "nvidia0", True),
+    ],
+)
+def test_bfloat16_is_computed_where_the_processor_says_so_or_a_card_is(
+    tmp_path: Path, flags: str, device: str, computes: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    (tmp_path / (device or "null")).touch()
+    assert machine.computes_bfloat16(tmp_path / "cpuinfo", tmp_path) == computes
+    assert machine.computes_bfloat16(tmp_path / "none", tmp_path)
