@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from tandem.lazy import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -41,8 +45,6 @@ def host(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Machi
 
 def accelerator() -> Machine | None:
     """The first CUDA device, or None."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(0)
@@ -82,12 +84,26 @@ def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; None where another library allocates."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def trim() -> None:
+    """Give the system back what was freed.
+
+    glibc keeps it: tensors of ever other sizes leave holes in which the next ones do not fit, so that a process holds
+    the most that it ever needed and, from step to step, somewhat more.
+    """
+    if (give_back := _malloc_trim()) is not None:
+        give_back(0)
+
+
 def held(device: str) -> int | None:
     """Most bytes of an accelerator that this process' tensors took at a time so far; None on a host."""
     if not device.startswith("cuda"):
         return None
-    import torch
-
     return torch.cuda.max_memory_allocated(device)
 
 

@@ -54,6 +54,7 @@ def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypa
     (tmp_path / "control").touch()
     assert not machine.in_turns()
 
+
 @pytest.mark.parametrize(
     ("flags", "device", "computes"),
     [
