@@ -62,13 +62,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def accelerated(devices: Path = Path("/dev")) -> bool:
+    """Whether there may be an accelerator, by the system's devices; without torch."""
+    return any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()
+
+
 def computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo"), devices: Path = Path("/dev")) -> bool:
     """Whether this machine has instructions for bfloat16: an accelerator, or a processor that says so; without torch.
 
     A processor without them emulates: steps take more than twice as long as in float32. One that does not say what it
     has (not Linux) counts as one that does.
     """
-    if any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists() or not cpuinfo.exists():
+    if accelerated(devices) or not cpuinfo.exists():
         return True
     words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -39,24 +39,11 @@ from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
+from tandem.trainer.pairs import check_pairs as check_pairs
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.types import Json, PolicyVersion
-
-
-def check_pairs(config: RunConfig) -> None:
-    """Refuse parts that cannot work together, or not on this machine, before anything is loaded.
-
-    Raises:
-        UnsupportedPair: names the ones that can.
-        ConfigError: this machine lacks what an option needs.
-    """
-    layers.check(config.compile)
-    if config.matmul == "fp8":
-        float8.check()
-    config.sync.check(trains=config.trains, engine=config.engine)
-    supply.check_lag(config)
 
 
 async def train(config: RunConfig, *, resume: Path | None, given: Collection[str] = ()) -> Path:

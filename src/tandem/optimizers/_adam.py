@@ -119,7 +119,9 @@ class FloatMoments(Slots):
         lr: float,
         guard: _Guard,
     ) -> None:
-        torch.optim.adamw.adamw(
+        from torch.optim.adamw import adamw
+
+        adamw(
             values,
             grads,
             exp_avgs,
