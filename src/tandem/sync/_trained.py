@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tandem.engines.base import Adapter, CanAttest, Engine
+from tandem.lazy import torch
 from tandem.sync._proof import Checksums
 from tandem.weights.checksums import Shard, Standing
 
