@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.console import RenderableType
 
-_EVERY = 30.0
-"""Seconds between two lines about the same thing."""
+_FIRST, _EVERY = 15.0, 30.0
+"""Seconds until the first line about something whose end is foreseen, and between two: a line stays, a bar does not."""
 
 
 def text(shown: Progress) -> str:
@@ -63,7 +63,7 @@ class Lines:
         elif not shown.total:
             self._told[shown] = time.monotonic()
             self._say(shown.what)
-        elif shown.seconds >= LONG and shown.done and (told is None or time.monotonic() - told >= _EVERY):
+        elif shown.done and (shown.seconds >= _FIRST if told is None else time.monotonic() - told >= _EVERY):
             self._told[shown] = time.monotonic()
             self._say(text(shown))
 
