@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.console import Console
 from tandem import progress
 from tandem.progress import Progress
 from tandem.sinks import _bars
+from tandem.sinks._board import Board
+from tandem.sinks.base import RunInfo
 
 
 @contextmanager
@@ -78,3 +81,23 @@ def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None
     assert "\n" not in text
     assert all(word in text for word in ("evaluating", "10 s"))
     assert ("evaluating 2/8 tasks" in text and "30 s left" in text) == bool(total)
+
+
+def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:
+    from tandem.sinks._live import Picture
+
+    board = Board(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
+
+    def drawn() -> str:
+        terminal = Console(file=io.StringIO(), record=True, width=100)
+        terminal.print(Picture(board))
+        return terminal.export_text()
+
+    with progress.under_way("evaluating", total=40, unit="tasks") as shown:
+        shown.reach(10)
+        clock[0] += 4.0
+        assert "evaluating" not in drawn()
+        clock[0] += 4.0
+        assert "evaluating 10/40 tasks" in drawn()
+        assert "24 s left" in drawn()
+    assert "evaluating" not in drawn()
