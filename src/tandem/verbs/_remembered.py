@@ -22,7 +22,20 @@ from tandem.memory import Line
 from tandem.types import Task
 
 _UNREAD = frozenset(
-    {"name", "runs", "seed", "steps", "sinks", "evaluate", "patience", "rewards", "advantage", "loss", "curriculum"}
+    {
+        "name",
+        "runs",
+        "seed",
+        "steps",
+        "sinks",
+        "evaluate",
+        "patience",
+        "rewards",
+        "advantage",
+        "loss",
+        "curriculum",
+        "alarms",
+    }
 )
 """Options that neither prompts nor the memory plan depend on."""
 _LIBRARIES = ("torch", "transformers", "tokenizers", "peft")
