@@ -17,8 +17,9 @@ from _stalls_rewards import FOR_EVER, spell, strikes
 from torch import Tensor, nn
 
 from tandem.advantages.grpo import Grpo
+from tandem.engines._embedded_engine import EmbeddedEngine
 from tandem.engines.base import Engine, Needs
-from tandem.engines.embedded import Embedded, _Engine
+from tandem.engines.embedded import Embedded
 from tandem.envs.arithmetic import Arithmetic
 from tandem.envs.base import Split
 from tandem.losses.base import MicroBatch, TokenLoss
@@ -134,7 +135,7 @@ class Sinking(Sink):
         return _Written()
 
 
-class _Stalling(_Engine):
+class _Stalling(EmbeddedEngine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         if strikes("one endless generation", after=2):
             await asyncio.get_running_loop().create_future()

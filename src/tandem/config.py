@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem import resolve
+from tandem import machine, resolve
 from tandem.curricula.base import Curriculum
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError
@@ -113,8 +113,9 @@ class RunConfig:
     """What samples the answers."""
     sync: WeightSync = part("sync", "shared")
     """How new weights reach the engine."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights; optimizers keep float32 masters where it is narrower."""
+    dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Type of the weights; optimizers keep float32 masters where it is narrower. auto: float32 on a processor without
+    instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
     memory: Literal["check", "fit"] = "check"
     """What a run does with its memory plan, before weights load: check it against what is free, or also choose
     micro_batch_tokens, checkpointing and the states of adamw so that it fits. What the recipe sets is kept."""
@@ -157,6 +158,8 @@ class RunConfig:
     """CPU threads of torch; 0 uses every core."""
 
     def __post_init__(self) -> None:
+        if self.dtype == "auto":  # here and nowhere else: whoever reads a configuration finds a type
+            object.__setattr__(self, "dtype", "bfloat16" if machine.computes_bfloat16() else "float32")
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             steps=(self.steps >= 1, "at least 1"),
@@ -327,7 +330,10 @@ def _build(
     config = builder.dataclass(RunConfig, tree, "")
     problems.raise_if_any(str(source))
     assert isinstance(config, RunConfig)
-    return Loaded(config=config, source=source, given=builder.given, options=plain(tree), notes=notes)
+    options = plain(tree)
+    if options.get("dtype") == "auto" and config.dtype == "float32":
+        notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
+    return Loaded(config=config, source=source, given=builder.given, options=options, notes=notes)
 
 
 def _read(source: Path) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tandem.cores import cores as cores
+from tandem.lazy import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -43,8 +46,6 @@ def host(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Machi
 
 def accelerator() -> Machine | None:
     """The first CUDA device, or None."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(0)
@@ -57,6 +58,23 @@ def in_turns() -> bool:
     return accelerator() is not None and not (pipes / "control").exists()
 
 
+def accelerated(devices: Path = Path("/dev")) -> bool:
+    """Whether there may be an accelerator, by the system's devices; without torch."""
+    return any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()
+
+
+def computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo"), devices: Path = Path("/dev")) -> bool:
+    """Whether this machine has instructions for bfloat16: an accelerator, or a processor that says so; without torch.
+
+    A processor without them emulates: steps take more than twice as long as in float32. One that does not say what it
+    has (not Linux) counts as one that does.
+    """
+    if accelerated(devices) or not cpuinfo.exists():
+        return True
+    words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def resident() -> int:
     """Bytes of memory this process holds; where the system does not say, the most it ever held."""
     try:
@@ -67,12 +85,37 @@ def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's; None where another library allocates."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def keep_few_kernels() -> None:
+    """Bound what torch's libraries keep on a processor of every product they computed, before the first of them.
+
+    oneDNN and ideep each keep the code made for the last 1,024 shapes, a third of a megabyte a piece, and a step's
+    micro-batches have ever other numbers of tokens: a process grew by 20 MB a step. To make it anew costs nothing that
+    could be measured; a pass needs some fifteen.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
+
+
+def trim() -> None:
+    """Give the system back what was freed.
+
+    glibc keeps it: tensors of ever other sizes leave holes in which the next ones do not fit, so that a process holds
+    the most that it ever needed and, from step to step, somewhat more.
+    """
+    if (give_back := _malloc_trim()) is not None:
+        give_back(0)
+
+
 def held(device: str) -> int | None:
     """Most bytes of an accelerator that this process' tensors took at a time so far; None on a host."""
     if not device.startswith("cuda"):
         return None
-    import torch
-
     return torch.cuda.max_memory_allocated(device)
 
 

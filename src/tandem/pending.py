@@ -8,11 +8,13 @@ device wait for the host. So whoever measures something on a device says what is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from tandem.lazy import torch
 from tandem.metrics import Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Pending:
@@ -27,7 +29,7 @@ class Pending:
 
     def __init__(self, kind: Callable[..., Value], *numbers: Tensor | float):
         self.kind = kind
-        self.numbers = tuple(x.detach() if isinstance(x, Tensor) else x for x in numbers)
+        self.numbers = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in numbers)
 
 
 Told = Mapping[str, Value | Pending]
@@ -37,14 +39,14 @@ Told = Mapping[str, Value | Pending]
 def settle(parts: Sequence[Told], tensors: Sequence[Tensor] = ()) -> tuple[list[dict[str, Value]], list[list[float]]]:
     """Plain values in place of pending ones, and the numbers of other tensors; waits for the device once."""
     pending = [value for part in parts for value in part.values() if isinstance(value, Pending)]
-    asked = [x for value in pending for x in value.numbers if isinstance(x, Tensor)]
+    asked = [x for value in pending for x in value.numbers if isinstance(x, torch.Tensor)]
     found = fetch([*tensors, *asked])
     rest = iter(found[len(tensors) :])
 
     def plain(value: Value | Pending) -> Value:
         if not isinstance(value, Pending):
             return value
-        return value.kind(*(next(rest)[0] if isinstance(x, Tensor) else x for x in value.numbers))
+        return value.kind(*(next(rest)[0] if isinstance(x, torch.Tensor) else x for x in value.numbers))
 
     # Both walks are in the order of the mappings.
     return [{name: plain(value) for name, value in part.items()} for part in parts], found[: len(tensors)]

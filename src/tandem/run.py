@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tandem import config as recipes
-from tandem import machine, memory, waits
+from tandem import machine, memory, progress, waits
 from tandem.advantages.base import Advantage, Weighs
 from tandem.alarms.watch import Watch
 from tandem.config import RunConfig
@@ -39,24 +39,11 @@ from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
+from tandem.trainer.pairs import check_pairs as check_pairs
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.types import Json, PolicyVersion
-
-
-def check_pairs(config: RunConfig) -> None:
-    """Refuse parts that cannot work together, or not on this machine, before anything is loaded.
-
-    Raises:
-        UnsupportedPair: names the ones that can.
-        ConfigError: this machine lacks what an option needs.
-    """
-    layers.check(config.compile)
-    if config.matmul == "fp8":
-        float8.check()
-    config.sync.check(trains=config.trains, engine=config.engine)
-    supply.check_lag(config)
 
 
 async def train(config: RunConfig, *, resume: Path | None, given: Collection[str] = ()) -> Path:
@@ -155,12 +142,14 @@ async def _assemble(
     policy = await stack.enter_async_context(_policy(config))
     played = config.sources if config.plays else {}
     playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
-    await playing.check_gold()
+    with progress.under_way("grading the first gold answers"):
+        await playing.check_gold()
     held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
     state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
     needs = engine_needs(config, folder, restored=state.step)
     context = memory.context(config, policy.config)
-    engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
+    with progress.under_way("starting the engine"):
+        engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
     link = Link(
         sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
     )
@@ -285,7 +274,8 @@ async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
         return model
 
     try:
-        model = await waits.wait(compute(load), owner="trainer", reason="its weights", on=_model(config))
+        with progress.under_way(f"loading the weights of {config.model}"):
+            model = await waits.wait(compute(load), owner="trainer", reason="its weights", on=_model(config))
         yield Policy(model, tokenizer, name=config.model, compute=compute, compile=config.compile)
     finally:
         compute.close()

@@ -23,7 +23,6 @@ from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError
 from tandem.policy.policy import Policy
 from tandem.recipe.sections import Evaluate
 from tandem.resolve import find, names
-from tandem.sync import broadcast
 from tandem.sync.base import ATTEMPTS, Link, WeightSync
 from tandem.sync.broadcast import Broadcast
 from tandem.sync.hotswap import Hotswap
@@ -33,7 +32,7 @@ from tandem.trains.base import Trains
 from tandem.trains.full import Full
 from tandem.trains.lora import Lora
 from tandem.types import PolicyVersion, Sampling
-from tandem.weights import bridge
+from tandem.weights import bridge, collective
 from tandem.weights.checksums import checksums, digest
 
 START = PolicyVersion(step=0, digest="")
@@ -140,7 +139,7 @@ def mortal(sync: WeightSync, trains: Trains, asked: str) -> bool:
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group in memory, but where the real one is wanted: it takes two seconds to leave."""
     if "gloo" not in request.fixturenames:
-        monkeypatch.setattr(broadcast, "Member", Wire)
+        monkeypatch.setattr(collective, "Member", Wire)
         monkeypatch.setattr(Scripted, "member", Wire)
 
 

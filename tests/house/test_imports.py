@@ -52,6 +52,26 @@ def test_light_modules_load_nothing_heavy(name: str) -> None:
     assert not loaded("\n".join(f"import {module}" for module in with_modules(name))) & HEAVY
 
 
+READS = {
+    "a typo": ["check", "recipes/quickstart.yaml", "group_siz=3"],
+    "list": ["list"],
+    "options": ["list", "optimizers"],
+    "schema": ["schema"],
+}
+
+
+@pytest.mark.parametrize("arguments", READS.values(), ids=READS)
+def test_what_reads_options_alone_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = f"import contextlib\nfrom tandem.cli import main\nwith contextlib.suppress(SystemExit): main({arguments})"
+    assert not loaded(code) & HEAVY
+
+
+def test_every_part_is_found_without_torch() -> None:
+    find = "[[resolve.find(slot, kind) for kind in resolve.names(slot)] for slot in resolve.SLOTS]"
+    code = f"from tandem import resolve\n{find}"
+    assert not loaded(code) & HEAVY
+
+
 def test_help_answers_at_once() -> None:
     """Under 0.5 s of processor time: unlike time on the wall, it does not depend on what else the machine does."""
 

@@ -16,7 +16,7 @@ REGISTERED = {"waits.waiting", "waits.blocking", "waits.wait", "asyncio.timeout"
 
 ALLOWED = {
     # Idle, not waiting: whoever wants something of them waits himself, and is registered.
-    "engines/embedded.py:_run": "the engine has nothing to sample",
+    "engines/_embedded_engine.py:_run": "the engine has nothing to sample",
     "rewards/_grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "verbs/serve_broker.py:_serve": "a server serves until it is stopped",
     # Beside something that is registered.

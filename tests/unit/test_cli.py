@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(typer.main, "get_command", COMMAND)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TANDEM_DEBUG", raising=False)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -67,7 +69,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
             "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05, "envs": {"arithmetic": {}},
         }  # fmt: skip
 
-    fake.train, fake.evaluate, fake.check_pairs = train, evaluate, lambda config: None
+    fake.train, fake.evaluate = train, evaluate
     monkeypatch.setitem(sys.modules, "tandem.run", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(tandem, "run", fake, raising=False)
     return fake
@@ -436,16 +438,60 @@ def test_check_tells_every_problem(run: Run, trainer: types.SimpleNamespace) -> 
 
 @pytest.mark.usefixtures("known_pass")
 def test_check_refuses_parts_that_cannot_work_together(
-    run: Run, trainer: types.SimpleNamespace, tiny_model: Path
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(config: RunConfig) -> None:
         raise UnsupportedPair("sync shared cannot carry trains: lora; it carries full")
 
-    trainer.check_pairs = refuse
+    monkeypatch.setattr("tandem.trainer.pairs.check_pairs", refuse)
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 2
     assert re.search("^problem +parts +sync shared cannot carry", out, re.MULTILINE)
+
+
+def test_check_remembers_what_the_model_told_until_something_changes(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem import machine
+    from tandem.memory import passes
+
+    looked: list[int] = []
+    known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
+
+    def look(self: Any, config: RunConfig, layout: Any) -> passes.Pass:
+        looked.append(layout.tokens)
+        return known
+
+    monkeypatch.setattr(passes.Modelled, "run", look)
+    monkeypatch.setattr("tandem.machine.accelerated", lambda: False)
+    shutil.copytree(tiny_model, "model")
+    Path("recipe.yaml").write_text(MINIMAL)
+    ask = ("check", "recipe.yaml", "model=model", "--tasks", "2")
+    first = run(*ask)
+    assert first[0] == 0
+    assert len(looked) == 1
+    looked.clear()
+    again = run(*ask)
+    assert [line for line in again[1].splitlines() if "free" not in line] == [
+        line for line in first[1].splitlines() if "free" not in line
+    ]
+    assert run(*ask, "seed=7")[0] == 0
+    assert looked == []
+    assert run(*ask, "sampling.max_tokens=9")[0] == 0
+    config = Path("model/config.json")
+    config.write_text(config.read_text() + "\n")
+    assert run(*ask)[0] == 0
+    assert len(looked) == 2
+    monkeypatch.setattr(
+        "tandem.machine.host", lambda: machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
+    )
+    code, out, _ = run(*ask)  # what is free is asked each time
+    assert (code, "this machine has 100 MB free" in out, len(looked)) == (11, True, 2)
+    for kept in Path("cache/tandem/check").iterdir():
+        kept.write_text("torn")
+    assert run(*ask)[0] == 0
+    assert len(looked) == 3
 
 
 def test_check_refuses_what_does_not_fit(

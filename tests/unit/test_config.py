@@ -931,3 +931,19 @@ def test_alarms_are_one_word_or_a_mapping(here: Path) -> None:
     warned = read(MINIMAL + "alarms: stop\n", "alarms=warn")
     assert warned.alarms.action == "warn"
     assert digest(warned) == digest(read(MINIMAL + "alarms: stop\n")), "a resumed run may change it"
+
+
+@pytest.mark.parametrize(("computes", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_dtype_auto_is_what_the_machine_computes_and_said_where_it_is_not_bfloat16(
+    here: Path, monkeypatch: pytest.MonkeyPatch, computes: bool, dtype: str
+) -> None:
+    monkeypatch.setattr("tandem.machine.computes_bfloat16", lambda: computes)
+    Path("recipe.yaml").write_text(MINIMAL + "dtype: auto\n")
+    loaded = load(Path("recipe.yaml"))
+    assert loaded.config.dtype == dtype
+    assert loaded.notes == (
+        () if computes else ("dtype: auto is float32 here, for this processor has no instructions for bfloat16",)
+    )
+    Path("again.yaml").write_text(dump(loaded.config))
+    monkeypatch.setattr("tandem.machine.computes_bfloat16", lambda: not computes)
+    assert load(Path("again.yaml")).config == loaded.config  # a run goes on with the type it began with

@@ -13,7 +13,7 @@ import torch
 from tiny import live_policy, logprobs_of, penalised, reference, support
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tandem.engines import embedded
+from tandem.engines import _embedded_engine as embedded
 from tandem.engines.base import Engine
 from tandem.engines.embedded import Embedded
 from tandem.errors import EngineError

@@ -14,7 +14,7 @@ import pytest
 from mismatch_runs import STEPS, Engine, altered, exact, rows, told_by, trained
 
 from tandem import cli, config
-from tandem.engines.embedded import _Engine
+from tandem.engines._embedded_engine import EmbeddedEngine
 from tandem.errors import TandemError
 from tandem.mismatch.look import Mismatch, look
 from tandem.mismatch.recorded import spoken
@@ -135,14 +135,14 @@ def test_an_engine_that_never_took_the_adapter(tiny_model: Path, tmp_path: Path)
 def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = _Engine.generate
+    generate = EmbeddedEngine.generate
 
-    async def anew(self: _Engine, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+    async def anew(self: EmbeddedEngine, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         tokenizer = self._policy.tokenizer
         text = tokenizer.decode(list(prompt))
         return await generate(self, tokenizer.encode(text, add_special_tokens=False), sampling, key)
 
-    monkeypatch.setattr(_Engine, "generate", anew)
+    monkeypatch.setattr(EmbeddedEngine, "generate", anew)
     found = looked(trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12}))
     assert found.dominant is not None
     assert (found.dominant.category, found.dominant.share > 0.9) == ("tokenisation", True)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from tandem import config
 from tandem.errors import ConfigError
-from tandem.optimizers import _narrow
+from tandem.optimizers import _narrow, _slots
 from tandem.optimizers._adam import Adam
 from tandem.optimizers._narrow import join, random_bits, round_stochastically, split, stream, write_stochastically
 from tandem.optimizers.adafactor import Adafactor
@@ -188,7 +188,8 @@ def test_large_tensors_go_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind: 
     """Pieces change the random stream, but nothing else."""
     options = kind(precision=precision)  # type: ignore[arg-type]
     whole, with_whole = updated(options, start(40, 129))
-    monkeypatch.setattr(_narrow, "PIECE", 512)
+    for module in (_narrow, _slots):
+        monkeypatch.setattr(module, "PIECE", 512)
     pieces, with_pieces = updated(options, start(40, 129))
     for name, tensor in with_whole.items():
         assert torch.allclose(tensor.double(), with_pieces[name].double(), rtol=1e-5, atol=1.5), name

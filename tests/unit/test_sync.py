@@ -40,6 +40,7 @@ from tandem.trains.base import Trains
 from tandem.trains.full import Full
 from tandem.trains.lora import Lora
 from tandem.types import Completion, PolicyVersion, Sampling
+from tandem.weights import collective
 from tandem.weights.checksums import checksums, digest
 
 START = PolicyVersion(step=0, digest="")
@@ -881,7 +882,7 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
     async def workers() -> list[list[str]]:
         return [[""] * 2, [""], [""] * 4]
 
-    monkeypatch.setattr(broadcast, "Member", Wire)
+    monkeypatch.setattr(collective, "Member", Wire)
     asyncio.run(work())
     assert told == [(8, [1, 3, 4])]
 
@@ -924,7 +925,7 @@ def test_a_broadcast_that_breaks_off_says_why(
                 assert engine.version().step == 0
             await engine.close()
 
-    monkeypatch.setattr(broadcast, "Member", Wire)
+    monkeypatch.setattr(collective, "Member", Wire)
     monkeypatch.setattr(Scripted, "member", Wire)
     asyncio.run(work())
 

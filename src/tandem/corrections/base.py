@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor
-
+from tandem.lazy import torch
 from tandem.losses.base import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Beyond = Literal["truncate", "mask"]
 """What becomes of a ratio out of bounds: it is set to the bound, or the weight is 0."""

@@ -10,13 +10,14 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import EngineError
+from tandem.lazy import torch
 from tandem.weights import sharing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARED_NAME = "tandem-adapter"
 """Names of files in shared memory begin with this; the rest says whose they are."""

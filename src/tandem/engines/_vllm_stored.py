@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import EngineError
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
 _UNSERVED += ("layer_replication", "trainable_token_indices", "target_parameters", "fan_in_fan_out")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines import _vllm_process as processes
 from tandem.engines._processes import identity
@@ -33,7 +33,9 @@ from tandem.engines.base import (
 )
 from tandem.errors import ConfigError
 from tandem.machine import cores
-from tandem.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from tandem.policy.policy import Policy
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has room for."""

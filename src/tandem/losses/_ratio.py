@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from tandem.lazy import torch
 from tandem.metrics import Max, Mean
 from tandem.pending import Pending, Told
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST = 80.0
 """Log ratios are held within this, so that exp stays finite in float32; beyond it every ratio is absurd alike."""

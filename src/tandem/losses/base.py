@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor
-
+from tandem.lazy import torch
 from tandem.pending import Told
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Reduction = Literal["token", "sequence", "constant"]
 """What a step's loss is divided by: its trained tokens; its samples, each a mean over its own tokens; or

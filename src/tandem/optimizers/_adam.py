@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.optim.adamw import adamw
-
+from tandem.lazy import torch
 from tandem.optimizers._slots import Slot, Slots
 from tandem.optimizers.base import Optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,8 @@ class FloatMoments(Slots):
         lr: float,
         guard: _Guard,
     ) -> None:
+        from torch.optim.adamw import adamw
+
         adamw(
             values,
             grads,

@@ -8,7 +8,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
 from tandem.policy import _compile
 
@@ -33,7 +32,9 @@ class fused(Generic[P, R]):
         first = args[0]
         assert isinstance(first, Tensor)
         if not self._eager and first.device.type == "cuda" and _compile.decide("auto", first.device):
-            # Made where it is needed: the compiler takes a while to be imported.
+            # Here, where it is needed: the compiler takes a while to be imported.
+            from torch._dynamo.exc import TorchDynamoException
+
             self._compiled = self._compiled or torch.compile(self.function, dynamic=True)
             try:
                 found: R = self._compiled(*args, **kwargs)

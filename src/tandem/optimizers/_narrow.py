@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.optimizers._fused import fused
-
-PIECE = 1 << 22
-"""Elements that are widened at once. The random stream has a key for each piece, so this is part of its definition."""
+from tandem.optimizers.base import PIECE
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
-from torch.nn import Parameter
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.optimizers import _narrow
-from tandem.optimizers.base import Optimizer, global_norm
+from tandem.lazy import no_grad, torch
+from tandem.optimizers.base import PIECE, Optimizer, global_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
 
 FLOAT = 4  # bytes
 
@@ -103,7 +103,7 @@ class Slot:
                 f"optimizer.gradients: bfloat16 is for bfloat16 weights, and {name} is {weights.dtype}; take float32"
             )
         elif precision == "masters":
-            self.master = Parameter(weights.to(home, torch.float32, copy=True).contiguous())
+            self.master = torch.nn.Parameter(weights.to(home, torch.float32, copy=True).contiguous())
         elif weights.dtype != torch.bfloat16:
             raise ConfigError(
                 f"optimizer.precision: {precision} is for bfloat16 weights, and {name} is {weights.dtype}; take masters"
@@ -150,13 +150,13 @@ class Slot:
     def pieces(self, size: int = 0, *, clip: float = 1.0) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """Flat float32 values to be updated in place, their float32 gradient times ``clip``, and where they are.
 
-        Of ``size`` elements: a multiple of ``_narrow.PIECE``, which it is by default, or all of them.
+        Of ``size`` elements: a multiple of ``PIECE``, which it is by default, or all of them.
         Each is written when the next is asked for. Of a weight without master and of a narrow gradient only a piece is
         float32 at any time. The gradient is to be taken once: a float32 one is scaled where it is.
         """
         source = (self.parameter if self.master is None else self.master).detach()
         flat = source.reshape(-1)  # a copy where the weight is strided
-        size = size or _narrow.PIECE
+        size = size or PIECE
         for start in range(0, flat.numel(), size):
             at = slice(start, min(start + size, flat.numel()))
             value = self._widened(flat, at)
@@ -170,6 +170,8 @@ class Slot:
 
     def _widened(self, flat: Tensor, at: slice) -> Tensor:
         if self.compensation is not None:
+            from tandem.optimizers import _narrow
+
             return _narrow.join(flat[at], self.compensation.view(-1)[at])
         return flat[at].float()  # itself if it is float32
 
@@ -178,12 +180,14 @@ class Slot:
         return grad if clip == 1.0 else grad.mul_(clip)
 
     def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
-        starts = range(start, start + len(value), _narrow.PIECE)
+        from tandem.optimizers import _narrow
+
+        starts = range(start, start + len(value), PIECE)
         if self.compensation is None:
             keys = [_narrow.stream(self.steps, self.name, first) for first in starts]
             _narrow.write_stochastically(flat[start : start + len(value)], value, keys)
             return
-        for first, part in zip(starts, value.split(_narrow.PIECE), strict=True):
+        for first, part in zip(starts, value.split(PIECE), strict=True):
             at = slice(first, first + len(part))
             weight, rest = _narrow.split(part)
             flat[at].copy_(weight)
@@ -219,7 +223,7 @@ class Slots(ABC):
             self._slot_of[parameter].add(parameter.grad)
             parameter.grad = None
 
-    @torch.no_grad()
+    @no_grad
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip, update, write the weights in place and forget the gradient; returns the norm before clipping.
 
@@ -258,7 +262,7 @@ class Slots(ABC):
             for key, value in {**self.states[slot], **slot.held()}.items()
         }
 
-    @torch.no_grad()
+    @no_grad
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy what ``state_dict`` gave into this optimizer's own tensors. Weights are not touched.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn import Parameter
-
+from tandem.lazy import torch
 from tandem.optimizers._slots import Precise, Slot, Slots
 from tandem.optimizers.base import Stepper
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
 
 _TINY = 1e-30
 """Least mean of squares that is divided by the root of; gradients of a millionth of a millionth are above it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch.nn import Parameter
+from typing import TYPE_CHECKING
 
 from tandem.optimizers._adam import Adam, FloatMoments
 from tandem.optimizers._slots import FLOAT, Precise
 from tandem.optimizers.base import Stepper
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import Parameter
-
+from tandem.lazy import torch
 from tandem.optimizers._adam import Adam, FloatMoments
 from tandem.optimizers._slots import FLOAT, Slot
 from tandem.optimizers.base import Stepper
 
-_HOST = torch.device("cpu")
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
 _IN_FLIGHT = 4  # gradients on their way; more would hold memory and hide no more of it
 
 
@@ -31,7 +31,8 @@ class AdamWCpu(Adam):
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
         """Copy masters to the host and allocate moments there."""
-        return _HostMoments(self, [Slot(name, parameter, "masters", _HOST) for name, parameter in named_parameters])
+        host = torch.device("cpu")
+        return _HostMoments(self, [Slot(name, parameter, "masters", host) for name, parameter in named_parameters])
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """Two moments, the gradient and the master, whatever the weights are."""

@@ -7,13 +7,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from torch import Tensor
-from torch.nn import Parameter
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
 
 _WIDENED = 1 << 22
 """Numbers of a narrow gradient that are widened at once, for its norm."""
+
+
+PIECE = 1 << 22
+"""Elements that are widened at once. The random stream has a key for each piece, so this is part of its definition."""
 
 
 class Stepper(Protocol):

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import waits
 from tandem.errors import ConfigError
-from tandem.machine import cores
+from tandem.machine import cores, keep_few_kernels
 from tandem.policy._compile import Compile
 from tandem.policy.attention import NAME, Packed, Plan, sequential_positions
 from tandem.policy.families import refusal
@@ -35,6 +35,7 @@ class Compute:
 
     def __init__(self, threads: int = 0):
         self.threads = threads or cores()
+        keep_few_kernels()
         # Thread counts are per calling thread in OpenMP, so they are set inside.
         self._pool = ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,))
 

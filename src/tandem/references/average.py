@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-from torch.nn import Parameter
+from typing import TYPE_CHECKING, ClassVar
 
 from tandem.errors import CheckpointError
+from tandem.lazy import no_grad
 from tandem.references.base import Held, Reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class _Moving(Held):
     def due(self, step: int) -> bool:
         return step % self._options.every == 0
 
-    @torch.no_grad()
+    @no_grad
     def move(self) -> None:
         for name, parameter in self._live.items():
             own = self._own[name].to(parameter.device)

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
+from tandem.lazy import torch
 from tandem.losses.base import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST = 40.0
 """Log ratios are held within this, so that products of two of them stay finite in float32."""

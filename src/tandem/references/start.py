@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch.nn import Parameter
+from typing import TYPE_CHECKING
 
 from tandem.references.base import Held, Reference
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from tandem import waits
+from tandem import progress, waits
 from tandem.curricula.base import Curriculum
 from tandem.metrics import Histogram, Sum, Value, merge
 from tandem.recipe.sections import Replay, Reroll
@@ -156,16 +156,18 @@ class Feed:
             Starved: group after group was dropped, of every stream.
             EngineError: the engine failed.
         """
-        while True:
-            self._raise_failure()
-            self._drop_stale()
-            first = self._first()
-            if len(first) == self.options.groups_per_step and all(entry.judged for entry in first):
-                return self._handed_out(first)
-            self._changed.clear()
-            pending = sum(entry.group is None for entry in self._entries)
-            async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
-                await self._changed.wait()
+        with progress.under_way("sampling", total=self.options.groups_per_step, unit="groups") as shown:
+            while True:
+                self._raise_failure()
+                self._drop_stale()
+                first = self._first()
+                if len(first) == self.options.groups_per_step and all(entry.judged for entry in first):
+                    return self._handed_out(first)
+                self._changed.clear()
+                shown.reach(sum(entry.group is not None for entry in first))
+                pending = sum(entry.group is None for entry in self._entries)
+                async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
+                    await self._changed.wait()
 
     def release(self, groups: Sequence[Group]) -> None:
         """Free the slots of a batch that was trained, and admit what fits."""

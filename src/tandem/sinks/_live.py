@@ -14,7 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tandem.sinks import _board
+from tandem import progress
+from tandem.progress import LONG
+from tandem.sinks import _bars, _board
 from tandem.sinks._board import Board, duration, number, sparkline
 from tandem.sinks.base import RunInfo
 from tandem.types import Json
@@ -78,7 +80,8 @@ class Picture:
         """Draw at the terminal's width."""
         with self._board.lock:
             plain = options.ascii_only
-            blocks = [self._head(), self._progress(), self._now(), Text(), self._numbers(options.max_width, plain)]
+            blocks = [self._head(), self._progress(), self._now(), *self._under_way()]
+            blocks += [Text(), self._numbers(options.max_width, plain)]
             blocks += [Text(), *self._evaluations()] if self._board.evaluations else []
             blocks += [Text(), *self._alarms()] if self._board.alarms else []
             blocks += [Text(), *self._news()] if self._board.news else []
@@ -127,6 +130,10 @@ class Picture:
             if len(activity.waits) > 1:
                 text.append(f" +{len(activity.waits) - 1}", style="bright_black")
         return text
+
+    def _under_way(self) -> Iterator[RenderableType]:
+        """A bar for each thing that takes long."""
+        yield from (_bars.bar(one) for one in progress.current() if one.seconds >= LONG and not self._board.closed)
 
     def _numbers(self, width: int, plain: bool) -> RenderableType:
         table = Table.grid(padding=(0, 1))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.sinks import _board
+from tandem import progress
+from tandem.sinks import _bars, _board
 from tandem.sinks.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
@@ -34,11 +36,19 @@ class Console(Sink):
         return _PlainWriter(info)
 
 
+def shown() -> AbstractContextManager[None]:
+    """Show on stderr what takes long while the block lasts, for a command that is no run."""
+    from rich.console import Console as Terminal
+
+    return _bars.shown(Terminal(stderr=True))
+
+
 class _PlainWriter:
     """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
 
     def __init__(self, info: RunInfo) -> None:
         self._board = _board.Board(info)
+        self._stop = progress.listen(_bars.Lines(self._say))
         self._say(" · ".join([info.name, *_board.settings(info.config), f"{info.steps} steps"]))
         if info.resumed_step:
             self._say(f"resumed from step {info.resumed_step}")
@@ -59,7 +69,7 @@ class _PlainWriter:
             self._say(text)
 
     def close(self) -> None:
-        return
+        self._stop()
 
     def _say(self, line: str) -> None:
         sys.stdout.write(line + "\n")

@@ -9,17 +9,19 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import PROBE_SAMPLES, CanAttest, Engine, Probe
 from tandem.errors import EngineError, StaleWeights, TornWeights
-from tandem.policy.policy import Policy
 from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, nearer, scale
 from tandem.sync._probe_text import PROBE
 from tandem.types import PolicyVersion
 from tandem.weights.checksums import checksums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tandem.policy.policy import Policy
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import Adapter, CanAttest, Engine
-from tandem.policy.policy import Policy
+from tandem.lazy import torch
 from tandem.sync._proof import Checksums
 from tandem.weights.checksums import Shard, Standing
+
+if TYPE_CHECKING:
+    from tandem.policy.policy import Policy
 
 
 class Trained:

@@ -11,20 +11,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from tandem import waits
 from tandem.engines.base import Adapter, Engine, EngineSpec
 from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
-from tandem.policy.policy import Policy
+from tandem.lazy import torch
 from tandem.sync._proof import Behaviour, Checksums, Rollouts, compare_frozen, differing
 from tandem.sync._published import Handoff as Handoff
 from tandem.sync._published import Published as Published
 from tandem.sync._trained import Trained
 from tandem.types import PolicyVersion
 from tandem.weights.checksums import digest
+
+if TYPE_CHECKING:
+    from tandem.policy.policy import Policy
 
 log = logging.getLogger(__name__)
 

@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from tandem import waits
 from tandem.engines.base import CanReceive
 from tandem.errors import EngineError, TandemError, TransportError
+from tandem.lazy import torch
 from tandem.sync._periodic import Periodic
 from tandem.sync.base import Link
 from tandem.types import PolicyVersion
 from tandem.weights.bridge import NcclBridge
 from tandem.weights.buckets import manifest
-from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous, accelerator
+
+if TYPE_CHECKING:
+    from tandem.weights.rendezvous import Rendezvous
 
 T = TypeVar("T")
 
@@ -74,6 +74,9 @@ class Broadcast(Periodic):
         await _leave(link)
         engine = link.engine
         assert isinstance(engine, CanReceive)
+        from tandem.weights.collective import Member  # which need torch
+        from tandem.weights.rendezvous import Rendezvous, accelerator
+
         accelerators = await engine.workers()
         ranks = [len(those) for those in accelerators]
         device = link.policy.device

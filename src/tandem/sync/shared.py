@@ -6,17 +6,18 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines.base import CanAdapt, CanAttest, CanLend, EngineSpec
 from tandem.errors import EngineError, UnsupportedPair
+from tandem.lazy import torch
 from tandem.sync._proof import Checksums, differing
 from tandem.sync.base import Link, WeightSync
 from tandem.types import PolicyVersion
 from tandem.weights.bridge import VllmBridge, find
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tandem import progress
 from tandem.rollout.measure import interval, pass_at
 from tandem.rollout.streams import Stream
 from tandem.telemetry import trace
-from tandem.types import Group, Json, Sampling
+from tandem.types import Group, Json, Sampling, Task
 
 _SHOWN = 40
 """Answers kept in a record, one of each of the first tasks, as many of each environment."""
@@ -48,18 +49,21 @@ class Evaluator:
         """Evaluate now; an ``eval.jsonl`` record."""
         begun = time.time()
         asked = [(stream, task) for stream in self.streams for task in stream.tasks]
-        with trace.span("seconds/evaluate"):
+        shown = progress.under_way("evaluating", total=len(asked), unit="tasks")
+        with trace.span("seconds/evaluate"), shown as played:
             # Their waits are registered where they are played.
             groups = await asyncio.gather(
-                *(
-                    stream.worker.group(
-                        task, id=f"{stream.label}{task.id}@eval", index=i, size=self.samples, sampling=self.sampling
-                    )
-                    for i, (stream, task) in enumerate(asked)
-                )
+                *(self._group(stream, task, i, played) for i, (stream, task) in enumerate(asked))
             )
         looks = [_Look(stream=stream, group=group) for (stream, _), group in zip(asked, groups, strict=True)]
         return self._record(step, looks, time.time() - begun)
+
+    async def _group(self, stream: Stream, task: Task, index: int, played: progress.Progress) -> Group:
+        """One task's answers."""
+        id = f"{stream.label}{task.id}@eval"
+        group = await stream.worker.group(task, id=id, index=index, size=self.samples, sampling=self.sampling)
+        played.advance()
+        return group
 
     def _record(self, step: int, looks: Sequence[_Look], seconds: float) -> dict[str, Json]:
         """All environments together, and each of them under ``envs``."""

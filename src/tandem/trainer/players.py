@@ -15,7 +15,6 @@ from tandem.engines.base import Engine
 from tandem.envs.base import Split
 from tandem.errors import EnvError
 from tandem.metrics import Value, merge
-from tandem.policy.policy import load_tokenizer
 from tandem.recipe.sources import Source
 from tandem.rewards._workers import Graders
 from tandem.rollout import prompts
@@ -59,6 +58,8 @@ def tasks_of(name: str, source: Source, split: Split) -> Sequence[Task]:
 
 def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
     """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
+    from tandem.policy.policy import load_tokenizer  # which needs torch
+
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     template = Template(tokenizer, config.chat_template_kwargs)
     first = [task for some in tasks.values() for task in islice(some, prompts.FIRST)]

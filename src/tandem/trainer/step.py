@@ -10,6 +10,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from tandem import machine
 from tandem.metrics import Mean, Sum, Value, merge
 from tandem.optimizers.base import Optimizer, Stepper
 from tandem.pending import Pending, Told, fetch, settle
@@ -132,7 +133,10 @@ class Step:
 
     @trace.span("seconds/optimizer")
     def _norms(self, queued: Sequence[Tensor]) -> list[float]:
-        return [norm for (norm,) in fetch(queued)]
+        found = [norm for (norm,) in fetch(queued)]
+        if self.policy.device.type == "cpu":  # activations and gradients are gone, and of other sizes the next time
+            machine.trim()
+        return found
 
     @trace.span("seconds/forward_backward")
     def _settle(self, found: Sequence[tuple[Told, Tensor]]) -> tuple[list[dict[str, Value]], list[list[float]]]:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,8 @@ def read_into(live: Sequence[tuple[str, Tensor]], files: Iterable[Path]) -> list
     Raises:
         CheckpointError: a file is damaged, or a shape or type differs.
     """
+    from safetensors import SafetensorError, safe_open
+
     missing = dict(live)
     for file in files:
         try:

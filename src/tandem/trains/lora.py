@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.trains import _merged
+from tandem.lazy import torch
 from tandem.trains.base import Trains, WeightSource, layer_of, read_into, safetensors_in
 from tandem.weights.adapters import write_adapter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of the model it wraps."""
@@ -78,6 +79,8 @@ class Lora(Trains):
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted: nn.Module = get_peft_model(model, self._config(targets), autocast_adapter_dtype=False)
         if self.merged:
+            from tandem.trains import _merged
+
             return _merged.convert(adapted, self.alpha / self.rank, self.base_on)
         from tandem.trains import _adapted  # which imports PEFT
 
@@ -98,7 +101,7 @@ class Lora(Trains):
         """Last parts of the names of the modules to adapt, checked against the model; no tensor is looked at."""
         head = model.get_output_embeddings()  # type: ignore[operator]
         linear = [
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
         ]
         self.check_layers(linear)
         if self.layers is not None:
@@ -117,11 +120,11 @@ class Lora(Trains):
         """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
         if not self.merged:
             return super().source(model)
-        return WeightSource((f"{name}.weight", layer.weight) for name, layer in _merged.layers(model))
+        return WeightSource((f"{name}.weight", layer.weight) for name, layer in _merged_layers(model))
 
     def fold(self, model: nn.Module) -> None:
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
-        for _, layer in _merged.layers(model):
+        for _, layer in _merged_layers(model):
             layer.fold()
 
     def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
@@ -151,7 +154,7 @@ class Lora(Trains):
         """W0 of the adapted layers, if it is kept where the weights are."""
         if self.base_on == "host" and not on_host:
             return 0
-        return sum(layer.weight.nbytes for _, layer in _merged.layers(model))
+        return sum(layer.weight.nbytes for _, layer in _merged_layers(model))
 
     def _adapter(self, model: nn.Module) -> dict[str, Tensor]:
         """Live tensors of the adapter under the names of its file."""
@@ -162,7 +165,7 @@ class Lora(Trains):
             return live
         return {
             f"{_PREFIX}{name}.{part}.weight": getattr(layer, part).detach()
-            for name, layer in _merged.layers(model)
+            for name, layer in _merged_layers(model)
             for part in ("lora_A", "lora_B")
         }
 
@@ -185,3 +188,10 @@ class Lora(Trains):
                 "resume with the recipe that the checkpoint was made with"
             )
         self.fold(model)
+
+
+def _merged_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Name and module of each layer that holds a merged weight."""
+    from tandem.trains import _merged  # which needs torch
+
+    return _merged.layers(model)

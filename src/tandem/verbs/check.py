@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -15,12 +17,21 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import machine, memory, resolve
-from tandem.config import RunConfig, load
+from tandem.config import Loaded, RunConfig, load
 from tandem.engines.base import CanAttest, CanLend
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.memory import MemoryPlan
 from tandem.recipe.sources import Source
 from tandem.types import Rollout, Task
+from tandem.verbs import _remembered
+from tandem.verbs._remembered import Modelled
+
+if TYPE_CHECKING:
+    from tandem.rewards._workers import Graders
+
+Found = str | None
+"""What a look found; None if what it needs is missing."""
 
 _SHOWN = 3
 """Failures shown of many alike."""
@@ -34,19 +45,23 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
     Raises:
         ConfigError: the recipe itself is wrong.
     """
-    loaded = load(recipe, overrides)
+    return asyncio.run(_check(load(recipe, overrides), tasks))
+
+
+async def _check(loaded: Loaded, tasks: int) -> int:
     look = _Look(loaded.config, tasks, loaded.given)
     table = Table(box=None, show_header=False, pad_edge=False)
     problems: list[TandemError] = []
-    for what, ask in look.all().items():
-        try:
-            found = ask()
-        except TandemError as error:
-            problems.append(error)
-            table.add_row(Text("problem", "bold red"), what, Text(str(error)))
-        else:
-            state = Text("skipped", "yellow") if found is None else Text("ok", "green")
-            table.add_row(state, what, Text(found or "what it needs is missing, see above"))
+    async with look.graders():
+        for what, ask in look.all().items():
+            try:
+                found = await asked if inspect.isawaitable(asked := ask()) else asked
+            except TandemError as error:
+                problems.append(error)
+                table.add_row(Text("problem", "bold red"), what, Text(str(error)))
+            else:
+                state = Text("skipped", "yellow") if found is None else Text("ok", "green")
+                table.add_row(state, what, Text(found or "what it needs is missing, see above"))
     console = Console()
     console.print(table)
     if look.plan:
@@ -68,18 +83,44 @@ class _Look:
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
         self._planner: memory.Planner | None = None
+        self._opening: dict[str, asyncio.Task[Graders]] = {}
+        self._place: Path | None = None
+        self._kept: Modelled | None = None
+        self._said: dict[str, str] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
 
-    def all(self) -> dict[str, Callable[[], str | None]]:
+    @asynccontextmanager
+    async def graders(self) -> AsyncIterator[None]:
+        """Graders of each environment, whose processes start while the data is read."""
+        from tandem.rewards._workers import Graders
+
+        grading = self._config.grading
+
+        async def opened(source: Source) -> Graders:
+            specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout)
+            await graders.open()
+            return graders
+
+        sources = self._config.sources if self._config.plays else {}
+        self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
+        try:
+            yield
+        finally:
+            for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
+                if not isinstance(ready, BaseException):
+                    await ready.close()
+
+    def all(self) -> dict[str, Callable[[], Found | Awaitable[Found]]]:
         """Questions by name."""
         config = self._config
         plays = config.plays
         held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
-        tasks: dict[str, Callable[[], str | None]] = {
+        tasks: dict[str, Callable[[], Found | Awaitable[Found]]] = {
             "train tasks": self._train_tasks,
             **held_out,
-            "gold answers": lambda: asyncio.run(self._gold()) if self._tasks else None,
+            "gold answers": self._gold,
         }
         return {
             "parts": self._parts,
@@ -94,9 +135,9 @@ class _Look:
 
     def _parts(self) -> str:
         """Pairs of parts that must work together."""
-        from tandem import run
+        from tandem.trainer import pairs
 
-        run.check_pairs(self._config)
+        pairs.check_pairs(self._config)
         slots = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
         slots |= {"trains": "trains", "engine": "engines", "sync": "sync"}
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
@@ -116,9 +157,9 @@ class _Look:
             sink.check()
         return ", ".join(["run folder", *(resolve.kind_of("sinks", sink) for sink in self._config.sinks)])
 
-    def _train_tasks(self) -> str:
+    async def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        found = self._read("train")
+        found = await asyncio.to_thread(self._read, "train")  # graders start meanwhile
         self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in found.items()}
         return _of_each({name: f"{len(tasks):,}" for name, tasks in found.items()})
 
@@ -137,45 +178,49 @@ class _Look:
 
         return players.tasks(self._config, split)
 
-    async def _gold(self) -> str:
+    async def _gold(self) -> str | None:
         """Gold replies, graded in the same processes that training grades in.
 
         Raises:
             RewardError: one did not get full marks.
         """
+        if not self._tasks:
+            return None
         sources = self._config.sources
         return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
 
     async def _gold_of(self, name: str, source: Source) -> str:
-        from tandem.rewards._workers import Graders
         from tandem.rollout.gold import check_environment, gold_rollout
 
-        env, grading, tasks = source.env, self._config.grading, self._tasks[name]
-        specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-        async with Graders(specs, workers=grading.workers or 1, timeout=grading.timeout) as graders:
-            failures = await check_environment(env, graders, len(tasks))
-            if failures:
-                first = "; ".join(str(failure) for failure in failures[:_SHOWN])
-                raise RewardError(
-                    f"{len(failures)} gold replies of {name} did not get full marks: {first}; mend the reward, or what "
-                    "the environment's check() replies"
-                )
-            replies = [(task, env.check(task)) for task in tasks]
-            known = [gold_rollout(task, reply) for task, reply in replies if reply is not None]
-            graded = [(await graders.grade([rollout]))[0] for rollout in known]
-            if not graded:
-                return "the environment knows none: its rewards are not proven"
-            return f"{len(graded)} graded: {', '.join(_gold_values(graders.full_marks, graded))}"
+        env, tasks, graders = source.env, self._tasks[name], await self._opening[name]
+        failures = await check_environment(env, graders, len(tasks))
+        if failures:
+            first = "; ".join(str(failure) for failure in failures[:_SHOWN])
+            raise RewardError(
+                f"{len(failures)} gold replies of {name} did not get full marks: {first}; mend the reward, or what "
+                "the environment's check() replies"
+            )
+        replies = [(task, env.check(task)) for task in tasks]
+        known = [gold_rollout(task, reply) for task, reply in replies if reply is not None]
+        graded = [(await graders.grade([rollout]))[0] for rollout in known]
+        if not graded:
+            return "the environment knows none: its rewards are not proven"
+        return f"{len(graded)} graded: {', '.join(_gold_values(graders.full_marks, graded))}"
 
     def _model_config(self) -> str:
         """Configuration of the model; weights are not read."""
+        self._place = _remembered.place(self._config, self._tasks)
+        self._kept = _remembered.read(self._place)
+        if self._kept is not None:
+            return self._kept.model
         from tandem.policy.policy import load_config
 
         self._model = load_config(self._config.model)
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         told = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
-        return f"{self._config.model}: {self._model.model_type}, {told}"
+        self._said["model"] = f"{self._config.model}: {self._model.model_type}, {told}"
+        return self._said["model"]
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -183,6 +228,8 @@ class _Look:
         Raises:
             ConfigError: a prompt leaves no room for an answer.
         """
+        if self._kept is not None:
+            return self._kept.prompts or None
         if self._planner is None or not self._tasks:
             return None
         from tandem.policy.policy import load_tokenizer
@@ -195,7 +242,8 @@ class _Look:
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         room, wanted = limit - longest, self._config.sampling.max_tokens
         note = f", which leaves {room} for answers, fewer than sampling.max_tokens ({wanted})" if room < wanted else ""
-        return f"at most {longest} tokens of a context of {limit}{note}"
+        self._said["prompts"] = f"at most {longest} tokens of a context of {limit}{note}"
+        return self._said["prompts"]
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -203,18 +251,43 @@ class _Look:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner = self._planner
-        if planner is None:
+        planner, kept, chosen = self._planner, self._kept, tuple[str, ...]()
+        if kept is not None:
+            here = machine.host()
+            plan = MemoryPlan(
+                lines=kept.lines,
+                overlap=self._config.most_lag > 0,
+                machine=here,
+                beside=None,
+                parameters=kept.parameters,
+                trainable=kept.trainable,
+            )
+            plan.require()
+        elif planner is None:
             return None
-        chosen: tuple[str, ...] = ()
-        if self._config.memory == "fit":
+        elif self._config.memory == "fit":
             fitted = memory.fit(planner, self._config, self._given)
             self._config, plan, chosen = fitted.config, fitted.plan, fitted.told
         else:
             plan = planner.plan(self._config)
             plan.require()
+            self._remember(planner, plan)
         self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
+
+    def _remember(self, planner: memory.Planner, plan: MemoryPlan) -> None:
+        """For the next time: what the model told, and it took long to hear."""
+        if "prompts" not in self._said and self._config.plays:
+            return
+        found = Modelled(
+            model=self._said["model"],
+            prompts=self._said.get("prompts", ""),
+            lines=plan.lines,
+            parameters=plan.parameters,
+            trainable=plan.trainable,
+            checkpoint_bytes=planner.checkpoint_bytes(self._config),
+        )
+        _remembered.write(self._place, found)
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
@@ -222,10 +295,14 @@ class _Look:
         Raises:
             ConfigError: there is less.
         """
-        if self._planner is None:
+        if self._kept is not None:
+            each = self._kept.checkpoint_bytes
+        elif self._planner is not None:
+            each = self._planner.checkpoint_bytes(self._config)
+        else:
             return None
         folder, kept = self._config.runs, self._config.checkpoint.keep + 1
-        need, free = kept * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
+        need, free = kept * each, machine.free_disk(Path(folder))
         told = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
         if need > free:
             raise ConfigError(f"{told} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")

@@ -6,9 +6,8 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tandem.errors import TransportError
+from tandem.lazy import torch
 from tandem.weights._shared_file import ASK_AGAIN
 
 _ADVICE = (

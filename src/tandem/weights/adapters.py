@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Write its two files: tensors by the names of PEFT's file, and ``adapter_config.json``."""
+    from safetensors.torch import save_file  # which loads torch
+
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     text = json.dumps(dict(config), indent=2, sort_keys=True)

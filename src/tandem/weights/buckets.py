@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.errors import TransportError
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
 _ALONE = 4 << 20  # bytes from which on a tensor is worth a transfer of its own, which spares packing it

@@ -16,12 +16,13 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import TornWeights
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Sums = dict[str, int]
 """Checksum of each tensor, from 0 to 2^64 - 1, by name."""
@@ -32,7 +33,7 @@ COLUMN_SEED = 0x133111EB94D049BB
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 19
 """Elements that a CPU widens at a time: 4 MB of int64, which stays in its cache."""
-_WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32}
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 """What an element's bits are seen as, by its size; 8 bytes are two columns, so that no product loses its top bits."""
 
 
@@ -158,7 +159,7 @@ def _matrix(tensor: Tensor, first: tuple[int, int]) -> _Matrix:
         raise ValueError(f"checksums of {bits.dtype} are not defined: its elements have {size} bytes, not 1, 2, 4 or 8")
     # Columns that are not side by side (a transposed view) are the one case that is copied whole.
     bits = bits if bits.stride(1) == 1 else bits.contiguous()
-    return _Matrix(bits.view(_WORDS[size]), row, column * 2 if size == 8 else column)
+    return _Matrix(bits.view(getattr(torch, _WORDS[size])), row, column * 2 if size == 8 else column)
 
 
 def _sum_host(matrix: _Matrix) -> int:

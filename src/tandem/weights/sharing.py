@@ -13,14 +13,15 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import TransportError
+from tandem.lazy import torch
 from tandem.weights import _cuda_ipc as cuda_ipc
 from tandem.weights._shared_file import ASK_AGAIN, HEADER, SHARED_MEMORY, create, open_file, release, remove_orphans
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "ALIGNMENT",

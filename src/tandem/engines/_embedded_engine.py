@@ -1,0 +1,330 @@
+"""The default engine at work: the policy's own module, sampled in process by a running batch.
+
+There is one copy of the weights by construction. Requests join the batch as others finish, each stops on its
+own, and each draws from its own counter-based random stream, so that its tokens do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem import waits
+from tandem.engines.base import Engine, Health
+from tandem.engines.embedded import Embedded
+from tandem.errors import EngineError
+from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
+from tandem.policy.penalties import Penalties, penalise_rows
+from tandem.policy.policy import Policy
+from tandem.policy.sampling import draw, restrict, uniform
+from tandem.types import Completion, Finish, PolicyVersion, Sampling
+
+_KEPT = 256 << 20
+"""Bytes of cache that an idle engine keeps; more is given back, for the trainer's activations need the memory."""
+_AHEAD = 128
+"""Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One row of the running batch."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    key: int
+    limit: int
+    future: asyncio.Future[Completion]
+    penalties: Penalties | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are computed: all but the last sampled."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), versions=tuple(self.versions), finish=finish
+        )
+
+
+class EmbeddedEngine(Engine):
+    """It, live."""
+
+    def __init__(self, spec: Embedded, policy: Policy, context: int):
+        self._spec = spec
+        self._policy = policy
+        self._context = context
+        self._version = PolicyVersion(step=0, digest="")
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._work = asyncio.Event()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._stepping = asyncio.Lock()
+        self._failure: str | None = None
+        self._paused_at: float | None = None
+        self._admitting = True
+        self._finished = asyncio.Event()
+        self._cache = _cache(policy, spec.max_rows)
+        self._task = asyncio.create_task(self._run(), name="embedded engine")
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        room = self._context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
+                "shorten the prompt or raise context"
+            )
+        limit = min(sampling.max_tokens, room)
+        future = asyncio.get_running_loop().create_future()
+        penalties = Penalties.of(sampling, sorted(self._policy.end_tokens))
+        request = _Request(tuple(prompt), sampling, key, limit, future, penalties)
+        self._waiting.append(request)
+        self._work.set()
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            request.future.cancel()
+            raise
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        async with self._stepping:
+            return await self._policy.compute(self._policy.score, tokens)
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def stamp(self, version: PolicyVersion) -> None:
+        self._version = version
+
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        if finish and self._gate.is_set():  # what an earlier pause holds cannot end
+            await self._drained()
+        self._gate.clear()
+        async with self._stepping:  # the step under way ends first
+            self._paused_at = self._paused_at or time.monotonic()
+
+    async def resume(self) -> float:
+        began, self._paused_at = self._paused_at, None
+        self._admitting = True
+        self._gate.set()
+        self._work.set()
+        return 0.0 if began is None else time.monotonic() - began
+
+    async def _drained(self) -> None:
+        """Stop admitting, and return once every admitted request has ended."""
+        self._admitting = False
+        while self._running and self._failure is None:
+            self._finished.clear()
+            async with waits.waiting(waits.actor("trainer"), "requests to end", on="engine"):
+                await self._finished.wait()
+
+    async def health(self) -> Health:
+        return Health(
+            ok=self._failure is None,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            detail=self._failure or "",
+        )
+
+    async def close(self) -> None:
+        self._failure = self._failure or "the engine is closed"
+        async with self._stepping:  # the step under way ends first: it is in another thread
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._fail(EngineError(self._failure))
+            self._cache.clear()
+
+    async def lend(self) -> Mapping[str, Tensor]:
+        """Every weight it samples from: the module's own parameters."""
+        return dict(self._policy.model.named_parameters())
+
+    async def _run(self) -> None:
+        """Consumes: waiting requests. Waits for: work, and the gate. Unblocks: whoever awaits a completion."""
+        try:
+            while True:
+                await self._work.wait()
+                await self._settle()
+                await waits.wait(self._gate.wait(), owner="engine", reason="to go on sampling", on="trainer")
+                for request, finish in await self._turn():
+                    if not request.future.done():
+                        request.future.set_result(request.completion(finish))
+                self._finished.set()
+        except Exception as error:
+            # Whatever broke inside the model or the loop belongs to all who wait for it: nobody waits in vain.
+            self._failure = f"the embedded engine failed: {type(error).__name__}: {error}"
+            self._fail(EngineError(self._failure), error)
+
+    async def _turn(self) -> list[tuple[_Request, Finish]]:
+        """One step, unless the engine was paused meanwhile or there is nothing to do; what ended in it."""
+        async with self._stepping:
+            if not self._gate.is_set():
+                return []
+            self._drop_cancelled()
+            if self._running or (self._waiting and self._admitting):
+                asked = self._policy.compute(self._step)
+                return await waits.wait(asked, owner="engine", reason="a token for each request", on="policy")
+            self._work.clear()
+            if self._cache.bytes > _KEPT:
+                self._cache.clear()
+            return []
+
+    async def _settle(self) -> None:
+        """Let everything that is ready to ask do so, so that a batch does not depend on the moment of asking."""
+        seen = -1
+        while seen != len(self._waiting):
+            seen = len(self._waiting)
+            for _ in range(8):
+                await asyncio.sleep(0)
+
+    @torch.inference_mode()  # the cache's tensors were made in it, and may be written in it alone
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
+        for row in [i for i, r in enumerate(self._running) if r.future.cancelled()][::-1]:
+            self._remove(row)
+
+    def _fail(self, error: EngineError, cause: BaseException | None = None) -> None:
+        error.__cause__ = cause
+        for request in (*self._waiting, *self._running):
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._waiting.clear()
+        self._running.clear()
+        self._finished.set()
+
+    # Below: on the compute thread.
+
+    @torch.inference_mode()
+    def _step(self) -> list[tuple[_Request, Finish]]:
+        """Prefill what fits, or sample one token for every running row; returns the requests that ended."""
+        done = self._prefill() if self._admitting else []
+        if self._running:
+            done += self._decode()
+        return done
+
+    def _prefill(self) -> list[tuple[_Request, Finish]]:
+        """Compute waiting prompts, each distinct one once, and sample every newcomer's first token."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        budget = self._spec.prefill_tokens
+        first = len(self._running)
+        while self._waiting and len(self._running) < self._spec.max_rows:
+            prompt = self._waiting[0].prompt
+            cost = 0 if prompt in rows_of else len(prompt)
+            if cost > budget and rows_of:
+                break
+            budget -= cost
+            rows_of.setdefault(prompt, []).append(len(self._running))
+            self._running.append(self._waiting.popleft())
+        if not rows_of:
+            return []
+        self._cache.reserve(max(len(r.prompt) + min(r.limit, _AHEAD) for r in self._running[first:]))
+        plan = Packed(
+            lengths=tuple(map(len, rows_of)),
+            parents=(None,) * len(rows_of),
+            store=(self._cache, tuple(map(tuple, rows_of.values()))),
+        )
+        device = self._policy.device
+        tokens = torch.tensor([t for prompt in rows_of for t in prompt], device=device)
+        positions = torch.tensor(sequential_positions(plan), device=device)
+        hidden = self._policy.hidden(tokens[None], positions[None], plan)[0]
+        last, end = [0] * (len(self._running) - first), 0
+        for prompt, rows in rows_of.items():
+            end += len(prompt)
+            for row in rows:
+                last[row - first] = end - 1
+        return self._sample(hidden[last], self._running[first:])
+
+    def _decode(self) -> list[tuple[_Request, Finish]]:
+        device = self._policy.device
+        plan = decode_plan(self._cache, [r.cached for r in self._running], device, self._policy.dtype)
+        tokens_R1 = torch.tensor([[r.tokens[-1]] for r in self._running], device=device)
+        hidden = self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)
+        return self._sample(hidden[:, 0], list(self._running))
+
+    def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
+        """Draw one token for each request, record it, and take out those that ended."""
+        logits = self._policy.head(hidden_RH).float()
+        penalise_rows(
+            logits,
+            [r.penalties for r in requests],
+            [np.asarray(r.prompt if r.penalties else (), dtype=np.int64) for r in requests],
+            [np.asarray(r.tokens if r.penalties else (), dtype=np.int64) for r in requests],
+        )
+        temperatures = torch.tensor([r.sampling.temperature or 1.0 for r in requests], device=logits.device)
+        logits = restrict(
+            logits.div_(temperatures[:, None]),
+            top_p=[r.sampling.top_p for r in requests],
+            top_k=[r.sampling.top_k for r in requests],
+            min_p=[r.sampling.min_p for r in requests],
+        )
+        uniforms = uniform([r.key for r in requests], [len(r.tokens) for r in requests]).to(logits.device)
+        greedy = [r.sampling.temperature == 0 for r in requests]
+        tokens, logprobs = draw(logits, uniforms, greedy=greedy)
+        step = self._version.step
+        ended: list[tuple[_Request, Finish]] = []
+        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                raise EngineError(f"the policy's logits are not finite (token {len(request.tokens)} of an answer)")
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(step)
+            if finish := self._finish(request):
+                ended.append((request, finish))
+        for request, _ in ended:
+            self._remove(self._running.index(request))
+        return ended
+
+    def _finish(self, request: _Request) -> Finish | None:
+        if len(request.tokens) > request.sampling.min_tokens and self._ended(request):
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else None
+
+    def _ended(self, request: _Request) -> bool:
+        """True if the last token ends the answer, or completes a text that does."""
+        asked, last = request.sampling, request.tokens[-1]
+        if last in self._policy.end_tokens or last in asked.stop_token_ids:
+            return True
+        if not asked.stop:
+            return False
+        # A token adds at least one byte of a stop text that it completes, so the tail is enough.
+        tail = request.tokens[-(max(len(stop.encode()) for stop in asked.stop) + 8) :]
+        text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
+        return any(stop in text for stop in asked.stop)
+
+    def _remove(self, row: int) -> None:
+        """Close the gap that a finished row leaves with the last row."""
+        last = len(self._running) - 1
+        if row != last:
+            self._cache.move(last, row, self._running[last].cached)
+            self._running[row] = self._running[last]
+        self._running.pop()
+
+
+def _cache(policy: Policy, rows: int) -> KVCache:
+    config = policy.config
+    heads = config.num_attention_heads
+    return KVCache(
+        layers=config.num_hidden_layers,
+        rows=rows,
+        heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=policy.dtype,
+        device=policy.device,
+    )

@@ -1,0 +1,40 @@
+"""torch, loaded when something of it is first used: a part's options are read, listed and refused without it.
+
+Parts import it from here; where a type is all that is needed, they import it under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Lazy:
+        """Stands for a module until an attribute of it is asked for."""
+
+        def __init__(self, name: str):
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(importlib.import_module(self._name), attribute)
+
+    torch = _Lazy("torch")
+
+
+def no_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.no_grad()`` around a function."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called

@@ -1,0 +1,103 @@
+"""What takes long is told: to displays that ask, to those that listen, in lines and as a bar."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tandem import progress
+from tandem.progress import Progress
+from tandem.sinks import _bars
+from tandem.sinks._board import Board
+from tandem.sinks.base import RunInfo
+
+
+@contextmanager
+def listened() -> Iterator[list[str]]:
+    lines: list[str] = []
+    stop = progress.listen(_bars.Lines(lines.append))
+    try:
+        yield lines
+    finally:
+        stop()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_what_is_under_way_is_known_until_it_ends() -> None:
+    with progress.under_way("evaluating", total=4, unit="tasks") as outer, progress.under_way("grading") as inner:
+        assert progress.current() == (outer, inner)
+    assert (progress.current(), outer.over, inner.over) == ((), True, True)
+    with pytest.raises(ValueError, match="x"), progress.under_way("failing") as failed:
+        raise ValueError("x")
+    assert (progress.current(), failed.over) == ((), True)
+
+
+def test_the_time_that_is_left_follows_from_what_is_done(clock: list[float]) -> None:
+    shown = Progress(what="evaluating", total=10, unit="tasks", begun=100.0)
+    assert shown.left is None
+    clock[0] = 108.0
+    shown.reach(4)
+    assert shown.left == pytest.approx(12.0)
+    assert _bars.text(shown) == "evaluating 4 of 10 tasks, 8.0 s gone, about 12 s left"
+
+
+def test_lines_say_little_of_what_is_short_and_the_rest_now_and_then(clock: list[float]) -> None:
+    with listened() as lines:
+        with progress.under_way("sampling", total=100, unit="groups") as shown:
+            for _ in range(100):
+                clock[0] += 1.0
+                shown.advance()
+        with progress.under_way("sampling", total=2) as shown:
+            shown.advance()
+    assert [line.partition(",")[0] for line in lines] == [f"sampling {n} of 100 groups" for n in (15, 45, 75)]
+
+
+def test_lines_tell_what_nothing_is_known_of_when_it_begins_and_when_it_took_long(clock: list[float]) -> None:
+    with listened() as lines:
+        with progress.under_way("loading the weights"):
+            clock[0] += 7.0
+        with progress.under_way("starting the engine"):
+            clock[0] += 1.0
+    assert lines == ["loading the weights", "loading the weights took 7.0 s", "starting the engine"]
+
+
+@pytest.mark.parametrize("total", [0, 8])
+def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None:
+    shown = Progress(what="evaluating", total=total, unit="tasks", done=total // 4, begun=90.0)
+    out = io.StringIO()
+    Console(file=out, width=90, force_terminal=True, no_color=True).print(_bars.bar(shown))
+    text = out.getvalue().strip()
+    assert "\n" not in text
+    assert all(word in text for word in ("evaluating", "10 s"))
+    assert ("evaluating 2/8 tasks" in text and "30 s left" in text) == bool(total)
+
+
+def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:
+    from tandem.sinks._live import Picture
+
+    board = Board(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
+
+    def drawn() -> str:
+        terminal = Console(file=io.StringIO(), record=True, width=100)
+        terminal.print(Picture(board))
+        return terminal.export_text()
+
+    with progress.under_way("evaluating", total=40, unit="tasks") as shown:
+        shown.reach(10)
+        clock[0] += 4.0
+        assert "evaluating" not in drawn()
+        clock[0] += 4.0
+        assert "evaluating 10/40 tasks" in drawn()
+        assert "24 s left" in drawn()
+    assert "evaluating" not in drawn()
