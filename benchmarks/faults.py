@@ -312,7 +312,7 @@ def write_untied(source: Path, folder: Path, dtype: torch.dtype) -> Path:
     model: Any = load_model(str(source), dtype=dtype, device=torch.device("cpu"))
     model.set_attn_implementation("sdpa")
     rows = model.get_input_embeddings().weight
-    padded = torch.cat((rows, rows.mean(0, keepdim=True) - 1)).detach()
+    padded = torch.cat((rows, rows[10:11])).detach()  # a token that is hardly ever said
     model.config.tie_word_embeddings = False
     model.resize_token_embeddings(len(padded), mean_resizing=False)
     model.lm_head.weight = torch.nn.Parameter(padded.clone())

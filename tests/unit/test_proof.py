@@ -138,7 +138,7 @@ def test_the_first_probe_measures_and_later_ones_are_short(
 
     monkeypatch.setattr(Scripted, "probe", noted)
     answered(policy, tiny_model, lambda probe: probe, after=3)
-    assert asked == [(512 - 96 - 1, 32), (64, 4), (64, 4), (64, 4)]
+    assert asked == [(512 - 32 - 1, 32), (64, 4), (64, 4), (64, 4)]
 
 
 @pytest.mark.parametrize("lie", [lambda x: [x[0] - 0.01, *x[1:]], lambda x: [*x[:-1], x[-1] + 0.01]])
@@ -147,7 +147,7 @@ def test_one_token_that_is_off_is_asked_about_again_and_ends_nothing(
 ) -> None:
     gap, events = answered(policy, tiny_model, lambda probe: sampled(probe, lie(probe.sampled.logprobs)))  # type: ignore[union-attr]
     assert gap == pytest.approx(0.01, abs=1e-4)
-    assert events.count("probe") == 2
+    assert events.count("probe") == 1 + 1 + 7
 
 
 def test_recent_rollouts_are_asked_about_too(policy: Policy, tiny_model: Path) -> None:
@@ -157,7 +157,7 @@ def test_recent_rollouts_are_asked_about_too(policy: Policy, tiny_model: Path) -
         lambda probe: sampled(probe, [x + 0.01 * (i == 0) for i, x in enumerate(probe.sampled.logprobs)]),  # type: ignore[union-attr]
         recent=[list(range(40)), [7, 8, 9] * 200],
     )
-    assert events.count("probe") == 1 + 1 + 2
+    assert events.count("probe") == 1 + 1 + 2 + 7
 
 
 # Engines that are not
@@ -234,12 +234,12 @@ def test_noise_above_the_tolerance_is_refused_and_the_recipe_may_allow_it(policy
 
 
 def test_a_failed_proof_leaves_its_evidence(policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(StaleWeights, match=r"It was asked 2 times.*000001\.json") as caught:
+    with pytest.raises(StaleWeights, match=r"It was asked 9 times.*000001\.json") as caught:
         answered(policy, tiny_model, lambda probe: scored(probe, lambda i, x: x * 1.1), folder=tmp_path)
     kept = json.loads((tmp_path / "proofs" / "000001.json").read_text())
     assert kept["why"] in str(caught.value)
-    first, again = kept["answers"]
-    assert (len(first["tokens"]), len(again["tokens"])) == (64, 512 - 96 - 1)
+    first, again, *beginnings = kept["answers"]
+    assert (len(first["tokens"]), len(again["tokens"]), len(beginnings)) == (64, 512 - 32 - 1, 7)
     assert len(first["scored"]["engine"]) == len(first["scored"]["trainer"]) == 63
 
 

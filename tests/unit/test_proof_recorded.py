@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, nearer, scale
+from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
 from tandem.sync._proof import TESTS
 
 FILES = sorted((Path(__file__).parent.parent / "noise").glob("*.xz"))
@@ -81,14 +81,18 @@ def test_residuals_of_all_tokens_have_one_scale(recorded: list[Publish]) -> None
     plain: dict[str, list[float]] = {}
     for answer in answers:
         for e, t, r in zip(answer.engine, answer.trainer, answer.residuals(), strict=True):
-            where = "sure" if t > -0.1 else "likely" if t > -1 else "middling" if t > -4 else "rare"
+            if t > math.log(0.95):
+                continue  # divided by 0.05 all the same: below the others
+            where = "sure" if t > -0.2 else "likely" if t > -1 else "middling" if t > -4 else "rare"
             bins.setdefault(where, []).append(r)
             plain.setdefault(where, []).append(e - t)
     found = {where: scale(values) for where, values in bins.items() if len(values) >= 50}
     assert len(found) == 4
     overall = scale([r for values in bins.values() for r in values])
+    if overall < 5e-5:
+        pytest.skip("below what is ever counted: the rounding of logprobs themselves")
     assert all(overall / 2.5 < one < 2.5 * overall for one in found.values()), found
-    assert scale(plain["rare"]) > 8 * scale(plain["sure"])
+    assert scale(plain["rare"]) > 4 * scale(plain["sure"])
 
 
 def test_no_good_publish_is_refused_and_few_are_doubted(recorded: list[Publish]) -> None:
@@ -125,18 +129,26 @@ def test_of_halves_of_one_publish_neither_has_more_noise(recorded: list[Publish]
     assert sorted(chances)[len(chances) // 2] > 0.05
 
 
-def test_logprobs_without_the_temperature_are_refused_in_every_publish(recorded: list[Publish]) -> None:
-    noise = measured(recorded[0], floor_of(recorded))
+def test_logprobs_without_the_temperature_are_doubted_by_four_tokens_and_refused_by_more(
+    recorded: list[Publish],
+) -> None:
     if not recorded[1].untempered:
         pytest.skip("recorded without")
+    noise, seen, doubted = measured(recorded[0], floor_of(recorded)), 0, 0
     for publish in recorded[1:]:
-        sampled = publish.sampled
-        rounding = [e - t for e, t in zip(sampled.engine, sampled.trainer, strict=True)]
+        good = publish.sampled
+        rounding = [e - t for e, t in zip(good.engine, good.trainer, strict=True)]
         raw = tuple(u + r for u, r in zip(publish.untempered, rounding, strict=True))
-        wrong = Answer(raw, sampled.trainer, 0.7)
-        assert noise.excess(first_of(wrong, 4)) < SUSPICION, "by the four tokens of each publish it is asked again"
-        both = min(noise.excess(wrong), nearer(wrong, publish.untempered, noise.scale))
-        assert both < (ALARM if len(raw) >= 32 else SUSPICION)
+        wrong = Answer(raw, good.trainer, 0.7)
+        assert min(noise.excess(wrong), nearer(wrong, publish.untempered, noise.scale)) < ALARM
+        for at in range(0, len(raw), 4):
+            few = slice(at, at + 4)
+            of_four = Answer(raw[few], good.trainer[few], 0.7)
+            doubted += likelihood(of_four, publish.untempered[few], noise.scale) < SUSPICION
+            seen += 1
+            healthy = Answer(good.engine[few], good.trainer[few], 0.7)
+            assert likelihood(healthy, publish.untempered[few], noise.scale) > SUSPICION
+    assert doubted > 0.98 * seen
 
 
 def test_other_weights_are_refused_where_they_differ_by_the_noise(recorded: list[Publish]) -> None:

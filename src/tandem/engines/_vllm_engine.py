@@ -207,7 +207,6 @@ class Vllm(Engine):
             tokens=list(tokens),
             temperature=PROBE_TEMPERATURE,
             max_tokens=samples,
-            stop_token_ids=self._ends,
             adapter=self._pending,
         )
         found: wire.Probed = await server.post("/bridge/probe", asked, wire.Probed)

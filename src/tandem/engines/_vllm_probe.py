@@ -16,12 +16,11 @@ async def probe(
     temperature: float,
     max_tokens: int,
     seed: int,
-    ends: Sequence[int],
     adapter: Any = None,
 ) -> dict[str, Any]:
     """Score the tokens and sample a few after them."""
     ask: dict[str, Any] = {"detokenize": False, "temperature": temperature, "seed": seed, "logprobs": 0}
-    sample = {**ask, "max_tokens": max_tokens, "stop_token_ids": list(ends)}
+    sample = {**ask, "max_tokens": max_tokens, "ignore_eos": True}  # as many tokens as are asked for
     once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
     longer = beyond_a_block(tokens, front.client.vllm_config)
     async with front.first():

@@ -322,7 +322,6 @@ class _Live:
             temperature=asked.temperature,
             max_tokens=asked.max_tokens,
             seed=asked.seed,
-            ends=asked.stop_token_ids,
             # What was written in place is served only once it is stamped, so it is named here.
             adapter=self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter),
         )

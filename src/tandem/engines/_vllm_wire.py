@@ -241,7 +241,6 @@ class Probe(Body):
     temperature: float = 0.7
     max_tokens: Whole = 8
     seed: Whole = 0
-    stop_token_ids: list[Token] = []
     adapter: str | None = None
 
 

@@ -107,25 +107,28 @@ class Policy:
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def score(self, tokens: Sequence[int], temperature: float | Sequence[float] = 1.0) -> list[float]:
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Logprob of each token but the first given those before it, as the trainer computes it.
-
-        ``temperature`` is one for all, or one for each of these.
 
         All are NaN where a token is none of the model's: on a GPU, to look one up would end the process.
         """
+        return self.scores(tokens, temperature)[0]
+
+    def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
+        """The same at several temperatures, by one pass."""
         if not all(0 <= token < self.head.weight.shape[0] for token in tokens):
-            return [math.nan] * (len(tokens) - 1)
+            return [[math.nan] * (len(tokens) - 1) for _ in temperatures]
         plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(sequential_positions(plan), device=self.device)
-        tempered = temperature if isinstance(temperature, float) else torch.tensor(temperature)
+        weight, bias, found = self.head.weight, self.head.bias, list[Tensor]()
         with torch.no_grad():
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
-            logprobs, _ = token_logprobs(
-                hidden, self.head.weight, ids[1:], tempered, bias=self.head.bias, compile=self.compile
-            )
-        return logprobs.tolist()
+            for temperature in temperatures:
+                logprobs, _ = token_logprobs(hidden, weight, ids[1:], temperature, bias=bias, compile=self.compile)
+                found.append(logprobs)
+            rows: list[list[float]] = torch.stack(found).tolist()
+        return rows
 
     def close(self) -> None:
         """End its thread."""

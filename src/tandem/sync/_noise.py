@@ -32,7 +32,7 @@ SLACK = 2.0
 """Times by which noise may grow from one publish to the next without counting as more."""
 WINDOW = 2048
 """Residuals that are remembered: noise changes slowly while a model is trained."""
-CERTAIN_ONE = 1e-2
+CERTAIN_ONE = 0.05
 """Least 1 - p that a residual is divided by: nearer to certainty, the rounding of the sum itself is what is left."""
 SKEW = 1 / 16
 """Correlation that rounding may have with the difference between two versions of the weights without counting for
@@ -154,3 +154,17 @@ def nearer(answer: Answer, other: Sequence[float], noise: float) -> float:
         return 1.0
     s = math.fsum(beyond) / math.sqrt(squares) - SKEW * math.sqrt(len(beyond))
     return math.exp(-s * s / 2) if s > 0 else 1.0
+
+
+def likelihood(answer: Answer, other: Sequence[float], noise: float) -> float:
+    """Likelihood ratio of the published weights to another hypothesis, were noise normal; at most 1.
+
+    Below x by chance in x of all cases at most (Markov), under that assumption: enough to ask again, for which a few
+    tokens must do, and not to refuse. Differences count up to three times the noise. The hypothesis is to be
+    computed by the same pass as the trainer's answer, so that both are rounded alike.
+    """
+    total = 0.0
+    for e, mine, theirs, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
+        ours, others = (min(3.0, abs(e - x) / (noise * factor)) for x in (mine, theirs))
+        total += (ours**2 - others**2) / 2
+    return math.exp(-max(total, 0.0))

@@ -6,14 +6,14 @@ import json
 import logging
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import PROBE_SAMPLES, CanAttest, Engine, Probe
 from tandem.errors import EngineError, StaleWeights, TornWeights
-from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, nearer, scale
+from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
 from tandem.sync._probe_text import PROBE
 from tandem.types import PolicyVersion
 from tandem.weights.checksums import checksums
@@ -37,8 +37,11 @@ LONG = 256
 """Tokens of a probe where requests may be routed past an adapter, which only their logprobs tell."""
 MEASURED = 512
 """Tokens of an engine's first probe, which measures its rounding noise, and of one that is asked again."""
-FIRST_SAMPLES, AGAIN_SAMPLES = 32, 96
-"""Tokens that are sampled after an engine's first probe, and after one that is asked again."""
+FIRST_SAMPLES, AGAIN_SAMPLES = 32, 16
+"""Tokens that are sampled after an engine's first probe, and after each text of one that is asked again: many short
+answers, since a long one may end in repetitions, of which every engine is sure."""
+BEGINNINGS = 8
+"""Beginnings of the text after which an engine that is asked again samples."""
 TESTS = 8
 """Tests of one engine's answer, at most: all must be passed, so each has this share of the chance of a false alarm."""
 
@@ -99,7 +102,7 @@ class Reading:
     drawn: Sequence[int] = ()
     """These."""
     untempered: Sequence[float] = ()
-    """The trainer's logprobs of these at temperature 1; empty where they were not asked for."""
+    """The trainer's logprobs of these at temperature 1; empty where they were sampled at that."""
     others: Mapping[str, Sequence[float]]
     """The trainer's logprobs of the first of the text's tokens by other weights, by whose they are."""
 
@@ -107,6 +110,9 @@ class Reading:
     def answers(self) -> list[Answer]:
         """Both."""
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
+
+
+NOTHING = Answer((), ())
 
 
 class Behaviour:
@@ -154,7 +160,7 @@ class Behaviour:
         alarm = FALSE_ALARMS / TESTS / len(readings)
         for name, reading in readings.items():
             noise, asked = self._noise.setdefault(name, Noise(self._floor)), [reading]
-            if self._doubt(asked, noise, SUSPICION):
+            if self._doubt(asked, noise, SUSPICION) or suspicious(asked, noise):
                 asked = await self._again(engine, name, reading)
                 if doubt := self._doubt(asked, noise, alarm):
                     raise StaleWeights(self._refusal(version, name, doubt, noise, [reading, *asked]))
@@ -165,7 +171,7 @@ class Behaviour:
     def _text(self, engine: Engine) -> list[int]:
         """The longer text that begins with the probe."""
         text: list[int] = self._policy.tokenizer.encode(PROBE, verbose=False)  # which may be longer than a context
-        room = engine.context - AGAIN_SAMPLES - 1
+        room = engine.context - FIRST_SAMPLES - 1
         routed = self._trains.travels == "adapter"
         self.tokens = text[: LONG if routed and room >= LONG else SHORT]
         return text[: max(len(self.tokens), min(MEASURED, room))]
@@ -181,11 +187,14 @@ class Behaviour:
         if not all(answer.finite for answer in doubted.answers):
             return [doubted]
         log.info("%s is asked again: its answer to a probe is not explained by noise as measured", name)
-        most, found = engine.context - AGAIN_SAMPLES, []
-        for tokens in (self._text(engine), *(list(tokens[:most]) for tokens in self.recent)):
+        text, most, found = self._text(engine), engine.context - AGAIN_SAMPLES, list[Reading]()
+        begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
+        for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):
             for probe in await engine.probe(tokens, samples=AGAIN_SAMPLES):
                 if probe.name == name:
-                    found.append(await self._read(tokens, probe, thorough=True))
+                    reading = await self._read(tokens, probe, thorough=tokens not in begun)
+                    # The whole text's tokens were scored already: each counts once.
+                    found.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
         return found
 
     async def _read(self, tokens: Sequence[int], probe: Probe, *, thorough: bool) -> Reading:
@@ -194,20 +203,18 @@ class Behaviour:
     def _scored(self, tokens: Sequence[int], probe: Probe, thorough: bool) -> Reading:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
         policy, drawn, at = self._policy, probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
-        whole = [*tokens, *drawn]
-        mine = policy.score(whole, [1.0] * at + [probe.temperature] * len(drawn))
+        mine, tempered = policy.scores([*tokens, *drawn], 1.0, probe.temperature)
         others = dict(self._known) if list(tokens[: len(self.tokens)]) == self.tokens else {}
         if thorough and (off := self._trains.untrained(policy.model)):
             with off:
                 others[BARE] = policy.score(tokens)
             self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])
-        tempered = thorough and bool(drawn) and probe.temperature != 1
         return Reading(
             tokens=tokens,
             scored=Answer(tuple(probe.scored), tuple(mine[:at])),
-            sampled=Answer(probe.sampled.logprobs, tuple(mine[at:]), probe.temperature) if probe.sampled else None,
+            sampled=Answer(probe.sampled.logprobs, tuple(tempered[at:]), probe.temperature) if probe.sampled else None,
             drawn=drawn,
-            untempered=policy.score(whole)[at:] if tempered else (),
+            untempered=mine[at:] if probe.temperature != 1 else (),
             others=others,
         )
 
@@ -263,6 +270,12 @@ def _answers(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer]]:
     yield "a probe", _joined([reading.scored for reading in readings])
     if sampled := [reading.sampled for reading in readings if reading.sampled is not None]:
         yield "tokens sampled after a probe", _joined(sampled)
+
+
+def suspicious(readings: Sequence[Reading], noise: Noise) -> bool:
+    """Whether samples look as if the temperature were left out of their logprobs; few may do, to ask again."""
+    found = [(r.sampled, r.untempered) for r in readings if r.sampled and r.untempered]
+    return any(likelihood(sampled, untempered, noise.scale) < SUSPICION for sampled, untempered in found)
 
 
 def _hypotheses(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer, list[float]]]:
