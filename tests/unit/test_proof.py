@@ -141,6 +141,31 @@ def test_the_first_probe_measures_and_later_ones_are_short(
     assert asked == [(512 - 32 - 1, 32), (64, 4), (64, 4), (64, 4)]
 
 
+def test_an_engine_that_was_started_again_is_measured_again(
+    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    probe = Scripted.probe
+
+    async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+        asked.append(len(tokens))
+        (found,) = await probe(self, tokens, samples=samples)
+        return [replace(found, name=f"engine of process {self.epoch}")]
+
+    async def work() -> None:
+        with scripted(tiny_model) as engine:
+            async with Shared().open(policy, engine, START, Full(), new_folder()) as link:
+                for step in (1, 2, 3):
+                    if step == 2:
+                        engine.die()
+                    async with link.commit(step):
+                        pass
+
+    monkeypatch.setattr(Scripted, "probe", noted)
+    asyncio.run(work())
+    assert asked == [512 - 32 - 1, 64, 512 - 32 - 1, 64]
+
+
 @pytest.mark.parametrize("lie", [lambda x: [x[0] - 0.01, *x[1:]], lambda x: [*x[:-1], x[-1] + 0.01]])
 def test_one_token_that_is_off_is_asked_about_again_and_ends_nothing(
     policy: Policy, tiny_model: Path, lie: Callable[[Sequence[float]], list[float]]
@@ -190,8 +215,9 @@ def test_what_is_no_number_is_refused_at_once(
 ) -> None:
     with pytest.raises(StaleWeights, match="no numbers of nats"):
         answered(policy, tiny_model, lambda p: sampled(p, lie(p.sampled.logprobs)), folder=tmp_path)  # type: ignore[union-attr]
-    with pytest.raises(StaleWeights, match="no numbers of nats"):
-        answered(policy, tiny_model, lambda p: replace(p, scored=tuple(lie(p.scored))))
+    for after in (0, 1):
+        with pytest.raises(StaleWeights, match="no numbers of nats"):
+            answered(policy, tiny_model, lambda p: replace(p, scored=tuple(lie(p.scored))), after=after)
 
 
 def test_a_sampled_token_that_the_model_does_not_have_is_no_lookup(policy: Policy, tiny_model: Path) -> None:
@@ -275,7 +301,7 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: P
         with scripted(tiny_model, trains, probed=noted) as engine:
             await policy.compute(grow(trains, policy))  # as a resumed run has it: not the bare model
             async with Shared(tolerance=50.0).open(policy, engine, START, trains, new_folder()) as link:
-                link._behaviour._noise["engine one"].floor = 0.05  # as bfloat16 has it
+                link._behaviour._noise[0].floor = 0.05  # as bfloat16 has it
                 async with link.commit(1):
                     await policy.compute(grow(trains, policy))
                 engine.probed = stale

@@ -92,7 +92,8 @@ class Noise:
     def learn(self, answers: Iterable[Answer]) -> None:
         """Remember answers of an engine that was found in order."""
         for answer in answers:
-            self.seen.extend(map(abs, answer.residuals()))
+            if answer.finite:
+                self.seen.extend(map(abs, answer.residuals()))
 
     @property
     def scale(self) -> float:

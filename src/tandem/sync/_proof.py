@@ -93,6 +93,8 @@ async def compare_frozen(
 class Reading:
     """What one engine answered to one text, beside what the trainer computes."""
 
+    name: str
+    """Which engine."""
     tokens: Sequence[int]
     """The text."""
     scored: Answer
@@ -134,7 +136,8 @@ class Behaviour:
         self._allowed = tolerance or usual
         self._floor = usual / 20  # what an engine that happened to be exact is not held to
         self._folder = folder / "proofs"
-        self._noise: dict[str, Noise] = {}
+        self._noise: dict[int, Noise] = {}
+        self._epoch = -1
         self._known: dict[str, Sequence[float]] = {}
 
     async def compare(self, engine: Engine, version: PolicyVersion) -> float:
@@ -147,26 +150,28 @@ class Behaviour:
         Raises:
             StaleWeights: it answers otherwise than these weights do.
         """
-        first = not self._noise
+        first, self._epoch = self._epoch != engine.epoch, engine.epoch
         tokens = self._text(engine) if first else self.tokens
-        readings: dict[str, Reading] = {}
+        readings: list[Reading] = []
         for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
             if probe.cached:
                 raise StaleWeights(
                     f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
                     "their keys and values are of older weights"
                 )
-            readings[probe.name] = await self._read(tokens, probe, thorough=first)
-        alarm = FALSE_ALARMS / TESTS / len(readings)
-        for name, reading in readings.items():
-            noise, asked = self._noise.setdefault(name, Noise(self._floor)), [reading]
-            if self._doubt(asked, noise, SUSPICION) or suspicious(asked, noise):
-                asked = await self._again(engine, name, reading)
-                if doubt := self._doubt(asked, noise, alarm):
-                    raise StaleWeights(self._refusal(version, name, doubt, noise, [reading, *asked]))
-            noise.learn(chain.from_iterable(one.answers for one in asked))
-        self._remember(readings)
-        return max(answer.worst() for reading in readings.values() for answer in reading.answers)
+            readings.append(await self._read(tokens, probe, thorough=first))
+        for index, reading in enumerate(readings):
+            noise, new = self._noise.setdefault(index, Noise(self._floor)), reading.answers
+            if not noise.seen:
+                noise.learn([new.pop(0)])  # what it samples is held against that already
+            if self._doubt([reading], noise, SUSPICION) or suspicious(reading, noise):
+                again = await self._again(engine, index, reading)
+                if doubt := self._doubt(again, noise, FALSE_ALARMS / TESTS / len(readings)):
+                    raise StaleWeights(self._refusal(version, doubt, noise, [reading, *again]))
+                new += chain.from_iterable(one.answers for one in again)
+            noise.learn(new)
+        self._remember(readings[0])
+        return max(answer.worst() for reading in readings for answer in reading.answers)
 
     def _text(self, engine: Engine) -> list[int]:
         """The longer text that begins with the probe."""
@@ -176,25 +181,23 @@ class Behaviour:
         self.tokens = text[: LONG if routed and room >= LONG else SHORT]
         return text[: max(len(self.tokens), min(MEASURED, room))]
 
-    def _remember(self, readings: Mapping[str, Reading]) -> None:
+    def _remember(self, reading: Reading) -> None:
         """Keep what these weights say of the probe, to tell later ones from them."""
-        first, *_ = readings.values()
-        self._known[BEFORE] = first.scored.trainer[: len(self.tokens) - 1]
+        self._known[BEFORE] = reading.scored.trainer[: len(self.tokens) - 1]
         self._known.setdefault(FIRST, self._known[BEFORE])
 
-    async def _again(self, engine: Engine, name: str, doubted: Reading) -> list[Reading]:
+    async def _again(self, engine: Engine, index: int, doubted: Reading) -> list[Reading]:
         """More answers of an engine whose answer is in doubt."""
         if not all(answer.finite for answer in doubted.answers):
             return [doubted]
-        log.info("%s is asked again: its answer to a probe is not explained by noise as measured", name)
+        log.info("%s is asked again: its answer to a probe is not explained by noise as measured", doubted.name)
         text, most, found = self._text(engine), engine.context - AGAIN_SAMPLES, list[Reading]()
         begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
         for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):
-            for probe in await engine.probe(tokens, samples=AGAIN_SAMPLES):
-                if probe.name == name:
-                    reading = await self._read(tokens, probe, thorough=tokens not in begun)
-                    # The whole text's tokens were scored already: each counts once.
-                    found.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
+            probe = (await engine.probe(tokens, samples=AGAIN_SAMPLES))[index]
+            reading = await self._read(tokens, probe, thorough=tokens not in begun)
+            # The whole text's tokens were scored already: each counts once.
+            found.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
         return found
 
     async def _read(self, tokens: Sequence[int], probe: Probe, *, thorough: bool) -> Reading:
@@ -210,6 +213,7 @@ class Behaviour:
                 others[BARE] = policy.score(tokens)
             self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])
         return Reading(
+            name=probe.name,
             tokens=tokens,
             scored=Answer(tuple(probe.scored), tuple(mine[:at])),
             sampled=Answer(probe.sampled.logprobs, tuple(tempered[at:]), probe.temperature) if probe.sampled else None,
@@ -240,8 +244,9 @@ class Behaviour:
                 )
         return ""
 
-    def _refusal(self, version: PolicyVersion, name: str, doubt: str, noise: Noise, readings: Sequence[Reading]) -> str:
+    def _refusal(self, version: PolicyVersion, doubt: str, noise: Noise, readings: Sequence[Reading]) -> str:
         """What is told, with the evidence written down."""
+        name = readings[0].name
         file = self._folder / f"{version.step:06d}.json"
         evidence = {
             "step": version.step,
@@ -272,10 +277,11 @@ def _answers(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer]]:
         yield "tokens sampled after a probe", _joined(sampled)
 
 
-def suspicious(readings: Sequence[Reading], noise: Noise) -> bool:
+def suspicious(reading: Reading, noise: Noise) -> bool:
     """Whether samples look as if the temperature were left out of their logprobs; few may do, to ask again."""
-    found = [(r.sampled, r.untempered) for r in readings if r.sampled and r.untempered]
-    return any(likelihood(sampled, untempered, noise.scale) < SUSPICION for sampled, untempered in found)
+    if reading.sampled is None or not reading.untempered:
+        return False
+    return likelihood(reading.sampled, reading.untempered, noise.scale) < SUSPICION
 
 
 def _hypotheses(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer, list[float]]]:
