@@ -54,6 +54,7 @@ class SamplingParams:
     flat_logprobs: bool = False
     detokenize: bool = True
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
     output_kind: Any = None
     extra_args: dict[str, Any] | None = None
 

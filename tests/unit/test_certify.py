@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner
 
 from tandem.certify import options
@@ -25,7 +25,7 @@ from tandem.losses.grpo import Grpo
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 COMPILED = "layers compiled"
-ARCHITECTURES = {"qwen3": Qwen3Config, "smollm2": LlamaConfig}
+ARCHITECTURES = {"qwen2.5": Qwen2Config, "qwen3": Qwen3Config, "smollm2": LlamaConfig}
 
 
 class Mine(Grpo):

@@ -376,7 +376,7 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
                 pass
             if stale:
                 client.cache.add(front.salt)
-            ask = {"temperature": 0.7, "max_tokens": 2, "seed": 0, "ends": []}
+            ask = {"temperature": 0.7, "max_tokens": 2, "seed": 0}
             probe = asyncio.ensure_future(question(front, [5, 6, 7], **ask))
             while not probe.done():
                 await client.step()
@@ -546,7 +546,7 @@ def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
         await answered()
         assert len(client.seen) == 2
         client.weights = 5
-        proof = asyncio.ensure_future(question(front, [1, 2], temperature=1.0, max_tokens=1, seed=0, ends=[]))
+        proof = asyncio.ensure_future(question(front, [1, 2], temperature=1.0, max_tokens=1, seed=0))
         await settle()
         assert len(client.seen) == 5, "two of the probe, and who asked for no step"
         assert len({salt.removesuffix("-scored") for salt in salts(client)}) == 1, "one era"

@@ -184,7 +184,7 @@ def test_a_probe_has_a_place_however_many_wait(flying: bool, monkeypatch: pytest
             await goes_on()
 
         monkeypatch.setattr(client, "resume_generation", resume)
-        asked = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0, ends=[]))
+        asked = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0))
         while not asked.done():
             assert {first(one) for one in client.seen} <= ({9, 7} if flying else {7, 1, 2})
             await client.step()
