@@ -91,7 +91,7 @@ def page_data(folder: Path) -> str:
 
 def test_graders_that_sleep(tiny_model: Path, tmp_path: Path) -> None:
     slow = {"number": 1.0, "learns.shaping:near": 1.0, "learns.shaping:sleepy": 0.01}
-    folder = trained(recipe(tiny_model, tmp_path, rewards=slow, steps=12))
+    folder = trained(recipe(tiny_model, tmp_path, rewards=slow, steps=12, grading={"workers": 1}))
     (alarm,) = [event for event in events(folder, "alarm") if event["alarm"] == "grading"]
     assert "graders are at work" in alarm["seen"]
     assert "grading.workers=2 (now 1)" in alarm["change"]
