@@ -21,6 +21,7 @@ import pytest
 
 from tandem.engines import _vllm_process
 from tandem.engines._processes import Identity, alive_after, family, identity, kill
+from tandem.engines._vllm_client import Server, Unreachable
 from tandem.engines._vllm_process import EngineProcess, EngineRecord, environment, free_port, import_path
 from tandem.errors import Deadline, EngineError
 
@@ -43,6 +44,10 @@ server = http.server.HTTPServer(("127.0.0.1", port), Answer)
 """
 SERVE = "server.serve_forever()"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+HEIR = """
+os.set_inheritable(server.fileno(), True)
+mark("heir", subprocess.Popen([sys.executable, "-c", sleeper], close_fds=False).pid)
+"""
 CHILDREN = """
 mark("same", subprocess.Popen([sys.executable, "-c", sleeper]).pid)
 mark("group", subprocess.Popen([sys.executable, "-c", sleeper], process_group=0).pid)
@@ -210,6 +215,28 @@ def test_nothing_that_the_engine_started_outlives_it(
     assert all(alive_after(*one) for one in started)
     asyncio.run(engine.stop())
     assert not any(alive_after(*one) for one in started)
+
+
+def test_a_call_ends_with_the_engine_although_a_child_of_it_holds_its_socket(engines: Engines, tmp_path: Path) -> None:
+    port = free_port()
+    slow = "Answer.do_POST = lambda self: time.sleep(600)"
+    engine = engines(HEIR, slow, SERVE, port=port)
+    healthy(engine, port)
+    marked(tmp_path, "heir")
+    server = Server(f"http://127.0.0.1:{port}", "", control_seconds=600.0, request_seconds=600.0)
+    server.process = engine
+
+    async def asked() -> None:
+        calls = [asyncio.create_task(server.post(path)) for path in ("/bridge/pause", "/nccl/start_receiver")]
+        await asyncio.sleep(0.5)  # both wait for their answer
+        os.kill(engine.pid, signal.SIGKILL)
+        found = await asyncio.wait_for(asyncio.gather(*calls, server.get("/health", dict), return_exceptions=True), 30)
+        assert all(isinstance(error, Unreachable) and "SIGKILL" in str(error) for error in found)
+        with pytest.raises(Unreachable, match="SIGKILL"):  # and none begins to wait
+            await asyncio.wait_for(server.post("/bridge/pause"), 30)
+        await server.close()
+
+    asyncio.run(asked())
 
 
 def test_a_child_of_the_session_is_found_without_its_parent(engines: Engines, tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tandem.engines._processes import identity
-from tandem.engines._vllm_watch import LINGER, TRAINER, Watch
+from tandem.engines._processes import alive_after, identity
+from tandem.engines._vllm_watch import LINGER, TRAINER, Watch, end_with_parent
 
 ENGINE = """
 import signal, sys, time
@@ -24,6 +25,23 @@ if ignored:
 w = watch.Watch.begin()
 if adopted:
     w.adopt(adopted)
+time.sleep(60)
+"""
+
+SERVER = """
+import multiprocessing, os, signal, sys, time
+from tandem.engines import _vllm_watch as watch
+watch.ORPHAN_GRACE = 0.5
+
+def schedule(ignored):
+    if ignored:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch.end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+child = multiprocessing.get_context("fork").Process(target=schedule, args=(sys.argv[1],))
+child.start()
 time.sleep(60)
 """
 
@@ -80,3 +98,25 @@ def test_it_goes_on_with_a_trainer_that_adopted_it(trainer: subprocess.Popen[byt
 def test_nobody_is_watched_where_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRAINER, raising=False)
     assert Watch.begin() is None
+
+
+@pytest.mark.parametrize("ignored", ["", "yes"], ids=["asked", "killed"])
+def test_a_scheduler_ends_with_its_server(ignored: str) -> None:
+    command = [sys.executable, "-c", SERVER, ignored]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        scheduler = identity(int(server.stdout.readline()))
+        assert scheduler is not None
+        time.sleep(2)
+        assert alive_after(*scheduler)
+        server.kill()
+    deadline = time.monotonic() + 30
+    while alive_after(*scheduler):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_process_that_nobody_spawned_stays() -> None:
+    before = threading.active_count()
+    end_with_parent()
+    assert threading.active_count() == before

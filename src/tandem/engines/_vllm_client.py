@@ -23,6 +23,8 @@ ONCE = ("/nccl/", "/lora/")
 """How routes begin whose calls do something else the second time."""
 GONE_SECONDS = 10.0
 """An engine that nobody can connect to for this long has gone."""
+LOOK_SECONDS = 0.2
+"""Between two looks whether a process of ours still runs."""
 
 
 class Unreachable(EngineError):
@@ -53,6 +55,7 @@ class Server:
         self._control = control_seconds
         self.request_seconds = request_seconds
         self._session: aiohttp.ClientSession | None = None
+        self._attending: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -66,11 +69,29 @@ class Server:
             headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
             connector = aiohttp.TCPConnector(limit=0)  # vLLM queues; a second queue here would only hide it
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+            if self.process is not None:
+                self._attending = asyncio.create_task(self._attend(self._session), name=f"whether {self.name} runs")
         return self._session
+
+    async def _attend(self, session: aiohttp.ClientSession) -> None:
+        """Fail what was asked of our process when that has ended.
+
+        Those that it had started may outlive it and hold its listening socket, where a call then waits for ever.
+        """
+        while not self._ended():
+            await asyncio.sleep(LOOK_SECONDS)
+        if self._session is session:
+            self._session = None
+        await session.close()
+
+    def _ended(self) -> bool:
+        return self.process is not None and not self.process.alive()
 
     async def close(self) -> None:
         """Close connections; requests in flight fail."""
         self._closed = True
+        if self._attending is not None:
+            self._attending.cancel()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -154,6 +175,8 @@ class Server:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         tries = 0
         while True:
+            if self._ended():
+                raise Unreachable(f"{self.name} does not answer {path}{self._last_words()}")
             try:
                 async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
                     if took is None or response.status >= 400:
@@ -171,7 +194,7 @@ class Server:
 
     def _last_words(self) -> str:
         """What its log says, if it is our child and dead."""
-        if self.process is None or self.process.alive():
+        if self.process is None or not self._ended():
             return ""
         return f"; it {self.process.exit_reason()}{self.process.obituary()}"
 
@@ -179,7 +202,7 @@ class Server:
         """True if the engine itself has ended, or is about to, rather than one connection."""
         late = time.monotonic() + GONE_SECONDS
         for _ in range(20):  # a dying process closes its sockets before it can be waited for
-            if self.process is not None and not self.process.alive():
+            if self._ended():
                 return True
             try:
                 await self.get("/health", dict)

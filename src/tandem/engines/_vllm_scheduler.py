@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tandem.engines._vllm_watch import end_with_parent
+
 ASKED = "tandem_pieces"
 """In a request's ``extra_args``: it is answered whole, so its logprobs may come in pieces."""
 PIECE = 32
@@ -26,6 +28,7 @@ def scheduler(**given: Any) -> Any:
     """The scheduler that vLLM would take by itself, with logprobs in pieces if this version's are known here."""
     from vllm.v1.outputs import LogprobsLists
 
+    end_with_parent()
     config = copy.copy(given["vllm_config"].scheduler_config)
     config.scheduler_cls = None
     chosen = config.get_scheduler_cls()

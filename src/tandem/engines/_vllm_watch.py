@@ -1,15 +1,16 @@
-"""Ends an engine whose trainer is gone for good, so that a crashed run does not keep an accelerator."""
+"""Ends an engine whose trainer is gone for good, and one that lost its server: a crash does not keep an accelerator."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
 
-from tandem.engines._processes import alive_after
+from tandem.engines._processes import alive_after, identity
 from tandem.weights.sharing import remove_orphans
 
 log = logging.getLogger("vllm.tandem")
@@ -21,6 +22,8 @@ LINGER = "TANDEM_LINGER"
 
 GRACE = 60.0
 """Seconds that the server gets to end in order; then it is killed with its workers."""
+ORPHAN_GRACE = 10.0
+"""The same for a scheduler that lost its server; its workers follow it by themselves."""
 
 
 class Watch(threading.Thread):
@@ -61,3 +64,24 @@ class Watch(threading.Thread):
         time.sleep(GRACE)
         if os.getpgid(0) == os.getpid():  # else the group is a stranger's too
             os.killpg(0, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """In a process that vLLM has spawned: end it when whoever spawned it is gone, as vLLM does for workers alone.
+
+    A server that is killed would else leave its scheduler behind for ever, with the workers and the memory they hold.
+    """
+    parent = multiprocessing.parent_process()
+    found = None if parent is None or parent.pid is None else identity(parent.pid)
+    if found is None:  # nobody spawned it, or it is gone already and took the pid with it
+        return
+
+    def wait() -> None:
+        while alive_after(*found):
+            time.sleep(1.0)
+        log.warning("the server (pid %s) is gone: ending", found.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="tandem parent", daemon=True).start()
