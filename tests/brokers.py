@@ -15,9 +15,10 @@ import aiohttp
 
 from tandem.broker._bodies import Limits
 from tandem.broker._keys import Keys
-from tandem.broker.app import Broker, serving
+from tandem.broker.app import Broker
 from tandem.broker.ledger import Ledger
 from tandem.broker.records import Options
+from tandem.broker.serving import serving
 from tandem.broker.store import Store
 
 RUN = {

@@ -18,11 +18,12 @@ import pytest
 from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 
-from tandem.broker.app import Broker, serving
+from tandem.broker.app import Broker
 from tandem.broker.client import Connection, Taken, TrainerClient
 from tandem.broker.convert import group_from_wire
 from tandem.broker.ledger import opened
 from tandem.broker.records import Options
+from tandem.broker.serving import serving
 from tandem.broker.wire import RunParameters, ScoredGroup
 from tandem.errors import ConfigError
 from tandem.rollout.produce import Tally

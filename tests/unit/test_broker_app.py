@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -289,6 +290,53 @@ def test_one_key_is_for_both_and_environments_alone_cannot_have_one() -> None:
     play(scene, keys=Keys(trainer="trains"))
     with pytest.raises(ValueError, match="set both"):
         Keys(environments="plays")
+
+
+PAGES = {
+    "a name of somebody's": {"Host": "evil.example"},
+    "another page": {"Origin": "http://evil.example"},
+    "a page without a name": {"Origin": "null"},
+    "an image": {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"},
+}
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_a_page_in_a_browser_cannot_drive_a_broker_without_keys(page: dict[str, str]) -> None:
+    async def scene(client: Client) -> None:
+        await client.begin()
+        await client.post("/scored_data", group())
+        for call in chain.from_iterable(ROUTES.values()):
+            method, path = call.split()
+            body = {"/scored_data": group(), "/register": RUN}.get(path)
+            reply = await client.call(method, path, body, **page)
+            assert (reply.status, "detail" in reply.json) == (403, True), (call, reply.body)
+        assert (await client.get("/status")).json == {"current_step": 0, "queue_size": 1}
+
+    play(scene)
+
+
+def test_a_browser_may_look_and_not_reset() -> None:
+    browser = {"User_Agent": "Mozilla/5.0 (X11; Linux x86_64)", "Accept": "text/html"}
+
+    async def scene(client: Client) -> None:
+        await client.begin(batch_size=4)
+        await client.post("/scored_data", group())
+        for path in ("/", "/docs", "/status?detail=1", "/metrics"):
+            assert (await client.get(path, **browser, Sec_Fetch_Site="none")).status == 200
+        for path in ("/batch", "/reset_data"):
+            for said in (browser, browser | {"Sec_Fetch_Site": "none"}):
+                assert (await client.get(path, **said)).status == 403
+        assert (await client.get("/status")).json["queue_size"] == 1
+
+    play(scene)
+
+
+def test_who_has_the_key_may_ask_from_anywhere() -> None:
+    async def scene(client: Client) -> None:
+        for page in PAGES.values():
+            assert (await client.get("/reset_data", Authorization="Bearer k", **page)).status == 200
+
+    play(scene, keys=Keys(trainer="k"))
 
 
 def test_leases() -> None:

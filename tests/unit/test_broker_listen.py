@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from tandem.broker._listen import listening
-from tandem.broker.app import Broker, serving
+from tandem.broker.app import Broker
+from tandem.broker.serving import serving
 from tandem.broker.store import Store
 from tandem.errors import BrokerError
 

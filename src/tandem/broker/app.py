@@ -9,24 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from tandem import __version__
+from tandem import __version__, doors
 from tandem.broker import _openapi, wire
 from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
 from tandem.broker._bodies import Answer, Bodies, Limits, wants
 from tandem.broker._kept import read
 from tandem.broker._keys import Keys, Role
 from tandem.broker._lax import Malformed
-from tandem.broker._listen import BACKLOG, listening
 from tandem.broker._meter import Meter
 from tandem.broker._resent import Resent
 from tandem.broker.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
@@ -37,8 +34,8 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-READ_BYTES = 1 << 20
-"""How much of a body may lie unread before its client is held back."""
+ACTING = ("/batch", "/reset_data")
+"""Paths whose GET changes something."""
 RETRY_SECONDS = 5.0
 """When to come back after a failure of our own, such as a full disk."""
 
@@ -57,6 +54,7 @@ class Broker:
         committed: Callable[..., Awaitable[None]] = _nothing,
         limits: Limits | None = None,
         keys: Keys | None = None,
+        host: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Serve a store.
@@ -66,7 +64,8 @@ class Broker:
             committed: waits until everything that the store told its journal so far is on disk; if it is given what
                 tells whether more is on its way, it may write that with it.
             limits: bounds on bodies.
-            keys: API keys.
+            keys: API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``).
+            host: a name by which it is reached, beside its addresses and this machine's name.
             clock: seconds since 1970.
         """
         self.store = store
@@ -77,6 +76,7 @@ class Broker:
         """What was counted."""
         self.keys = keys or Keys()
         """Who may call."""
+        self._names = (host,) if host else ()
         self._committed = committed
         self._clock = clock
         self._resent = Resent()
@@ -110,16 +110,19 @@ class Broker:
             ("GET", "/reset_data", self._reset, "trainer"),
         )
         for method, path, handler, role in routes:
-            app.router.add_route(method, path, self._guarded(handler, role))
+            app.router.add_route(method, path, self._guarded(handler, role, method == "POST" or path in ACTING))
         return app
 
-    def _guarded(self, handler: Handler, role: Role | None) -> Handler:
-        """A handler behind its key."""
-        if role is None:
-            return handler
+    def _guarded(self, handler: Handler, role: Role | None, acts: bool) -> Handler:
+        """A handler behind its key, or where there is none, behind the question whether a page in a browser asks."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            self.keys.check(request.headers.get("Authorization", ""), role)
+            if role is not None:
+                self.keys.check(request.headers.get("Authorization", ""), role)
+            if not self.keys.trainer:
+                why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
+                if why:
+                    raise Answer(403, why)
             return await handler(request)
 
         return guarded
@@ -371,30 +374,3 @@ class Broker:
 
 def _read(body: bytes, encoding: wire.Encoding, *, kind: Any) -> Any:
     return wire.read(body, kind, encoding)
-
-
-@asynccontextmanager
-async def serving(broker: Broker, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> AsyncIterator[str]:
-    """Answer requests at an address; port 0 is a free one. Gives the URL.
-
-    Args:
-        broker: what answers.
-        host: for the URL, and to listen at if there are no ``sockets``.
-        port: the same.
-        sockets: made beforehand by ``listening``.
-
-    Raises:
-        BrokerError: the address cannot be had.
-    """
-    runner = web.AppRunner(
-        broker.application(), access_log=None, auto_decompress=False, read_bufsize=READ_BYTES, shutdown_timeout=5.0
-    )
-    await runner.setup()
-    try:
-        for one in sockets or listening(host, port):
-            await web.SockSite(runner, one, backlog=BACKLOG).start()
-        found = runner.addresses[0]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{found[1]}"
-    finally:
-        await runner.cleanup()
-        broker.bodies.close()

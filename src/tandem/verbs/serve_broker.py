@@ -105,9 +105,10 @@ async def _serve(
     # Only now that clients can connect: loading these takes as long as everything else of the start.
     from tandem.broker._bodies import Limits
     from tandem.broker._keys import Keys
-    from tandem.broker.app import Broker, serving
+    from tandem.broker.app import Broker
     from tandem.broker.ledger import opened
     from tandem.broker.records import Options
+    from tandem.broker.serving import serving
     from tandem.broker.store import Store
 
     me = asyncio.current_task()
@@ -117,9 +118,9 @@ async def _serve(
     limits, who = Limits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
     with opened(data, options, time.time()) as ledger:
         if ledger is None:
-            broker = Broker(Store(options), limits=limits, keys=who)
+            broker = Broker(Store(options), limits=limits, keys=who, host=host)
         else:
-            broker = Broker(ledger.store, committed=ledger.committed, limits=limits, keys=who)
+            broker = Broker(ledger.store, committed=ledger.committed, limits=limits, keys=who, host=host)
         async with serving(broker, host, 0, sockets) as url:
             _introduce(url, host, data, broker, tell)
             gc.freeze()  # what is there now stays; to look at it again and again would cost each request a little
