@@ -510,7 +510,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "generation_kwargs out of range": (trl(generation_kwargs={"top_p": 3}), "sampling.top_p must be above 0"),
     "scale_rewards": (trl(scale_rewards="some"), "expected true, false, group, batch or none"),
     "aggregation": (trl(multi_objective_aggregation="sum"), "expected sum_then_normalize or"),
-    "loss_type": (trl(loss_type="cispo"), "trl.loss_type: expected one of grpo, bnpo, dapo, dr_grpo"),
+    "loss_type": (trl(loss_type="ppo"), "trl.loss_type: expected one of grpo, bnpo, dapo, dr_grpo, cispo, sapo"),
+    "cispo's level": (
+        trl(loss_type="cispo", importance_sampling_level="sequence"),
+        "trl.importance_sampling_level: of cispo ratios are the token's",
+    ),
     "level": (trl(importance_sampling_level="word"), "expected token or sequence, got word"),
     "mode": (trl(**SERVER, vllm_importance_sampling_mode="word_mask"), "expected token_truncate, token_mask"),
     "a moving reference of no weight": (trl(sync_ref_model=True), "it needs a penalty: set trl.beta above 0"),
@@ -694,6 +698,21 @@ def test_ways_to_scale(scale: Any, kind: str, read: Read) -> None:
 )
 def test_losses(named: str, reduction: str, read: Read) -> None:
     assert at(read(trl(loss_type=named)).options, "loss/reduction") == reduction
+
+
+def test_losses_without_a_clip(read: Read) -> None:
+    """As in TRL, epsilon_high bounds CISPO's weights at every ratio, and SAPO's temperatures are its own."""
+    cispo = read(trl(loss_type="cispo", epsilon=0.1, epsilon_high=5.0))
+    assert at(cispo.options, "loss") == {"kind": "cispo", "reduction": "token", "cap": 5.0}
+    assert "trl.epsilon: changes nothing: cispo does not clip" in cispo.notes
+    assert not any("trl.epsilon_high" in note for note in cispo.notes)
+    capped = read(trl(loss_type="cispo", num_iterations=2))
+    assert at(capped.options, "loss/cap") == 0.2
+    assert any(note.startswith("trl.epsilon_high: 0.2 is the largest weight") for note in capped.notes)
+    for updates in (1, 2):
+        sapo = read(trl(loss_type="sapo", num_iterations=updates, epsilon=0.1))
+        assert at(sapo.options, "loss") == {"kind": "sapo", "reduction": "sequence"}
+        assert "trl.epsilon: changes nothing: sapo does not clip" in sapo.notes
 
 
 def test_a_server_is_waited_for_as_long_as_in_trl(read: Read) -> None:

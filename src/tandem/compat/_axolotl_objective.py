@@ -12,7 +12,14 @@ from tandem.types import Json
 if TYPE_CHECKING:
     from tandem.compat._axolotl_recipe import Recipe
 
-REDUCTIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
+REDUCTIONS = {
+    "grpo": "sequence",
+    "bnpo": "token",
+    "dapo": "token",
+    "dr_grpo": "constant",
+    "cispo": "token",
+    "sapo": "sequence",
+}
 """trl.loss_type: what the sum over tokens is divided by."""
 
 LENGTH = 512
@@ -110,29 +117,46 @@ def _loss(recipe: Recipe) -> None:
         file.wrong("trl.loss_type", f"expected one of {', '.join(REDUCTIONS)}, got {named}")
     if level not in ("token", "sequence"):
         file.wrong("trl.importance_sampling_level", f"expected token or sequence, got {level}")
-    recipe.put("loss.kind", "gspo" if level == "sequence" else "grpo", "trl.importance_sampling_level", "trl.loss_type")
+    clipless = named in ("cispo", "sapo")
+    if clipless and level == "sequence":
+        file.wrong("trl.importance_sampling_level", f"of {named} ratios are the token's; leave it out")
+    kind = named if clipless else "gspo" if level == "sequence" else "grpo"
+    recipe.put("loss.kind", kind, "trl.loss_type", "trl.importance_sampling_level")
     recipe.put("loss.reduction", REDUCTIONS.get(named, "token"), "trl.loss_type")
     if "trl.loss_type" not in file:
         file.note("trl.loss_type", "dapo, TRL's default")
-    low = file.get("trl.epsilon", 0.2)
-    high = file.get("trl.epsilon_high", low)
     sampled = _against_the_sampler(recipe)
     if recipe.updates > 1:
         recipe.put("updates", recipe.updates, "trl.num_iterations")
-    if recipe.updates > 1 or sampled:
-        recipe.put("loss.clip_low", low, "trl.epsilon")
-        recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
-        if level == "token":
-            recipe.put("loss.dual_clip", None, "trl.epsilon")
-    else:
-        for option in ("trl.epsilon", "trl.epsilon_high"):
-            if option in file:
-                file.note(option, "changes nothing: with num_iterations 1 every ratio to the step's own policy is 1")
-        if file.get("trl.num_iterations", 1) < 1:
-            file.wrong("trl.num_iterations", "it must be at least 1")
+    elif file.get("trl.num_iterations", 1) < 1:
+        file.wrong("trl.num_iterations", "it must be at least 1")
+    _bounds_of_ratios(recipe, kind, recipe.updates > 1 or sampled)
     whence = ("trl.generation_batch_size", "trl.replay_buffer_size", "trl.vllm_importance_sampling_correction")
     recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
     _corrections(recipe)
+
+
+def _bounds_of_ratios(recipe: Recipe, kind: str, differ: bool) -> None:
+    """What epsilon and epsilon_high are to this loss; ``differ``: whether any ratio may be other than 1."""
+    file = recipe.file
+    low = file.get("trl.epsilon", 0.2)
+    high = file.get("trl.epsilon_high", low)
+    if kind == "cispo":
+        recipe.put("loss.cap", high, "trl.epsilon_high", "trl.epsilon")
+        if high < 1:
+            text = f"{high:g} is the largest weight of a token under cispo, as in TRL, so that even tokens of ratio 1"
+            file.note("trl.epsilon_high", f"{text} count {high:g} times; its authors take 5")
+    elif kind != "sapo" and differ:
+        recipe.put("loss.clip_low", low, "trl.epsilon")
+        recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
+        if kind == "grpo":
+            recipe.put("loss.dual_clip", None, "trl.epsilon")
+    read = {"cispo": ("trl.epsilon_high",) if "trl.epsilon_high" in file else ("trl.epsilon",)}.get(kind, ())
+    unclipped = "with num_iterations 1 every ratio to the step's own policy is 1"
+    why = f"{kind} does not clip" if kind in ("cispo", "sapo") else "" if differ else unclipped
+    for option in ("trl.epsilon", "trl.epsilon_high"):
+        if why and option in file and option not in read:
+            file.note(option, f"changes nothing: {why}")
 
 
 def _weighed(recipe: Recipe) -> bool:

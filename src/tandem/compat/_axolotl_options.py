@@ -206,8 +206,10 @@ TRL: Mapping[str, Option] = {
     "beta": _is("reference: start with this beta, none for 0", "number"),
     "num_iterations": _is("updates", "whole"),
     "epsilon": _is("loss.clip_low, and clip_high without epsilon_high", "number"),
-    "epsilon_high": _is("loss.clip_high", "number"),
-    "loss_type": _is("loss.reduction: grpo sequence, bnpo and dapo token, dr_grpo constant", "text"),
+    "epsilon_high": _is("loss.clip_high; of cispo loss.cap", "number"),
+    "loss_type": _is(
+        "loss.reduction: grpo sequence, bnpo and dapo token, dr_grpo constant; or cispo, sapo", "text"
+    ),
     "scale_rewards": _is("advantage: true or group grpo, batch batch_std, false or none dr_grpo", "anything"),
     "mask_truncated_completions": _is("truncated: mask", "truth"),
     "reward_funcs": _is("rewards: functions by import path, models as reward_model", "list"),
