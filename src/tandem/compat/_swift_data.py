@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.envs.dataset import Dataset
@@ -30,12 +31,18 @@ class Rows(Dataset):
     """Column with the gold answer; that of ``transform`` is made of solution, answer, response or the last turn."""
     transform: str = f"{__name__}:row"
     """What brings ms-swift's forms into one."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names of columns in the data, and what they are called here."""
     gold_reply: str = "{answer}"
     """How a right answer is said, to check rewards by; empty: they are not checked."""
 
     @property
     def name(self) -> str:
         return "swift"
+
+    def _change(self) -> Callable[[dict[str, Json]], Any] | None:
+        change = super()._change()
+        return change and (lambda row: change({self.columns.get(name, name): value for name, value in row.items()}))
 
     def check(self, task: Task) -> str | None:
         """No reply is known to a task without an answer."""

@@ -75,7 +75,7 @@ class Given:
         return all(self[name] is None or self[name] > 0 for name in names)
 
     def settle(self, places: Mapping[str, str]) -> list[str]:
-        """Refuse what was given and cannot take effect; returns what to tell of the rest.
+        """Refuse what would change the result and cannot be had; returns what to tell of the rest.
 
         Args:
             places: by the name of what arguments belong to, why they change nothing; empty where they count.
@@ -83,10 +83,7 @@ class Given:
         for name, value in self._values.items():
             argument = self._table[name]
             if argument.where and (why := places[argument.where]):
-                if value == argument.default and not argument.refused:
-                    self.note(name, f"changes nothing {why}")
-                else:
-                    self.wrong(name, f"it changes nothing {why}; leave it out")
+                self.note(name, f"changes nothing {why}")
             elif argument.refused and value != argument.default:
                 self.wrong(name, f"refused: {argument.refused}")
             elif argument.idle and value != argument.default:

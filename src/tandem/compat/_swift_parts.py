@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _STARTING = {
     "vllm_enable_prefix_caching": "enable_prefix_caching",
 }
 """Arguments of an engine that is started here, and what they are of it."""
-_PASSED = ("disable_custom_all_reduce", "disable_cascade_attn", "enable_expert_parallel")
+_PASSED = ("disable_custom_all_reduce", "disable_cascade_attn", "enable_expert_parallel", "max_logprobs")
 
 
 def datasets(given: Given) -> dict[str, Json]:
@@ -41,7 +41,7 @@ def datasets(given: Given) -> dict[str, Json]:
     if len(validation) > 1 or (validation and len(names) > 1):
         given.wrong("val_dataset", "one data set has one other to be evaluated on")
     if validation and given["split_dataset_ratio"]:
-        given.wrong("split_dataset_ratio", "it changes nothing beside --val_dataset, which is held out; leave it out")
+        given.note("split_dataset_ratio", "changes nothing beside --val_dataset, which is held out")
     system = _system(given)
     found = [_dataset(given, name, validation) | ({"system": system} if system else {}) for name in names]
     if len(found) == 1:
@@ -90,6 +90,7 @@ def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
             given.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
         env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
     env |= {"max_rows": int(count)} if count and int(count) else {}
+    env |= {"columns": given["columns"]} if given["columns"] else {}
     env |= {"test_path": validation[0]} if validation else {"test_share": given["split_dataset_ratio"]}
     return env | ({"gold_reply": TAGGED} if "format" in given["reward_funcs"] else {})
 
@@ -156,21 +157,19 @@ def _plugged(given: Given) -> Collection[str]:
     for file in files:
         if file not in asked:
             own = ", ".join(name for name, one in found.items() if one.file == file) or "nothing"
-            why = f"{file} registers none of --reward_funcs ({own}), so it would change nothing; leave it out"
-            given.wrong("external_plugins", why)
+            given.note("external_plugins", f"{file} registers none of --reward_funcs ({own}), so it changes nothing")
     return tuple(found)
 
 
-def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int) -> dict[str, Json]:
-    """``engine``, and ``sync`` as what is trained has to travel."""
+def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int, visible: Sequence[str]) -> dict[str, Json]:
+    """``engine``, and ``sync`` as what is trained has to travel; ``visible`` are this process' GPUs."""
     periodic = {"every": rounds} if rounds > 1 else {}
     if mode == "none":
         return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
     if mode == "server":
         found = {"kind": "vllm", "urls": _urls(given), "start_seconds": given["vllm_server_timeout"]}
         return {"engine": found, "sync": {"kind": "broadcast", **periodic}}
-    devices = [word.removeprefix("cuda:") for word in given["vllm_device"] or []]
-    size = given["vllm_tensor_parallel_size"]
+    devices, size = _devices(given, visible), given["vllm_tensor_parallel_size"]
     found = {"kind": "vllm", **started(given)}
     if devices:
         wrong = [device for device in devices if not device.isdecimal()]
@@ -178,14 +177,33 @@ def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int) -> 
             given.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
         groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
         found |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
-    if given["num_infer_workers"] not in (None, len(devices)):
-        given.wrong("num_infer_workers", f"vllm_device has {len(devices)}; leave it out")
     if "vllm_gpu_memory_utilization" not in given and not devices:
         given.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
     shared = size == 1 and not devices
     if level := _sleep(given, devices, shared=shared):
         found["sleep"] = level
     return {"engine": found, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
+
+
+def _devices(given: Given, visible: Sequence[str]) -> list[str]:
+    """GPUs of an engine that is not on the trainer's; none if it is.
+
+    By ``auto`` it is the last ``num_infer_workers`` of the visible ones where one is left for the trainer.
+    """
+    named = [word.removeprefix("cuda:") for word in given["vllm_device"] or []]
+    workers = given["num_infer_workers"]
+    if not named and workers is None:
+        return []
+    if named not in ([], ["auto"]):
+        if workers not in (None, len(named)):
+            given.note("num_infer_workers", f"changes nothing: vllm_device names {len(named)}")
+        return named
+    count = int(workers or 1)
+    if count < len(visible):
+        return list(visible[-count:])
+    if count > max(1, len(visible)):
+        given.wrong("num_infer_workers", f"{len(visible)} GPUs are visible; write 1 where the trainer has one alone")
+    return []
 
 
 def _sleep(given: Given, devices: list[str], *, shared: bool) -> int:
@@ -199,7 +217,7 @@ def _sleep(given: Given, devices: list[str], *, shared: bool) -> int:
     elif level and given["async_generate"]:
         given.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
     elif level and devices and "0" not in devices:
-        given.wrong("sleep_level", "the engine is on other GPUs than the trainer; leave it out")
+        given.note("sleep_level", "changes nothing: the engine is on other GPUs than the trainer")
     else:
         return level
     return 0
@@ -209,7 +227,7 @@ def started(given: Given) -> dict[str, Json]:
     """Options of an engine that is started here."""
     found = {option: given[name] for name, option in _STARTING.items() if name in given}
     own = dict(given["vllm_engine_kwargs"] or {})
-    own |= {name: True for name in _PASSED if given[f"vllm_{name}"]}
+    own |= {name: given[f"vllm_{name}"] for name in _PASSED if given[f"vllm_{name}"]}
     return found | ({"args": own} if own else {})
 
 
@@ -218,7 +236,7 @@ def _urls(given: Given) -> list[str]:
     if given["vllm_server_base_url"]:
         for name in ("vllm_server_host", "vllm_server_port"):
             if name in given:
-                given.wrong(name, "it changes nothing beside --vllm_server_base_url, which has it; leave it out")
+                given.note(name, "changes nothing beside --vllm_server_base_url, which has it")
         return [url.rstrip("/").removesuffix("/v1") for url in given["vllm_server_base_url"]]
     hosts, ports = given["vllm_server_host"] or [], given["vllm_server_port"]
     if not hosts:

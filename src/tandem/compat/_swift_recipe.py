@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tandem.compat._swift_given import Given
@@ -30,7 +31,8 @@ _CORRECTIONS = {
     "sequence_truncate": ("sequence", "truncate"),
     "sequence_mask": ("sequence", "mask"),
 }
-_RANKS = ("NPROC_PER_NODE", "NNODES")
+_RANKS = {"NPROC_PER_NODE": "1", "NNODES": "1", "WORLD_SIZE": "1", "NODE_RANK": "0", "RANK": "0", "LOCAL_RANK": "0"}
+"""What the environment says where there is one process."""
 _SCALES = {
     "group": "grpo", "true": "grpo", "True": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo",
     "False": "dr_grpo", "gdpo": "gdpo",
@@ -45,7 +47,7 @@ class Reading:
 
         Args:
             given: the arguments.
-            environ: NPROC_PER_NODE and NNODES are read.
+            environ: the ranks of a launcher and CUDA_VISIBLE_DEVICES are read.
         """
         self.given = given
         self.environ = environ
@@ -86,13 +88,13 @@ class Reading:
         given = self.given
         trains = trained(given, self.mode)
         context = given["max_length"] and given["max_length"] + given["max_completion_length"]
-        batch = given["per_device_train_batch_size"]
+        part = self._micro_batch
         return {
             "optimizer": optimizer(given, steps),
             "trains": trains,
-            **engine(given, self.mode, trains, self._rounds),
+            **engine(given, self.mode, trains, self._rounds, _visible(self.environ)),
             "dtype": given["torch_dtype"],
-            **({"context": context, "micro_batch_tokens": batch * context} if context else {}),
+            **({"context": context, "micro_batch_tokens": part * context} if context else {}),
             **({"checkpointing": "full"} if given["gradient_checkpointing"] else {}),
             "seed": given["seed"],
             "evaluate": evaluated(given, steps),
@@ -118,6 +120,19 @@ class Reading:
     def _completions(self) -> int:
         """Completions of one optimizer step."""
         return int(self.given["per_device_train_batch_size"] * self.given["gradient_accumulation_steps"])
+
+    @cached_property
+    def _micro_batch(self) -> int:
+        """Completions of one pass over the model."""
+        given = self.given
+        batch, part = int(given["per_device_train_batch_size"]), given["mini_batch_size"]
+        if part is None:
+            return batch
+        if batch % part:
+            given.wrong("mini_batch_size", f"per_device_train_batch_size {batch} is no multiple of it")
+        if not given["max_length"]:
+            given.note("mini_batch_size", "changes nothing without --max_length: micro_batch_tokens bounds the memory")
+        return int(part)
 
     @cached_property
     def _rounds(self) -> int:
@@ -152,7 +167,6 @@ class Reading:
             "vllm": away["none"] if mode == "none" else "",
             "server": "" if mode == "server" else away.get(mode, ""),
             "colocate": "" if mode == "colocate" else away.get(mode, ""),
-            "vllm_device": "" if "vllm_device" in given else "without --vllm_device, which says which GPUs",
             "clipped": one if self._at_ratio_one else "" if family else clipless,
             "clipped high": one if self._at_ratio_one and family else clipless if loss == "sapo" else "",
             "grpo's loss": one
@@ -190,14 +204,12 @@ class Reading:
             given.only(name, _CHOICES[name])
         given.only("loss_type", {**_REDUCTIONS, "cispo": "", "sapo": ""})
         given.only("importance_sampling_level", {"token": 1, "sequence": 1, "sequence_token": 1})
-        if given["truncation_strategy"] not in ("delete", "raise"):
-            given.wrong("truncation_strategy", "a prompt is never cut, for its answer would be to another question")
-        elif given["truncation_strategy"] == "delete":
-            given.note("truncation_strategy", "a prompt without room is an error here, not left out")
-        if self._lora and given["lora_dropout"]:
-            why = "it must be 0: the policy that is scored must be the policy that sampled"
-            given.wrong("lora_dropout", f"Tandem has no dropout; {why}")
-        elif self._lora and "lora_dropout" not in given:
+        strategies = {"delete": "left out", "left": "cut", "right": "cut", "raise": ""}
+        if happens := given.only("truncation_strategy", strategies):
+            given.note("truncation_strategy", f"a prompt without room is an error here, not {happens}")
+        if given["loss_scale"] not in ("last_round", "default"):
+            given.wrong("loss_scale", "every sampled token counts as one; write last_round, or leave it out")
+        if self._lora and "lora_dropout" not in given:
             given.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
         if "ref_model" in given and given["ref_model"] != given["model"]:
             given.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
@@ -215,15 +227,18 @@ class Reading:
 
     def _check_batch(self) -> None:
         given = self.given
-        for name in _RANKS:
-            if self.environ.get(name, "1").strip() not in ("", "1"):
+        for name, alone in _RANKS.items():
+            said = self.environ.get(name, "").strip()
+            if said not in ("", alone):
                 given.problems.add(
-                    f"{name}, of the environment",
-                    "the trainer is one process; unset it, and multiply gradient_accumulation_steps by it instead",
+                    f"{name}={said}, of the environment",
+                    "the trainer is one process, the same on every rank; unset it, start one, and multiply "
+                    "gradient_accumulation_steps by the number of GPUs instead",
                 )
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
-                 "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps")  # fmt: skip
+                 "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps",
+                 "mini_batch_size", "num_infer_workers")  # fmt: skip
         if not given.positive(*names):
             return
         if "generation_batch_size" in given and "steps_per_generation" in given:
@@ -335,6 +350,13 @@ class Reading:
             return {"reference": {"kind": "start", **own}}
         moving = {"mixup": given["ref_model_mixup_alpha"], "every": per_step(given, given["ref_model_sync_steps"])}
         return {"reference": {"kind": "average", **own, **moving}}
+
+
+def _visible(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs of a process, as CUDA_VISIBLE_DEVICES names them, or else all of the machine's."""
+    if (said := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [word for word in said.split(",") if word.strip()]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 _CHOICES: dict[str, Mapping[Any, Any]] = {

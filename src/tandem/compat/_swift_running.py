@@ -30,6 +30,9 @@ def per_step(given: Given, updates: float) -> int:
 
 def _every(given: Given, name: str, steps: int) -> int:
     """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
+    strategy = given[f"{name.removesuffix('_steps')}_strategy"]
+    if strategy == "epoch":
+        return max(1, math.ceil(steps / max(1.0, float(given["num_train_epochs"]))))
     asked = float(given[name])
     if asked > 1 and asked != int(asked):
         given.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {asked:g}")
@@ -58,7 +61,7 @@ def optimizer(given: Given, steps: int) -> Json:
     if kind == "adafactor":
         for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             if name in given:
-                given.wrong(name, "it changes nothing with --optim adafactor; leave it out")
+                given.note(name, "changes nothing with --optim adafactor")
         return found
     return found | adam
 
@@ -91,9 +94,11 @@ def trained(given: Given, mode: str) -> dict[str, Json]:
 
 def evaluated(given: Given, steps: int) -> Json:
     """``evaluate`` of a run of so many steps: nothing without held-out rows."""
-    if not given["split_dataset_ratio"] and not given["val_dataset"]:
+    strategy = given.only("eval_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"})
+    if strategy == "no" or not (given["split_dataset_ratio"] or given["val_dataset"]):
         return {"tasks": 0}
-    every = _every(given, "eval_steps" if "eval_steps" in given else "save_steps", steps)
+    by_steps = "eval_steps" if "eval_steps" in given or strategy == "epoch" else "save_steps"
+    every = _every(given, by_steps, steps)
     samples = given["num_generations_eval"] or given["num_generations"]
     greedy = {"temperature": given["temperature"], "top_p": given["top_p"]}
     return {"every": every, "samples": samples, **greedy, "before": False}
@@ -101,7 +106,7 @@ def evaluated(given: Given, steps: int) -> Json:
 
 def checkpoint(given: Given, steps: int) -> Json:
     """``checkpoint`` of a run of so many steps."""
-    if given.only("save_strategy", {"steps": "steps", "no": "no"}) == "no":
+    if given.only("save_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"}) == "no":
         return {"every": steps, "keep": 1}
     every = min(steps, _every(given, "save_steps", steps))
     return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
@@ -109,7 +114,9 @@ def checkpoint(given: Given, steps: int) -> Json:
 
 def sinks(given: Given) -> list[Json]:
     """``sinks``: the terminal, boards, and completions.jsonl."""
-    boards = [name for name in given["report_to"] if name != "none"]
+    boards = [name for name in given["report_to"] if name not in ("none", "swanlab")]
+    if "swanlab" in given["report_to"]:
+        given.note("report_to", "there is no sink for swanlab; numbers are in metrics.jsonl of the run's folder")
     for name in boards:
         if name not in ("tensorboard", "wandb", "trackio"):
             given.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")

@@ -1,7 +1,8 @@
 """ms-swift's command line: its arguments as a recipe, and its file of completions.
 
 ``_swift_arguments`` declares every argument once; ``rlhf`` and ``deploy`` say what a command line comes to. An argument
-that cannot take effect is refused with the reason, one that has no meaning here is told; none is silently ignored.
+that would change the result and cannot be had is refused with the reason, one that cannot matter is told; none is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Tran
 
     Args:
         words: the values of every argument that was given.
-        environ: NPROC_PER_NODE and NNODES are read.
+        environ: the ranks of a launcher (NPROC_PER_NODE, NNODES, WORLD_SIZE, RANK) and CUDA_VISIBLE_DEVICES are read.
 
     Raises:
         ConfigError: with every argument that is wrong or would change nothing.
@@ -102,6 +103,9 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     if given["infer_backend"] != "vllm":
         given.wrong("infer_backend", f"an engine that receives weights is vllm, not {given['infer_backend']}")
     given.only("torch_dtype", {"bfloat16": 1, "float32": 1})
+    if given["host"] == "0.0.0.0" and not given["api_key"]:
+        why = "whoever reaches this machine can overwrite the engine's weights; 127.0.0.1, or --api_key, keeps it apart"
+        given.note("host", why)
     problems.raise_if_any("the command line")
     replicas = given["vllm_data_parallel_size"]
     engine: dict[str, Json] = {

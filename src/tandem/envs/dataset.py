@@ -84,11 +84,15 @@ class Dataset(Environment):
 
     def _rows(self, split: Split) -> Iterator[Row]:
         """Rows of a split, transformed after the split is decided."""
-        change = _function(self.transform) if self.transform else None
+        change = self._change()
         for row in self._source().rows(split, self._key):
             changed = _changed(row, change, self.transform) if change else row
             if changed is not None:
                 yield changed
+
+    def _change(self) -> Callable[[dict[str, Json]], Any] | None:
+        """What changes a row's columns, or leaves the row out by None; None changes nothing."""
+        return _function(self.transform) if self.transform else None
 
     def _key(self, row: Row) -> str:
         """What the split hashes: the data beneath the prompt, so that new wording moves no row into training."""
