@@ -207,9 +207,7 @@ TRL: Mapping[str, Option] = {
     "num_iterations": _is("updates", "whole"),
     "epsilon": _is("loss.clip_low, and clip_high without epsilon_high", "number"),
     "epsilon_high": _is("loss.clip_high; of cispo loss.cap", "number"),
-    "loss_type": _is(
-        "loss.reduction: grpo sequence, bnpo and dapo token, dr_grpo constant; or cispo, sapo", "text"
-    ),
+    "loss_type": _is("loss.reduction: grpo sequence, bnpo and dapo token, dr_grpo constant; or cispo, sapo", "text"),
     "scale_rewards": _is("advantage: true or group grpo, batch batch_std, false or none dr_grpo", "anything"),
     "mask_truncated_completions": _is("truncated: mask", "truth"),
     "reward_funcs": _is("rewards: functions by import path, models as reward_model", "list"),

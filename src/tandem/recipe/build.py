@@ -23,6 +23,7 @@ from typing import Any, Literal, Union
 
 from tandem import resolve
 from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.recipe.dialects import elsewhere
 from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, plain
 from tandem.recipe.words import describe, got
 
@@ -96,7 +97,7 @@ class Builder:
         for key, value in tree.entries.items():
             where = tree.key_where[key]
             if key not in fields:
-                self._unknown(cls, key, where, label)
+                self._unknown(cls, key, value, where, label)
                 bad = True
                 continue
             inner = f"{path}.{key}" if path else key
@@ -321,13 +322,17 @@ class Builder:
         text = f"{path}{'.' if is_option else ': '}{message}" if path else message
         self.problems.add(self.given.get(name, where), text, kind)
 
-    def _unknown(self, cls: type, key: str, where: str, label: str) -> None:
+    def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str) -> None:
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
-        hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         of = f" of {label}" if label else ""
+        foreign = {} if nested else elsewhere(key, value, where)
+        for place, told in foreign.items():
+            self.problems.add(place, told)
+        hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
-        self.problems.add(where, f"unknown option {key!r}{of}{hint or listing}")
+        if not foreign:
+            self.problems.add(where, f"unknown option {key!r}{of}{hint or listing}")
 
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
         self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.recipe.tree import Branch, Problems
+from tandem.recipe.tree import Branch, Problems, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,25 @@ this system. Mistakes are added to the problems."""
 
 DIALECTS = ("tandem.compat.axolotl",)
 """Modules with a ``translate``, by name since ``compat`` stands above whatever reads recipes."""
+
+
+NAMES = "tandem.compat.names"
+"""Module with a ``meant``: what options of other systems are called here."""
+
+
+def elsewhere(option: str, value: Tree, where: str) -> dict[str, str]:
+    """What to tell of an option that another system has, by where it is written; empty if none has it.
+
+    Or of those in the mapping that it holds, as in ``actor_rollout_ref: {rollout: {n: 8}}``.
+    """
+    meant: Callable[[str], str | None] = importlib.import_module(NAMES).meant
+    if (itself := meant(option)) is not None:
+        return {where: f"unknown option {option!r}; {itself}"}
+    found: dict[str, str] = {}
+    if isinstance(value, Branch):
+        for key, inner in value.entries.items():
+            found |= elsewhere(f"{option}.{key}", inner, value.key_where[key])
+    return found
 
 
 def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
