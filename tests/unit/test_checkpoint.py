@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -420,10 +421,106 @@ def test_what_cannot_be_read_is_named(
 def test_state_of_another_shape_is_named(policy: Policy, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     saver = Saver(policy, tmp_path)
     path = saver.save(1)
+    (path / "digests.json").unlink()  # they would tell first
     damage(path / "state.json")
     with pytest.raises(CheckpointError, match="cannot be read") as caught:
         saver.restore()
-    assert f"remove the folder {path}" in str(caught.value)
+    assert "no older checkpoint is whole" in str(caught.value)
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+
+
+def half_zeros(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+
+
+def of_another_step(path: Path) -> None:
+    shutil.copy(path.parents[1] / "000004" / path.name, path)
+
+
+def more_tokens(path: Path) -> None:
+    path.write_text(path.read_text().replace('"tokens_seen": 102', '"tokens_seen": 103'))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("optimizer.safetensors", flipped),
+        ("optimizer.safetensors", half_zeros),
+        ("optimizer.safetensors", of_another_step),
+        ("model/model.safetensors", flipped),
+        ("model/tokenizer.json", flipped),
+        ("state.json", of_another_step),
+        ("state.json", more_tokens),
+        ("digests.json", cut),
+        ("digests.json", of_another_step),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_named(
+    policy: Policy, tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    saver = Saver(policy, tmp_path, keep=3)
+    for step in (2, 4, 6):
+        saver.train(step)
+        saver.save(step)
+    before = (path := tmp_path / "checkpoints" / "000006" / file).read_bytes()
+    damage(path)
+    assert path.read_bytes() != before
+    live = saver.tensors()
+    with pytest.raises(CheckpointError) as caught:
+        saver.restore()
+    assert str(path.parents[len(Path(file).parts) - 1]) in str(caught.value)
+    assert "newest whole checkpoint is that of step 4" in str(caught.value)
+    assert all(torch.equal(live[name], tensor) for name, tensor in saver.tensors().items()), "nothing was loaded"
+    flipped(tmp_path / "checkpoints" / "000004" / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="whole checkpoint is that of step 2") as caught:
+        saver.restore()
+    command = str(caught.value).partition("to go on from it: ")[2].partition(" && ")
+    assert command[2] == f"tandem train {tmp_path}"
+    subprocess.run(command[0], shell=True, check=True)
+    assert saver.restore().step == 2, "the command of the message makes it so"
+
+
+def test_a_checkpoint_that_bears_another_steps_name_is_refused(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.save(4).rename(tmp_path / "checkpoints" / "000006")
+    with pytest.raises(CheckpointError, match="000006 holds the state of step 4"):
+        saver.restore()
+
+
+def test_weights_that_were_added_are_refused(policy: Policy, tmp_path: Path) -> None:
+    path = (saver := Saver(policy, tmp_path)).save(1)
+    shutil.copy(path / "optimizer.safetensors", path / "model" / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"more.safetensors is not of this checkpoint"):
+        saver.restore()
+    (path / "model" / "more.safetensors").rename(path / "notes.txt")
+    assert saver.restore().step == 1, "what no resume reads may lie there"
+
+
+def test_a_checkpoint_without_digests_is_taken_with_a_word(
+    policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(policy, tmp_path)
+    (saver.save(1) / "digests.json").unlink()
+    assert saver.restore().step == 1
+    assert "000001 has no digests.json, so its files are taken as they are, unchecked" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["²", "٤", "7", "0000007"])
+def test_a_folder_whose_name_is_no_step_is_no_checkpoint(
+    policy: Policy, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(policy, tmp_path, keep=1)
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    saver.save(1)
+    saver.save(2)
+    assert saver.restore().step == 2
+    assert f"{name} is not a checkpoint" in caplog.text
 
 
 def test_optimizer_of_other_parameters_is_refused(policy: Policy, tmp_path: Path) -> None:
@@ -432,6 +529,7 @@ def test_optimizer_of_other_parameters_is_refused(policy: Policy, tmp_path: Path
     saver = Saver(policy, tmp_path)
     path = saver.save(1)
     save_file({"x": torch.zeros(2)}, path / "optimizer.safetensors")
+    (path / "digests.json").unlink()
     with pytest.raises(CheckpointError, match="other parameters"):
         saver.restore()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tandem.errors import CheckpointError, ConfigError
 from tandem.sinks.base import RunInfo, Sink, Writer
+from tandem.trainer.digests import steps_in
 from tandem.types import Json
 
 
@@ -174,7 +175,7 @@ def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
     from tandem.report.folder import load
 
     naming = _Naming.of(load(run_folder).config)
-    folders = {int(path.name): path for path in (run_folder / "checkpoints").glob("*") if path.name.isdigit()}
+    folders = steps_in(run_folder / "checkpoints")
     written = [path for step in sorted(folders) for path in naming.place(step, folders[step], save_path)]
     written += naming.place_tokenizer(folders[max(folders)], save_path) if folders else []
     return [*written, *_place_bridge(run_folder, save_path)]

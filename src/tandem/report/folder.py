@@ -71,7 +71,7 @@ def load(path: Path) -> RunFolder:
         events=list(_lines.read(path / "events.jsonl")),
         evaluations=sorted(evaluations.values(), key=lambda row: row["step"]),
         rollout_steps=sorted(
-            int(file.stem) for file in path.glob("rollouts/*.jsonl") if file.stem.isdigit() and len(file.stem) >= 6
+            int(file.stem) for file in path.glob("rollouts/*.jsonl") if file.stem.isdecimal() and len(file.stem) >= 6
         ),
     )
 

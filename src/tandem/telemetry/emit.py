@@ -217,7 +217,7 @@ class Telemetry:
 
     def _drop_later_rollouts(self) -> None:
         for path in (self._info.folder / "rollouts").glob("*.jsonl*"):
-            if path.suffix == ".tmp" or (path.stem.isdigit() and int(path.stem) > self._info.resumed_step):
+            if path.suffix == ".tmp" or (path.stem.isdecimal() and int(path.stem) > self._info.resumed_step):
                 path.unlink()
 
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:

@@ -21,6 +21,7 @@ from tandem.optimizers.base import Stepper
 from tandem.policy.policy import Policy
 from tandem.references.base import Held
 from tandem.telemetry import trace
+from tandem.trainer import digests
 from tandem.trainer.state import TrainerState
 from tandem.trains.base import Trains
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the whole checkpoints in a run's ``checkpoints`` folder, oldest first."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit() and path.is_dir())
+    return list(digests.steps_in(folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,7 @@ class Checkpoints:
                 save_file(reference, aside / "reference.safetensors")
             state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
             (aside / "state.json").write_text(json.dumps(state.to_json()), encoding="utf-8")
+            digests.write(aside)
             _flush(aside)
             aside.rename(final)
             _flush_folder(self.folder)
@@ -135,15 +137,24 @@ class Checkpoints:
 async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: TrainerState) -> TrainerState:
     """Load the weights of the newest checkpoint in ``folder``; its state, or ``fresh`` if there is none.
 
+    Every file of it is held against its digest first.
+
     Raises:
-        CheckpointError: it cannot be read, or the recipe is not the one it was made with.
+        CheckpointError: it cannot be read, is damaged, or the recipe is not the one it was made with.
     """
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
     steps = saved_steps(folder)
+    for other in folder.glob("*"):
+        if other.name.isdigit() and other not in digests.steps_in(folder).values():
+            log.warning("%s is not a checkpoint: its name is not a step of six digits; it is let be", other)
     if not steps:
         return fresh
     path = folder / f"{steps[-1]:06d}"
+    reader = f"the checkpoint reader at {path}"
+    looking = policy.compute(digests.damage, path)
+    if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
+        raise CheckpointError(f"{damage}; {digests.remedy(path)}")
     state = _read_state(path)
     if state.config_digest != fresh.config_digest:
         raise CheckpointError(
@@ -151,7 +162,7 @@ async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: T
             "recipe back, or start a new run from it"
         )
     loading = policy.compute(trains.load, policy.model, path / trains.folder_name)
-    await waits.wait(loading, owner="trainer", reason="its weights", on=f"the checkpoint reader at {path}")
+    await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
     return state
 
 
@@ -163,9 +174,12 @@ def _aside(path: Path) -> Path:
 def _read_state(path: Path) -> TrainerState:
     file = path / "state.json"
     try:
-        return TrainerState.from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state = TrainerState.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(_unreadable(file, error)) from error
+    if state.step != int(path.name):
+        raise CheckpointError(f"{path} holds the state of step {state.step}; {digests.remedy(path)}")
+    return state
 
 
 def _read_tensors(file: Path, load: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -178,10 +192,7 @@ def _read_tensors(file: Path, load: Callable[[dict[str, torch.Tensor]], None]) -
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    return (
-        f"{file} cannot be read ({type(error).__name__}: {error}); remove the folder {file.parent} to resume from the "
-        "checkpoint before it"
-    )
+    return f"{file} cannot be read ({type(error).__name__}: {error}); {digests.remedy(file.parent)}"
 
 
 def _flush(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.config import RunConfig, load
 from tandem.errors import CheckpointError, ConfigError
+from tandem.trainer import digests
 from tandem.verbs.train import recipe_of
 
 
@@ -48,7 +49,7 @@ def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
         CheckpointError: there is none.
     """
     checkpoints = run / "checkpoints"
-    found = {int(path.name): path for path in checkpoints.glob("*") if path.name.isdigit() and path.is_dir()}
+    found = digests.steps_in(checkpoints)
     if not found:
         raise CheckpointError(f"{run} has no checkpoint yet; one is written every {config.checkpoint.every} steps")
     if step is not None and step not in found:

@@ -1,0 +1,91 @@
+"""Digests of a checkpoint's files, beside them: what a resume reads is what was written, or it is refused.
+
+Without them a file of another step, or one that a disk gave back with other bits, would be another run in silence. A
+digest is xxh3 of 128 bits, about as fast as memory is read: it finds damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from pathlib import Path
+
+import xxhash
+
+log = logging.getLogger(__name__)
+
+NAME = "digests.json"
+"""The file: a digest for each other file of the checkpoint, by its path within."""
+_CHUNK = 1 << 20
+_STEP = re.compile(r"[0-9]{6,}")
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The whole checkpoints in a run's ``checkpoints`` folder by step, oldest first; other names are let be."""
+    found = {int(path.name): path for path in folder.glob("*") if _STEP.fullmatch(path.name) and path.is_dir()}
+    return {step: found[step] for step in sorted(found) if found[step].name == f"{step:06d}"}
+
+
+def write(folder: Path) -> None:
+    """Write down the digest of every file that is in the folder now; raises OSError."""
+    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in _files(folder)}
+    (folder / NAME).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint's files, in words; empty where all are as they were written.
+
+    One without digests, as Tandem made them before it had any, is taken as it is, which is logged.
+    """
+    try:
+        told = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            return f"{folder / NAME} is damaged (it holds no digests)"
+    except FileNotFoundError:
+        log.warning("%s has no %s, so its files are taken as they are, unchecked", folder, NAME)
+        return ""
+    except (OSError, ValueError) as error:
+        return f"{folder / NAME} cannot be read ({error})"
+    there = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    for name, digest in told.items():
+        if name not in there:
+            return f"{folder / name} is missing"
+        try:
+            if _digest(there[name]) != digest:
+                return f"{folder / name} is damaged (its digest is not the one it was written with)"
+        except OSError as error:
+            return f"{folder / name} cannot be read ({error})"
+    foreign = [name for name in there if name.endswith(".safetensors") and name not in told]
+    return f"{folder / foreign[0]} is not of this checkpoint (it has no digest)" if foreign else ""
+
+
+def remedy(damaged: Path) -> str:
+    """How to go on where a checkpoint cannot be used: from the newest older one that is whole, if any."""
+    folder = damaged.parent
+    run, newer = folder.parent, [damaged]
+    steps = steps_in(folder)
+    for path in [steps[step] for step in reversed(steps) if step < int(damaged.name)]:
+        if not damage(path):
+            gone = " ".join(shlex.quote(str(one)) for one in newer)
+            return (
+                f"the newest whole checkpoint is that of step {int(path.name)}; to go on from it: rm -r {gone} && "
+                f"tandem train {shlex.quote(str(run))}"
+            )
+        newer.append(path)
+    recipe = shlex.quote(str(run / "config.yaml"))
+    return f"no older checkpoint is whole; start anew with: tandem train {recipe} name=NEW"
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / NAME]
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_CHUNK))
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+    return digest.hexdigest()
