@@ -28,6 +28,7 @@ from tandem.recipe.sections import (
     Evaluate,
     Grading,
     Patience,
+    PrintCompletions,
     Rate,
     Replay,
     Reroll,
@@ -148,6 +149,8 @@ class RunConfig:
     """How long a run may stand still."""
     alarms: Alarms = field(default_factory=Alarms, metadata={"shorthand": "action"})
     """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
+    print_completions: PrintCompletions = field(default_factory=PrintCompletions, metadata={"shorthand": "every"})
+    """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
     sinks: tuple[Sink, ...] = parts("sinks", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
     runs: str = "runs"
@@ -375,9 +378,10 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encoded
 
 
-RESUMABLE = frozenset(
-    {"steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience", "alarms"}
-)
+RESUMABLE = frozenset({
+    "steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience", "alarms",
+    "print_completions",
+})  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 RESUMABLE_SYNC = {"prove_every": 1, "tolerance": 0.0}
 """Those of the way that weights travel, with the values that they have in the digest of every run."""

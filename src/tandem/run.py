@@ -33,6 +33,7 @@ from tandem.sinks.base import RunInfo
 from tandem.sync.base import Link
 from tandem.telemetry import log as logs
 from tandem.telemetry import vitals, watchdog
+from tandem.telemetry.completions import Completions
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
@@ -187,6 +188,7 @@ async def _assemble(
         evaluates=evaluator.wants,
         telemetry=telemetry,
         records=lambda step, batch, stats: records(step, batch, stats, template),
+        show=Completions(config.print_completions, telemetry),
         stop=asyncio.Event(),
         reached=reached.set,
         grading=playing.metrics,

@@ -89,6 +89,7 @@ class Scene:
             evaluates=self.evaluates,
             telemetry=self,  # type: ignore[arg-type]
             records=self.records,
+            show=lambda step, groups: None,
             stop=self.stop,
             reached=lambda step: setattr(self.trainer, "step", step),
             grading=dict,

@@ -20,7 +20,7 @@ import pytest
 from tandem.errors import ConfigError
 from tandem.sinks import _board
 from tandem.sinks._board import Board, duration, number, sparkline
-from tandem.sinks.base import Activity, RunInfo, Writer, kind
+from tandem.sinks.base import COLUMNS, Activity, RunInfo, Writer, kind
 from tandem.sinks.console import Console
 from tandem.sinks.tensorboard import Tensorboard
 from tandem.sinks.trackio import Trackio
@@ -43,6 +43,22 @@ ALARM = {
     "means": "Saying less earns as much.",
     "change": "Less optimizer.lr.",
     "metrics": ["length"],
+}
+COMPLETIONS: dict[str, Any] = {
+    "step": 10,
+    "samples": [
+        {
+            "env": "gsm8k",
+            "task": "7",
+            "prompt": "1 + 1?",
+            "answer": "2",
+            "text": "It is\n\x1b[31m3\x1b[0m.",
+            "reward": 0.25,
+            "rewards": {"number": 0.0, "format": 0.5},
+            "truncated": True,
+            "error": "",
+        }
+    ],
 }
 METRICS = {
     "reward": 0.4125,
@@ -198,6 +214,31 @@ def test_an_alarm_is_told_in_full_and_stays_on_the_board(tmp_path: Path, capsys:
     assert "ALARM" not in "".join(drawn(board, 60))
 
 
+def test_answers_are_printed_with_what_they_earned_and_obey_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Console(live="never").open(info(tmp_path)).event("completions", COMPLETIONS)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "answer at step 10, reward 0.250 (number 0, format 0.5), cut by a length limit: task 7, gold answer 2",
+        "  > 1 + 1?",
+        "  < It is",
+        "  < \ufffd[31m3\ufffd[0m.",
+    ]
+    live = Console(live="always").open(info(tmp_path))
+    live.event("completions", COMPLETIONS)
+    live.close()
+    assert "reward 0.250" in capsys.readouterr().out
+
+
+def test_a_long_answer_is_cut_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = {**COMPLETIONS["samples"][0], "text": "\n".join(f"line {i} " + "x" * 5000 for i in range(500))}
+    Console(live="never").open(info(tmp_path)).event("completions", {"step": 1, "samples": [long]})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 20
+    assert max(map(len, lines)) < 300
+    assert "lines ...]" in "".join(lines)
+
+
 def test_a_resumed_board_shows_alarms_that_are_open(tmp_path: Path) -> None:
     told = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "ess", "step": 90}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in told))
@@ -343,6 +384,16 @@ def test_tensorboard_has_the_text_of_an_alarm(tmp_path: Path) -> None:
     assert all(ALARM[key] in texts["alarms/length"] for key in ("seen", "means", "change"))
 
 
+def test_tensorboard_has_the_answers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    writer = Tensorboard().open(info(tmp_path))
+    writer.event("completions", COMPLETIONS)
+    writer.close()
+    _, texts = read_tensorboard(tmp_path / "tensorboard")
+    assert "    It is\n" in texts["completions"]
+    assert "    0.25\n" in texts["completions"]
+
+
 def test_tensorboard_forgets_what_a_resume_undid(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     first = Tensorboard().open(info(tmp_path))
@@ -385,6 +436,7 @@ def fake_library(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[str, 
 
     module = types.ModuleType(name)
     module.init = init  # type: ignore[attr-defined]
+    module.Table = lambda **table: table  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     return calls
 
@@ -424,6 +476,17 @@ def test_wandb_alerts_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     title, text, level = next(what for name, what in calls if name == "alert")
     assert (title, level) == ("alarm length", "WARN")
     assert all(ALARM[key] in text for key in ("seen", "means", "change"))
+
+
+@pytest.mark.parametrize("sink", [Wandb(), Trackio()])
+def test_loggers_have_a_table_of_answers(sink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_library(monkeypatch, type(sink).__name__.lower())
+    sink.open(info(tmp_path)).event("completions", COMPLETIONS)
+    values, step = next(what for name, what in calls if name == "log")
+    assert (step or values["step"]) == 10
+    row = values["completions"]["data"][0]
+    cells = row if isinstance(row, list) else [row[column] for column in COLUMNS]
+    assert cells == [10, "gsm8k", "7", "1 + 1?", "2", COMPLETIONS["samples"][0]["text"], 0.25, "number 0, format 0.5"]
 
 
 def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,29 @@ class Alarms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrintCompletions:
+    """Showing what the policy writes: sampled answers with their rewards, in the console and in loggers."""
+
+    every: int = 10
+    """Steps between two times at which answers are shown, the first step among them; 0 never shows any."""
+    count: int | None = 1
+    """Answers shown at a time, drawn from the step's; null: all of them."""
+
+    def __post_init__(self) -> None:
+        require(
+            every=(self.every >= 0, "at least 0"), count=(self.count is None or self.count >= 1, "at least 1, or null")
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether answers of this step are shown."""
+        return self.every > 0 and (step == 1 or step % self.every == 0)
+
+    def inert(self) -> Mapping[str, str]:
+        """Of none that are shown there is no number."""
+        return {} if self.every else {"count": "every is 0, so no answers are shown"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Broker:
     """Environments elsewhere: what they sample and score is trained on, through a broker."""
 

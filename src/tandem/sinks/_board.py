@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.sinks import _lines
-from tandem.sinks.base import RunInfo, kind
+from tandem.sinks.base import RunInfo, kind, parts
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -133,13 +133,23 @@ def event_text(name: str, fields: Mapping[str, Json]) -> str:
         if fields.get("state") not in ("deadline", "failed"):
             return ""
         return f"{fields['owner']} gave up on {fields['on']} ({fields['reason']}) after {duration(fields['seconds'])}"
-    if name in ("eval_started", "eval_done", "published", "group_dropped"):
+    if name in ("eval_started", "eval_done", "published", "group_dropped", "completions"):
         return ""
     if name in _ALARMS:
         head = f"alarm {fields['alarm']}"
         return f"{head}: {fields['seen']}" if name == "alarm" else f"{head} is over at step {fields['step']}"
     rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
     return name.replace("_", " ") + (f" ({rest})" if rest else "")
+
+
+def lines_of(name: str, fields: Mapping[str, Json]) -> list[str]:
+    """An event that a person reads in full, such as an alarm or answers of the policy; no lines for others."""
+    if name == "alarm":
+        return alarm_lines(fields)
+    if name == "completions":
+        head = f"answer at step {fields['step']}"
+        return [line for sample in fields["samples"] for line in completion_lines(sample, head)]
+    return []
 
 
 def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
@@ -150,6 +160,34 @@ def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
         f"  usually: {fields['means']}",
         f"  change:  {fields['change']}",
     ]
+
+
+def completion_lines(sample: Mapping[str, Json], head: str) -> list[str]:
+    """An answer of the policy with its reward, its task before it: a head, then ``> prompt`` and ``< answer``."""
+    reward = "no reward" if sample.get("reward") is None else f"reward {number(float(sample['reward']))}"
+    rewards = sample.get("rewards") or {}
+    told = f" ({parts(sample)})" if len(rewards) > 1 else ""
+    cut = ", cut by a length limit" if sample.get("truncated") else ""
+    gold = f", gold answer {_clean(str(sample['answer']))[:60]}" if sample.get("answer") else ""
+    lines = [f"{head}, {reward}{told}{cut}: task {_clean(str(sample.get('task', '')))}{gold}"]
+    lines += [f"  > {line}" for line in _few_lines(str(sample.get("prompt") or ""), 4)]
+    lines += [f"  < {line}" for line in _few_lines(str(sample.get("text") or ""), 12) or ["(nothing)"]]
+    return lines + ([f"  failed: {_clean(str(sample['error']))}"] if sample.get("error") else [])
+
+
+def _few_lines(text: str, most: int, width: int = 240) -> list[str]:
+    """The first and last lines of a text, none of them long, without control characters."""
+    lines = [_clean(line) for line in text.strip().splitlines() if line.strip()]
+    lines = [line if len(line) <= width else f"{line[: width - 40]} [...] {line[-34:]}" for line in lines]
+    if len(lines) <= most:
+        return lines
+    head = most // 2
+    return [*lines[:head], f"[... {len(lines) - most + 1} lines ...]", *lines[head - most + 1 :]]
+
+
+def _clean(text: str) -> str:
+    """A text of somebody else's without what a terminal would obey; white space is one space."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
 
 
 def number(value: float, metric: str = "") -> str:

@@ -60,8 +60,11 @@ class LiveWriter:
         self.board.evaluation(step, record)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        """Show an event from the next redraw on."""
+        """Show an event from the next redraw on; answers of the policy stay above the board."""
         self.board.event(name, fields)
+        if name == "completions":
+            for line in _board.lines_of(name, fields):
+                self._live.console.print(Text(line), highlight=False)
 
     def close(self) -> None:
         """Draw once more and give the cursor back."""

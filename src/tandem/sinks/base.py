@@ -117,6 +117,23 @@ def require(module: str, extra: str) -> Any:
         ) from error
 
 
+COLUMNS = ("step", "env", "task", "prompt", "answer", "completion", "reward", "rewards")
+"""Columns of a logger's table of completions."""
+
+
+def completion_rows(fields: Mapping[str, Json]) -> list[list[Json]]:
+    """Rows of a logger's table, by the fields of the event ``completions``; ``rewards`` is one text."""
+    return [
+        [fields["step"], one["env"], one["task"], one["prompt"], one["answer"], one["text"], one["reward"], parts(one)]
+        for one in fields["samples"]
+    ]
+
+
+def parts(sample: Mapping[str, Json]) -> str:
+    """The parts of an answer's reward in words: ``number 0, format 0.5``."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in (sample.get("rewards") or {}).items())
+
+
 def kind(part: Json) -> str:
     """What a person calls a part of a recipe: its kind, or of one outside the tree the data it reads, or its name."""
     named = str(part.get("kind") or "") if isinstance(part, Mapping) else str(part or "")

@@ -62,11 +62,9 @@ class _PlainWriter:
         self._say(_board.evaluation_line(self._board))
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        if name == "alarm":
-            for line in _board.alarm_lines(fields):
+        for line in _board.lines_of(name, fields) or [_board.event_text(name, fields)]:
+            if line:
                 self._say(line)
-        elif text := _board.event_text(name, fields):
-            self._say(text)
 
     def close(self) -> None:
         self._stop()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.sinks.base import RunInfo, Sink, Writer, require
+from tandem.sinks.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
 from tandem.types import Json
 
 
@@ -59,6 +59,14 @@ class _TensorboardWriter:
             said = f"**{fields['seen']}**\n\n{fields['means']}\n\n{fields['change']}"
             self._add(fields["step"], [self._text(f"alarms/{fields['alarm']}", said.encode())])
             self._file.flush()
+        elif name == "completions":
+            blocks = [
+                "\n\n".join(f"**{column}**\n\n{_block(value)}" for column, value in zip(COLUMNS, row, strict=True))
+                for row in completion_rows(fields)
+            ]
+            self._add(
+                fields["step"], [self._text("completions", "\n\n---\n\n".join(blocks).encode("utf-8", "replace"))]
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -83,3 +91,8 @@ class _TensorboardWriter:
             metadata=self._summary.SummaryMetadata(plugin_data=plugin),
             tensor=tensors.TensorProto(dtype=types.DT_STRING, string_val=[markdown]),
         )
+
+
+def _block(value: Json) -> str:
+    """A value as a code block in Markdown: indented, so that nothing the model wrote is markup."""
+    return "\n".join(f"    {line}" for line in str(value).splitlines() or [""])

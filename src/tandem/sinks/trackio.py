@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.sinks.base import RunInfo, Sink, Writer, require
+from tandem.sinks.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
 from tandem.types import Json
 
 
@@ -42,12 +42,12 @@ class Trackio(Sink):
             embed=False,
         )
         kept.write_text(name + "\n")
-        return _TrackioWriter(run)
+        return _TrackioWriter(run, trackio)
 
 
 class _TrackioWriter:
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Any, library: Any) -> None:
+        self._run, self._library = run, library
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
@@ -56,7 +56,9 @@ class _TrackioWriter:
         self.write(step, scalars)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        return
+        if name == "completions":
+            rows = [dict(zip(COLUMNS, row, strict=True)) for row in completion_rows(fields)]
+            self._run.log({"completions": self._library.Table(data=rows)}, step=fields["step"])
 
     def close(self) -> None:
         self._run.finish()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.sinks.base import RunInfo, Sink, Writer, require
+from tandem.sinks.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
 from tandem.types import Json
 
 
@@ -53,12 +53,12 @@ class Wandb(Sink):
         # ours is a metric like any other, and the axis of all of them.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        return _WandbWriter(run)
+        return _WandbWriter(run, wandb)
 
 
 class _WandbWriter:
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Any, library: Any) -> None:
+        self._run, self._library = run, library
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log({"step": step, **scalars})
@@ -70,6 +70,9 @@ class _WandbWriter:
         if name == "alarm":
             text = f"step {fields['step']}: {fields['seen']}\n{fields['means']}\n{fields['change']}"
             self._run.alert(title=f"alarm {fields['alarm']}", text=text, level="WARN")
+        elif name == "completions":
+            table = self._library.Table(columns=list(COLUMNS), data=completion_rows(fields))
+            self._run.log({"step": fields["step"], "completions": table})
 
     def close(self) -> None:
         self._run.finish()

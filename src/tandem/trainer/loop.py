@@ -70,6 +70,8 @@ class Run:
     """Where numbers go."""
     records: Callable[[int, StepBatch, StepStats], Iterable[Mapping[str, Json]]]
     """Rollout records of a step, for people, each made when it is asked for."""
+    show: Callable[[int, Sequence[Group]], None]
+    """Told each step's groups, for people to see some of their answers."""
     stop: asyncio.Event
     """Set to end after what is under way, with everything saved."""
     reached: Callable[[int], None]
@@ -118,6 +120,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)
             await writing.begin(step, batch, stats)
             _emit(run, state, batch, stats, parts, begun, handoff.published)
+            run.show(step, groups)
             if run.checkpoints.due(step):
                 await writing.done()  # a run that goes on from here has the rollouts of all steps before
                 if await run.checkpoints.save(state):

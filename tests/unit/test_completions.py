@@ -1,0 +1,94 @@
+"""What the policy wrote, as people are shown it: which answers, when, how much of them, and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plays import make_group, make_rollout
+
+from tandem.config import digest, from_options
+from tandem.errors import ConfigError
+from tandem.recipe.sections import PrintCompletions
+from tandem.sinks._board import number
+from tandem.sinks.base import RunInfo
+from tandem.sinks.console import Console
+from tandem.telemetry.completions import MOST_TEXT, Completions, shortened, shown
+from tandem.telemetry.emit import Telemetry
+from tandem.types import Group, Message, Rollout
+
+
+def answered(id: str, text: str, reward: float | None) -> Rollout:
+    """A rollout whose policy said ``text``."""
+    rollout = make_rollout(id, [((1,), (2, 3), (-1.0, -1.0))], reward)
+    return replace(rollout, messages=(*rollout.messages, Message(role="assistant", content=text)))
+
+
+def groups() -> list[Group]:
+    rollouts = [answered(f"t{task}@0/{i}", f"said {task}.{i}", i / 4) for task in (0, 1) for i in range(4)]
+    return [make_group("t0@0", rollouts[:4]), make_group("t1@0", rollouts[4:])]
+
+
+def told(folder: Path, options: PrintCompletions, steps: int = 20) -> list[dict[str, Any]]:
+    """Every event of a run whose steps all train the same groups."""
+    with Telemetry(RunInfo(name="run", folder=folder, steps=steps, config={}), [Console(live="never")]) as telemetry:
+        show = Completions(options, telemetry)
+        for step in range(1, steps + 1):
+            show(step, groups())
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_an_answer_is_shown_after_the_first_step_and_every_few_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = told(tmp_path, PrintCompletions(every=5))
+    assert [event["step"] for event in events] == [1, 5, 10, 15, 20]
+    assert all(event["event"] == "completions" and len(event["samples"]) == 1 for event in events)
+    lines = capsys.readouterr().out.splitlines()
+    sample = events[0]["samples"][0]
+    assert any(line.startswith(f"answer at step 1, reward {number(sample['reward'])}: task t") for line in lines)
+    assert "  > ?" in lines
+    assert f"  < {sample['text']}" in lines
+    assert len(lines) < 40, "a few lines for each"
+
+
+def test_none_are_shown_where_none_are_wanted_and_all_where_all_are(tmp_path: Path) -> None:
+    assert told(tmp_path / "a", PrintCompletions(every=0)) == []
+    whole = told(tmp_path / "b", PrintCompletions(every=20, count=None))
+    assert [len(event["samples"]) for event in whole] == [8, 8]
+    some = told(tmp_path / "c", PrintCompletions(every=10, count=3))
+    assert [len(event["samples"]) for event in some] == [3, 3, 3]
+    again = told(tmp_path / "d", PrintCompletions(every=10, count=3))
+    assert [event["samples"] for event in again] == [event["samples"] for event in some]
+
+
+def test_the_recipe_says_how_often_by_a_number_or_a_mapping() -> None:
+    def read(given: Any) -> PrintCompletions:
+        options = {"model": "m", "steps": 1, "env": "arithmetic", "print_completions": given}
+        return from_options(options, (), Path("r.yaml")).config.print_completions
+
+    assert read(3) == PrintCompletions(every=3)
+    assert read({"every": 2, "count": None}) == PrintCompletions(every=2, count=None)
+    for wrong in (-1, {"count": 0}, {"every": 0, "count": 2}):
+        with pytest.raises(ConfigError, match="print_completions"):
+            read(wrong)
+
+
+def test_it_is_no_part_of_what_a_run_computes() -> None:
+    plain: dict[str, Any] = {"model": "m", "steps": 1, "env": "arithmetic"}
+    one, other = (
+        from_options(options, (), Path("r.yaml")).config for options in (plain, {**plain, "print_completions": 0})
+    )
+    assert digest(one) == digest(other)
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
+    text = "begin" + "x" * 3 * MOST_TEXT + "end"
+    cut = shortened(text)
+    assert len(cut) < MOST_TEXT + 60
+    assert cut.startswith("begin")
+    assert cut.endswith("end")
+    assert shown(answered("t@0/0", text, 1.0))["text"] == cut
