@@ -19,7 +19,7 @@ from tandem.broker import _payloads
 from tandem.broker import ledger as ledgers
 from tandem.broker._kept import Reading
 from tandem.broker.ledger import Ledger
-from tandem.broker.records import Entry, EnvSpec, Options, Run
+from tandem.broker.records import Entry, EnvSpec, Options, Refused, Run
 from tandem.errors import BrokerError
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +219,23 @@ def test_a_damaged_ledger_is_refused_in_one_line(tmp_path: Path, damage: str) ->
     assert str(tmp_path) in str(refused.value)
     with pytest.raises(BrokerError, match="damaged"):  # and the lock was given back
         Ledger.open(tmp_path, Options(), 0.0)
+
+
+@pytest.mark.parametrize("step", [2**53, 2**63, 2**64 - 1])
+def test_a_number_that_no_column_takes_costs_nobody_else(tmp_path: Path, step: int) -> None:
+    """Neither those that are written with it nor those after it."""
+    with ledger(tmp_path) as one:
+        begun(one)
+        put(one, "before")
+        poison = Entry(id="poison", env=None, size=4, version=step, received=5.0, payload=b"p")
+        with pytest.raises(Refused, match="expected 0 to below"):
+            one.store.put(poison, 0.0)
+        put(one, "with")
+        one.settled().result(20)
+        put(one, "after")
+        one.settled().result(20)
+    with ledger(tmp_path) as two:
+        assert two.store.queued_groups == 3
 
 
 def test_many_submissions_share_a_transaction(tmp_path: Path) -> None:

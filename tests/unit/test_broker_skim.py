@@ -163,9 +163,9 @@ def listed(numbers: str, name: str = "tokens") -> Cut | None:
 NUMBER = {
     "tokens": r"0|[1-9][0-9]*",
     "masks": r"-?(0|[1-9][0-9]*)",
-    "inference_logprobs": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-[0-9]+)?",
+    "inference_logprobs": r"-?(0|[1-9][0-9]{0,3})(\.[0-9]+)?(e-[0-9]+)?",
 }
-"""What JSON has for numbers, less an exponent without a minus."""
+"""What JSON has for numbers, less an exponent without a minus, and reals from 10,000 on."""
 
 
 @pytest.mark.parametrize("name", ["tokens", "masks", "inference_logprobs"])
@@ -173,14 +173,17 @@ def test_every_short_text_is_a_number_or_none(name: str) -> None:
     """Of up to five bytes, in the middle of a row, at places that differ: each word of 64 bytes is looked at alike."""
     texts = ["".join(one) for size in range(6) for one in itertools.product("01-.e", repeat=size)]
     for place, text in enumerate(texts):
-        before = "7" * (place % 7 + 1) + ",12" * (place % 23)
+        before = "7" * (place % 4 + 1) + ",12" * (place % 23)
         is_number = re.fullmatch(NUMBER[name], text) is not None
         assert (listed(f"{before},{text},3", name) is not None) == is_number, text
 
 
 @pytest.mark.parametrize("gap", [",", ", "])
 def test_what_is_no_number_is_found_at_every_place(gap: str) -> None:
-    fine = {"tokens": ("0", "1234567"), "inference_logprobs": ("-0", "1" * 23, "-1.5e-05", "0." + "1" * 22, "1e-0007")}
+    fine = {
+        "tokens": ("0", "1234567"),
+        "inference_logprobs": ("-0", "9999." + "1" * 18, "-1.5e-05", "0." + "1" * 22, "1e-0007"),
+    }
     for place in range(1, 140):
         before = gap.join(["1"] * (place // (len(gap) + 1)) + ["1" * (1 + place % (len(gap) + 1))])
         for name, numbers in fine.items():
@@ -197,7 +200,9 @@ def test_what_is_no_number_is_found_at_every_place(gap: str) -> None:
             "1.23456789012345678.9",
             "1e-5.5",
             "1e-5e-5",
-            "1" * 31,
+            "12345",
+            "-12345.5",
+            "0." + "1" * 31,
             "1e5",
             "1e-",
             "--1",

@@ -77,8 +77,8 @@ def test_a_long_messagepack_map_is_completed() -> None:
 def test_numbers_are_coerced_and_unknown_fields_ignored() -> None:
     sent = group(1, tokens=[["5", 1.0, True]], scores=["0.5"], env_id="7", later={"a": 1}, masks=[[-100, 1, 1]])
     found = wire.read_group(encoded(sent, "json"))
-    assert wire.read_payload(found.payload).tokens == [[5, 1, 1]]
-    assert wire.read_payload(found.payload).scores == [0.5]
+    assert wire.read(found.payload, wire.ScoredGroup).tokens == [[5, 1, 1]]
+    assert wire.read(found.payload, wire.ScoredGroup).scores == [0.5]
     kept = json.loads(found.payload)
     assert (kept["env_id"], kept["tokens"], set(kept)) == (7, [[5, 1, 1]], set(wire.FIELDS))
 
@@ -129,6 +129,21 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("big int inside", group(1, images=[10**400]), "images.0"),
     ("version", group(1, group_overrides={"tandem_version": -1}), "tandem_version"),
     ("version text", group(1, group_overrides={"tandem_version": "3"}), "tandem_version"),
+    *(
+        (
+            f"version {step}",
+            group(1, group_overrides={"tandem_version": step}),
+            "a step is an int from 0 to below 2**53",
+        )
+        for step in (2**53, 2**63 - 1, 2**63, 2**64 - 1)
+    ),
+    ("1e200", group(1, scores=[1e200]), "scores.0: Input should be less than or equal to 1000000000000.0"),
+    ("beyond float32", group(1, scores=[-1e39]), "scores.0: Input should be greater than or equal to"),
+    ("logprob", group(1, inference_logprobs=[[1.0, -1e39, 0.0]]), "inference_logprobs.0.1: Input should be greater"),
+    ("advantage", group(1, advantages=[[1.0, 1e39, 0.0]]), "advantages.0.1: Input should be less"),
+    ("versions", group(1, group_overrides={"tandem_versions": [[[0, 10**12]]]}), "runs of [step, tokens] within 3"),
+    ("more versions", group(1, group_overrides={"tandem_versions": [[[0, 1]] * 4]}), "runs of [step, tokens] within 3"),
+    ("step", group(1, group_overrides={"tandem_versions": [[[2**53, 3]]]}), "runs of [step, tokens] within 3"),
     ("list overrides", group(1, group_overrides=[1]), "group_overrides: Input should be a valid dictionary"),
 ]
 
@@ -141,6 +156,20 @@ def test_what_is_wrong_is_said(sent: dict[str, Any], why: str) -> None:
     except OverflowError:
         return  # MessagePack cannot even say it
     assert why in problem(body, "msgpack")
+
+
+def test_long_lists_have_the_bounds_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the numbers are judged by their bytes."""
+    monkeypatch.setattr(wire, "SKIM_BYTES", 0)
+    for name, number in (("inference_logprobs", -1e39), ("inference_logprobs", -10001.5), ("advantages", 1e30)):
+        long = group(1, tokens=[[1] * 9000], masks=[[1] * 9000])
+        assert f"{name}.0.7: Input should be" in problem({**long, name: [[0.5] * 7 + [number] + [0.5] * 8992]})
+    assert wire.read_group(encoded(group(1, inference_logprobs=[[1.0, -9999.0, 0.0]]), "json")).size == 1
+
+
+def test_what_was_taken_under_other_bounds_is_given_out_as_it_is() -> None:
+    stored = encoded(dict.fromkeys(wire.FIELDS) | group(1, scores=[1e200]), "json")
+    assert decoded(wire.recode(stored, "msgpack"), "msgpack")["scores"] == [1e200]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 400])

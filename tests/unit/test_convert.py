@@ -27,9 +27,11 @@ def scored(**changed: Any) -> ScoredGroup:
         "masks": [MASK, MASK],
         "scores": [1.0, 0.0],
         "inference_logprobs": [LOGPROBS, LOGPROBS],
-        **changed,
     }
-    return read(write(plain), ScoredGroup)
+    made = read(write(plain), ScoredGroup)
+    for name, value in changed.items():  # as it may have been stored under other bounds than today's
+        setattr(made, name, value)
+    return made
 
 
 def rollouts(made: ScoredGroup, version: int = 5, notes: Notes | None = None, **rules: Any) -> tuple[Rollout, ...]:
@@ -214,6 +216,11 @@ def test_null_and_empty_and_missing_are_one(empty: Any) -> None:
         ({"inference_logprobs": [LOGPROBS, [1.0] * 5]}, "malformed", "logprob that is none"),
         ({"tokens": [A, [*A[:-1], 999]], "masks": [MASK, [*MASK[:-1], 999]]}, "malformed", "token 999 is none"),
         ({"tokens": [A, [*A, 15]], "masks": [MASK, [*MASK, 15]]}, "too_long", "6 tokens"),
+        ({"scores": [1.0, 1e200]}, "malformed", "its score is 1e+200"),
+        ({"scores": [1.0, -1e39]}, "malformed", "its score is -1e+39"),
+        ({"inference_logprobs": [LOGPROBS, [-1e39] * 5]}, "malformed", "logprob that is none: -1e+39"),
+        ({"overrides": [{}, {"temperature": 1e-320}]}, "malformed", "; expected 0, or 1e-06 to 1e+06"),
+        ({"advantages": [[0.0] * 5, [1e39] * 5]}, "malformed", "an advantage is not within"),
         ({"advantages": [[0.0] * 5, [0.0]]}, "malformed", "5 tokens have 1 advantages"),
     ],
 )
@@ -233,6 +240,13 @@ def test_lists_that_are_not_parallel_cost_the_group(name: str) -> None:
     notes = Notes()
     assert {r.status for r in rollouts(short, notes=notes)} == {"error"}
     assert notes.failed == {"malformed": 2}
+
+
+def test_scores_that_float32_cannot_tell_apart_are_alike() -> None:
+    told = {"tandem_rewards": [{"a": 1e-320, "b": 1e200}, {"a": 2e-320}]}
+    found = rollouts(scored(scores=[1e-320, 2e-320], group_overrides=told))
+    assert [rollout.reward for rollout in found] == [0.0, 0.0]
+    assert [rollout.rewards for rollout in found] == [{"a": 0.0}, {"a": 0.0}]
 
 
 def test_rounding_above_zero_is_no_fault() -> None:
@@ -274,6 +288,9 @@ def test_missing_logprobs_are_refused_or_left_to_the_policy(rows: Any) -> None:
         ({"tandem_version": 3, "tandem_versions": [[[3, 1]], [[3, 3]]]}, (3, 3, 3)),
         ({"tandem_version": 3, "tandem_versions": [[["x", 3]], 7]}, (3, 3, 3)),
         ({"tandem_version": 3, "tandem_versions": "odd"}, (3, 3, 3)),
+        ({"tandem_version": 3, "tandem_versions": [[[0, 10**12]], [[3, 3]]]}, (3, 3, 3)),
+        ({"tandem_version": 3, "tandem_versions": [[[4, 3], [4, 10**12]], 10**12]}, (3, 3, 3)),
+        ({"tandem_version": 3, "tandem_versions": [{"4": 3}, [[3, 3]]]}, (3, 3, 3)),
         ({"tandem_version": "odd"}, (5, 5, 5)),
     ],
 )

@@ -12,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
+from brokers import Client, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.broker.client import NotRegistered, Taken
+from tandem.broker.client import Connection, NotRegistered, Taken, TrainerClient
 from tandem.broker.convert import Rules, group_from_wire
 from tandem.broker.records import Batch, Entry, Run
 from tandem.broker.store import Store
@@ -148,7 +150,7 @@ class Local:
 class Trainer:
     """What has been reached, and a feed over the broker."""
 
-    broker: Local
+    broker: Local | TrainerClient
     step: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     failure: Exception | None = None
@@ -446,12 +448,64 @@ def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     broker.put(*(sent(f"g{n}", ref_logprobs=rows, advantages=rows) for n in range(4)))
     with caplog.at_level(logging.WARNING):
         taken(broker, 2)
-    told = sorted(record.getMessage() for record in caplog.records)
+    told = sorted({record.getMessage() for record in caplog.records})
     assert len(told) == 3
     assert "body.tokens: odd" in told[0]
     assert "send advantages" in told[1]
     assert "broker.given_advantages: true" in told[1]
     assert "send ref_logprobs" in told[2]
+
+
+POISON = {
+    "a score that cannot be squared": {"scores": [1e200, 0.0]},
+    "a score beyond float32": {"scores": [1e39, 0.0]},
+    "a logprob beyond float32": {"inference_logprobs": [[1.0, -1e39, -0.5]] * 2},
+}
+
+
+def stored(name: str, **changed: Any) -> Entry:
+    """A group as a broker with other bounds took it: it is in the queue, and comes with the next batch."""
+    fields = {**msgspec.structs.asdict(sent(name)), **changed}
+    return Entry(id=name, env=None, size=2, version=0, payload=json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("changed", POISON.values(), ids=POISON)
+def test_poison_that_is_stored_is_set_aside_and_named_and_does_not_come_again(
+    changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def resumed(client: Client) -> tuple[list[str], Mapping[str, float]]:
+        """A run that goes on from no checkpoint, and is killed before it saves one."""
+        trainer = Trainer(TrainerClient(Connection(client.url)))
+        async with trainer.feed().open(Cursor()) as feed:
+            return names(await feed.take()), counted(feed)
+
+    async def go() -> None:
+        async with served() as client:
+            for entry in (stored("p", **changed), stored("q", **changed), stored("ok"), stored("r", **changed)):
+                client.broker.store.put(entry, 0.0)
+            for name in ("more", "last"):
+                client.broker.store.put(stored(name), 0.0)
+            batch, metrics = await resumed(client)
+            assert batch == ["ok", "more"]
+            assert metrics["groups/malformed"] == 3
+            assert (await resumed(client))[0] == ["ok", "more"]
+            assert client.broker.store.counts["trained"] == 2
+
+    with caplog.at_level(logging.WARNING):
+        run(go())
+    assert all(f"set aside: {name}: body." in caplog.text for name in "pqr")
+
+
+def test_nothing_but_poison_ends_a_run_that_says_so() -> None:
+    async def go() -> None:
+        async with served() as client:
+            for place in range(12):
+                client.broker.store.put(stored(f"p{place}", scores=[1e200, 0.0]), 0.0)
+            async with Trainer(TrainerClient(Connection(client.url))).feed(patience=2).open(Cursor()) as feed:
+                await feed.take()
+
+    with pytest.raises(Starved, match=r"6 groups in a row.*malformed.*p5: body\.scores\.0"):
+        run(go())
 
 
 # Exactly once

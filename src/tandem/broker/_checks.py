@@ -11,6 +11,12 @@ from tandem.broker._lax import Loc, refuse
 if TYPE_CHECKING:
     from tandem.broker.wire import ScoredGroup
 
+MOST = 1e12
+"""Largest score, advantage or teacher's logprob. Its square, and sums of such, are finite in float32 as well."""
+LEAST_LOGPROB = -1e4
+"""Lowest logprob of a token that was sampled; vLLM writes minus infinity as -9999."""
+MOST_STEP = 2**53
+"""Policy steps are below this: within the ints of SQLite, which have a sign, and of JSON readers that have floats."""
 MOST_DEPTH = 64
 """Lists and objects inside one another in a free field; a reader's own recursion limit lies far above."""
 
@@ -43,9 +49,27 @@ def check(group: ScoredGroup) -> None:
         if (value := getattr(group, name)) is not None:
             _check_free(value, (name,), MOST_DEPTH)
     version = (group.group_overrides or {}).get("tandem_version", 0)
-    if type(version) is not int or version < 0:
+    if type(version) is not int or not 0 <= version < MOST_STEP:
         loc = ("group_overrides", "tandem_version")
-        raise refuse("value_error", loc, "Value error, a step is an int >= 0", version)
+        raise refuse("value_error", loc, "Value error, a step is an int from 0 to below 2**53", version)
+    _check_versions((group.group_overrides or {}).get("tandem_versions"), sizes)
+
+
+def _check_versions(found: Any, sizes: Sequence[int]) -> None:
+    """Runs of ``[step, tokens]`` for each sequence, where they are that: no run is longer than its sequence."""
+    rows = found if isinstance(found, list) and len(found) == len(sizes) else ()
+    for place, (runs, size) in enumerate(zip(rows, sizes, strict=False)):
+        if isinstance(runs, list) and (len(runs) > size or any(_beyond(run, size) for run in runs)):
+            loc = ("group_overrides", "tandem_versions", place)
+            raise refuse("value_error", loc, f"Value error, runs of [step, tokens] within {size} tokens are expected")
+
+
+def _beyond(run: Any, size: int) -> bool:
+    """True if something is a run of a step's tokens that no sequence of this length has."""
+    if not isinstance(run, list) or len(run) != 2 or not all(type(value) is int for value in run):
+        return False
+    step, count = run
+    return not (0 <= step < MOST_STEP and 0 <= count <= size)
 
 
 def _per_sequence(name: str, values: Sequence[Any], sizes: Sequence[int]) -> None:

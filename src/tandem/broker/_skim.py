@@ -4,8 +4,8 @@ A group on the wire is some thirty thousand numbers, which the broker keeps as t
 hold them out of a body, so that a decoder reads the small rest, and proves by their bytes alone that each is a list of
 rows of JSON's numbers, and how long its rows are. The bytes are looked at 64 at a time, a bit for each: which are
 digits, which are commas, and what follows what. This covers how programs write numbers. Whatever is unusual (a space
-that is a tab, an exponent above zero, an id of eight digits) is not judged here: the answer is None, and the typed
-decoder decides.
+that is a tab, an exponent above zero, an id of eight digits, a real of five before its dot) is not judged here: the
+answer is None, and the typed decoder decides.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ INTS, REALS = ("tokens", "masks"), ("inference_logprobs", "advantages", "ref_log
 """The lists that are cut out, by what their rows hold."""
 STAND_INS = {name: f'["{name}"]'.encode() for name in INTS + REALS}
 """What is put where a list was."""
+WHOLE_DIGITS = 4
+"""Of a real before its dot: what has more may be beyond what is taken."""
 MOST_ROWS = 4096
 """Rows of a list at most, each of which is found by a step of Python's."""
 GAP_BYTES = 1 << 20
@@ -145,8 +147,8 @@ def _are_numbers(codes: npt.NDArray[np.uint8], comma: Bits, *, spaced: bool, rea
         codes: the text, a multiple of 64 bytes.
         comma: where its commas are.
         spaced: a space follows each of them.
-        reals: floats, which are finite for sure: with 30 digits in a row at most (of 24 and more it depends on where
-            they are) and no exponent above zero; rather than ints of 7 digits at most.
+        reals: floats within every bound for sure: with 4 digits before the dot, 30 in a row at most (of 24 and more
+            it depends on where they are) and no exponent above zero; rather than ints of 7 digits at most.
     """
     digit, zero, minus = _bits((codes - _ZERO) <= _NINE), _bits(codes == _ZERO), _bits(codes == _MINUS)
     known = digit | comma
@@ -168,6 +170,10 @@ def _are_numbers(codes: npt.NDArray[np.uint8], comma: Bits, *, spaced: bool, rea
         dot, e = _bits(codes == _DOT), _bits(codes == _E)
         known |= dot
         known |= e
+        whole = begin
+        for _ in range(WHOLE_DIGITS):
+            whole = _after(whole) & digit
+        bad |= whole
         minus ^= _after(e)  # there and nowhere else
         power = _after(e, 2)
         parts = _after(dot)

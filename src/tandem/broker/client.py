@@ -389,7 +389,7 @@ def _taken(found: _Batch, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) 
         try:
             groups.append(wire.read(bytes(raw), wire.ScoredGroup, encoding))
         except (BrokerError, msgspec.ValidationError) as error:
-            malformed.append(str(error))
+            malformed.append(f"{id}: {error}" if id else str(error))
         else:
             ids.append(id)
             versions.append(version)

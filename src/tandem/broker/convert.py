@@ -18,11 +18,16 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any, get_args
 
+from tandem.broker._checks import LEAST_LOGPROB, MOST
 from tandem.broker.sequences import Wired, sequences
 from tandem.broker.wire import MASKED, NO_LOGPROB, ScoredGroup
 from tandem.errors import BrokerError
 from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
 
+LEAST_SCORE = 1.1754943508222875e-38
+"""Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""
+TEMPERATURES = (1e-6, 1e6)
+"""Between these a temperature leaves logits finite in float32."""
 _UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
 """Lists of the wire that no objective here reads."""
 
@@ -261,25 +266,33 @@ class _Reading:
             )
         row = self._row(rows, at, "inference_logprobs")
         found = [row[place] for place in sampled]
-        if not all(math.isfinite(value) and value < 1e-3 for value in found):
-            raise _Refused("malformed", "a trained token has a logprob that is none")
+        if not all(LEAST_LOGPROB <= value < 1e-3 for value in found):
+            wrong = next(value for value in found if not LEAST_LOGPROB <= value < 1e-3)
+            raise _Refused(
+                "malformed",
+                f"a trained token has a logprob that is none: {wrong:g}; expected {LEAST_LOGPROB:g} to 0",
+            )
         return [min(value, 0.0) for value in found]
 
     def _versions(self, at: int, sampled: Sequence[int]) -> list[int]:
         """Policy step of each trained token; the group's where the tokens' are not told, or do not add up."""
         runs = _row(self._told.get("tandem_versions"), at, len(self._scored.tokens))
-        try:
-            steps = [step for step, count in runs or () for _ in range(count)]
-        except (TypeError, ValueError):
-            steps = []
-        fine = len(steps) == len(sampled) and all(_step(step, -1) >= 0 for step in steps)
-        return steps if fine else [self._version] * len(sampled)
+        steps: list[int] = []
+        for run in runs if isinstance(runs, list) else ():
+            step, count = run if isinstance(run, list) and len(run) == 2 else (None, None)
+            if _step(step, -1) < 0 or not 0 <= _step(count, -1) <= len(sampled) - len(steps):
+                return [self._version] * len(sampled)  # nothing is made of a run of more tokens than there are
+            steps += [step] * count
+        return steps if len(steps) == len(sampled) else [self._version] * len(sampled)
 
     def _temperature(self, at: int) -> float:
         """Of the sequence, else of the group, else the rules'; 0 and below is greedy, whose logprobs are those of 1."""
         for source in (self._override(at), self._scored.generation_params or {}, self._told):
             value = source.get("temperature")
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                least, most = TEMPERATURES
+                if value > 0 and not least <= value <= most:
+                    raise _Refused("malformed", f"its temperature is {value:g}; expected 0, or {least:g} to {most:g}")
                 return float(value) if value > 0 else 1.0
         return self._rules.temperature
 
@@ -293,23 +306,24 @@ class _Reading:
 
     def _score(self, at: int) -> float:
         score = _row(self._scored.scores, at, len(self._scored.tokens))
-        if score is None or not math.isfinite(score):
-            raise _Refused("malformed", f"its score is {score}; expected a finite number for each sequence")
-        return float(score)
+        if score is None or not abs(score) <= MOST:
+            raise _Refused("malformed", f"its score is {score}; expected a number up to ±{MOST:g} for each sequence")
+        return _flushed(score)
 
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
         told = _row(self._told.get("tandem_rewards"), at, None)
         named = told.items() if isinstance(told, Mapping) else ()
-        return {str(name): float(value) for name, value in named if isinstance(value, int | float)} or {"score": score}
+        found = {str(name): _flushed(v) for name, v in named if isinstance(v, int | float) and abs(v) <= MOST}
+        return found or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
         if not self._rules.given_advantages or not self._scored.advantages:
             return None
         row = self._row(self._scored.advantages, at, "advantages")
         found = tuple(float(row[place]) for place in sampled)
-        if not all(map(math.isfinite, found)):
-            raise _Refused("malformed", "an advantage is not finite")
+        if not all(abs(value) <= MOST for value in found):
+            raise _Refused("malformed", f"an advantage is not within ±{MOST:g}")
         return found
 
     def _row(self, rows: Sequence[Sequence[float]], at: int, name: str) -> Sequence[float]:
@@ -350,6 +364,11 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
         found = [place for _, place in run]
         yield found[0], found[-1] + 1
+
+
+def _flushed(value: float) -> float:
+    """A score; 0 if it is too small for float32."""
+    return float(value) if abs(value) >= LEAST_SCORE else 0.0
 
 
 def _step(value: Json, otherwise: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tandem.broker import formation
+from tandem.broker._checks import MOST_STEP
 from tandem.broker.records import Busy, Entry, Journal, Options, Refused
 from tandem.broker.tenants import Item, Shelf, Tenant, Tenants
 
@@ -46,6 +47,8 @@ class Waiting:
         limit, batch_size, tenant = self._options, self.tenants.batch_size, self.tenants.of(entry.env)
         if entry.size < 1:
             raise Refused("the group is empty; expected at least one sequence")
+        if not 0 <= (entry.version or 0) < MOST_STEP:
+            raise Refused(f"the group's step is {entry.version}; expected 0 to below 2**53")
         if batch_size and entry.size > batch_size:
             raise Refused(f"the group has {entry.size} sequences and a batch {batch_size}: no batch can ever hold it")
         everybody = self.groups >= limit.max_groups or self.bytes >= limit.max_bytes

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import astuple
 
-from tandem.broker._checks import check
+from tandem.broker._checks import LEAST_LOGPROB, MOST, MOST_STEP, check
 from tandem.broker._complete import completed, flat_advantages
 from tandem.broker._lax import Malformed, coerce, refuse
 from tandem.broker._skim import STAND_INS, cut
@@ -31,8 +31,8 @@ MASKED = -100
 NO_LOGPROB = 1.0
 """In ``inference_logprobs``, a position that was not sampled."""
 
-_MOST = 1.7976931348623157e308  # with both bounds a float is finite
-Real = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
+Real = Annotated[float, Meta(ge=-MOST, le=MOST)]
+Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=MOST)]
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 MaskToken = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**53)]
@@ -55,7 +55,7 @@ class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
     """Where the trainer keeps checkpoints; environments keep theirs beneath."""
     save_checkpoint_interval: Signed
     """Steps between checkpoints."""
-    starting_step: Annotated[int, Meta(ge=0, lt=2**53)]
+    starting_step: Annotated[int, Meta(ge=0, lt=MOST_STEP)]
     """Steps trained already."""
     num_steps: Signed
     """Steps the run shall take."""
@@ -75,7 +75,7 @@ class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
     """Most tokens of its sequences; scales its weight."""
     desired_name: Text
     """Its name; a number is appended."""
-    weight: Annotated[float, Meta(ge=0, le=_MOST)]
+    weight: Annotated[float, Meta(ge=0, le=MOST)]
     """Its share of the work against the others'."""
     group_size: Count
     """Sequences of its groups."""
@@ -154,7 +154,7 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     """Per sequence a chat, whose messages have role and content."""
     generation_params: dict[str, Any] | None = None
     """How it was sampled, such as ``{"temperature": 1.0}``."""
-    inference_logprobs: list[list[Real]] | None = None
+    inference_logprobs: list[list[Logprob]] | None = None
     """Per token, the behaviour policy's; 1.0 where nothing was sampled."""
     overrides: list[dict[str, Any]] | None = None
     """Per sequence: set_advantage_to_zero, temperature, sft."""
@@ -336,15 +336,10 @@ def encoding_of(payload: bytes) -> Encoding:
     return "json" if payload[:1] == b"{" else "msgpack"
 
 
-def read_payload(payload: bytes) -> ScoredGroup:
-    """A stored group."""
-    made: ScoredGroup = _decoder(ScoredGroup, encoding_of(payload)).decode(payload)
-    return made
-
-
 def recode(payload: bytes, encoding: Encoding) -> bytes:
-    """A stored group in the encoding that is asked for."""
-    return payload if encoding_of(payload) == encoding else write(read_payload(payload), encoding)
+    """A stored group in the encoding that is asked for, whatever bounds held when it was taken: its reader judges."""
+    found = encoding_of(payload)
+    return payload if found == encoding else write(_decoder(Any, found).decode(payload), encoding)
 
 
 def write_batch(payloads: Sequence[bytes] | None, encoding: Encoding = "json", lease: Any = None) -> bytes:

@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +33,8 @@ from tandem.types import Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
 
+MOST_NAMED = 8
+"""Groups of one batch that are named where they cannot be read."""
 _MENDED = {"advantages": "; broker.given_advantages: true trains on them"}
 """By field of the wire: how to have it read."""
 
@@ -150,7 +152,11 @@ class BrokerFeed:
                 del self._ready[: len(batch)]
                 self._measured.append(measure(batch, self.solved))
                 return batch
-            self._receive(await self._next())
+            taken = await self._next()
+            if not taken.groups and taken.id is not None:
+                await self.broker.acknowledge(taken.id)  # else it would come again with every resume
+                taken = replace(taken, id=None)
+            self._receive(taken)
 
     def release(self, groups: Sequence[Group]) -> None:
         """Nothing waits for a step to end: environments elsewhere play on."""
@@ -271,6 +277,8 @@ class BrokerFeed:
         if taken.id is not None:
             self._held[taken.id] = frozenset(filter(None, taken.ids))
         self._note(notes, taken.malformed, arrived)
+        if taken.malformed:
+            self._untrained(len(taken.malformed), lambda: f"malformed); the last one: {taken.malformed[-1]}")
         for group in arrived:
             if (reason := self._fault(group)) is not None:
                 self._drop(reason, group)
@@ -297,12 +305,15 @@ class BrokerFeed:
         """Count what could not be read, and tell each kind of it once."""
         self._failed.update(notes.failed)
         self._malformed += len(malformed)
-        for error in malformed[:1]:
-            self._say("malformed group", f"a group of the broker cannot be read and is left out: {error}")
+        for error in malformed[:MOST_NAMED]:
+            log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
             self._say(name, f"environments send {name}, which nothing here reads{_MENDED.get(name, '')}")
         for rollout in (r for group in arrived for r in group.rollouts if r.error):
-            self._say("failed", f"sequence {rollout.id} of {rollout.task.env} is not trained on: {rollout.error}")
+            self._say(
+                f"failed in {rollout.task.env}",
+                f"sequence {rollout.id} of {rollout.task.env} is not trained on: {rollout.error}",
+            )
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:
@@ -331,10 +342,14 @@ class BrokerFeed:
     def _drop(self, reason: str, group: Group) -> None:
         self._dropped[reason] += 1
         self._measured.append(measure([group], self.solved))
-        self._in_a_row += 1
         self.on_drop(reason, group)
+        self._untrained(1, lambda: _advice(reason, group, self.version()))
+
+    def _untrained(self, count: int, why: Callable[[], str]) -> None:
+        """So many more in a row; raises Starved, which says why, when there are too many."""
+        self._in_a_row += count
         if self._in_a_row > self.options.patience * self.options.groups_per_step:
-            raise Starved(_starved(self._in_a_row, reason, group, self.version()))
+            raise Starved(f"{self._in_a_row} groups in a row from the broker could not be trained on ({why()}")
 
     def _batch(self) -> list[Group] | None:
         """The first groups that have the sequences of a batch together; None if there are too few."""
@@ -358,7 +373,8 @@ def full_marks(rollout: Rollout) -> bool:
     return next(iter(rollout.rewards.values()), 0.0) >= 1.0 - 1e-9
 
 
-def _starved(count: int, reason: str, group: Group, step: int) -> str:
+def _advice(reason: str, group: Group, step: int) -> str:
+    """Why the last group was dropped, and what to do."""
     advice = {
         "stale": f"it was sampled at step {group.version_min if group.scored else '?'} and training is at {step}: "
         "raise max_lag, or let fewer environments run ahead",
@@ -366,7 +382,4 @@ def _starved(count: int, reason: str, group: Group, step: int) -> str:
         "groups (flat_groups: keep)",
         "failed": f"first failure: {next((r.error for r in group.rollouts if r.error), 'too few sequences')}",
     }
-    return (
-        f"{count} groups in a row from the broker could not be trained on ({reason}); of the last one, {group.id} of "
-        f"{group.env}, {advice[reason]}"
-    )
+    return f"{reason}); of the last one, {group.id} of {group.env}, {advice[reason]}"
