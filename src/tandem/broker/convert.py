@@ -279,8 +279,8 @@ class _Reading:
         runs = _row(self._told.get("tandem_versions"), at, len(self._scored.tokens))
         steps: list[int] = []
         for run in runs if isinstance(runs, list) else ():
-            step, count = run if isinstance(run, list) and len(run) == 2 else (None, None)
-            if _step(step, -1) < 0 or not 0 <= _step(count, -1) <= len(sampled) - len(steps):
+            step, count = (_step(v, -1) for v in run) if isinstance(run, list) and len(run) == 2 else (-1, -1)
+            if step < 0 or not 0 <= count <= len(sampled) - len(steps):
                 return [self._version] * len(sampled)  # nothing is made of a run of more tokens than there are
             steps += [step] * count
         return steps if len(steps) == len(sampled) else [self._version] * len(sampled)
