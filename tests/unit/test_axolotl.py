@@ -14,6 +14,8 @@ from tandem import cli
 from tandem.compat._axolotl_options import DATASET, GROUPS, TOP, TRL, VLLM
 from tandem.config import Loaded, load
 from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.policy.policy import load_tokenizer
+from tandem.run import check_pairs
 
 Read = Callable[..., Loaded]
 
@@ -128,6 +130,7 @@ SEQUENCE = {"kind": "sequence", "beyond": "mask", "high": 3.0}
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base_model": ({"base_model": "other"}, {"model": "other"}),
+    "rl": ({"rl": "gdpo"}, {"advantage": "gdpo"}),
     "chat_template": (
         {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
         {"chat_template": "{{ messages }}"},
@@ -468,7 +471,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "expected a list of names",
     ),
     "another tokenizer": ({"tokenizer_config": "x"}, "tokenizer_config: the tokenizer is the model's own, m"),
-    "a template": ({"chat_template": "llama3"}, "Axolotl's own template llama3 is not in Tandem"),
+    "a template": ({"chat_template": "exaone"}, "chat_template: there is no exaone here"),
     "no template": ({"chat_template": "jinja"}, "jinja needs the template in chat_template_jinja"),
     "an idle template": ({"chat_template_jinja": "x"}, "it is read with chat_template: jinja alone"),
     "bf16": ({"bf16": "maybe"}, "bf16: expected true, false, auto or full"),
@@ -481,10 +484,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups": (trl(num_generations=5), "trl.num_generations: a step has micro_batch_size 8 x gradient_acc"),
     "no batch": ({"micro_batch_size": 0}, "micro_batch_size: it must be at least 1"),
     "generation": (trl(generation_batch_size=12), "12 is no multiple of both num_generations 8 and micro"),
-    "answers of several steps, weighed": (
-        trl(**SERVER, generation_batch_size=48),
-        "trl.generation_batch_size: of 3 steps it needs ratios to the policy that generated, apart from the weights of",
-    ),
     "half a step, twice": (
         trl(generation_batch_size=8, num_iterations=2),
         "trl.generation_batch_size: with 8 of a step's 16 completions and num_iterations 2 a step would train the same",
@@ -525,9 +524,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "trl.vllm_importance_sampling_cap: vllm_importance_sampling_clip_max is its newer name",
     ),
     "two warm-ups": ({"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_ratio: Axolotl takes it or warmup_steps"),
-    "ratios twice": (
-        trl(**SERVER, replay_buffer_size=8, replay_recompute_logps=False),
-        "trl.replay_recompute_logps: its ratios and vllm_importance_sampling_correction would weigh the same twice",
+    "NeMo Gym": (
+        {"nemo_gym_enabled": True},
+        "nemo_gym_enabled: it cannot be true here: NeMo Gym's servers are not asked",
     ),
     "groups of one": (trl(num_generations=1), "trl.num_generations: it must be at least 2"),
     "adapters without a server": (
@@ -560,7 +559,7 @@ def test_what_cannot_be_is_refused(what: str, read: Read) -> None:
 
 @pytest.mark.parametrize("changes", [{"rl": "dpo"}, {"rl": None}], ids=["another", "none"])
 def test_another_method_is_refused(changes: dict[str, Any], read: Read) -> None:
-    with pytest.raises(ConfigError, match=r"of those Tandem trains the ones with rl: grpo$"):
+    with pytest.raises(ConfigError, match=r"of those Tandem trains the ones with rl: grpo or gdpo$"):
         read(changes)
 
 
@@ -606,6 +605,85 @@ def test_what_is_sampled_together_is_of_an_older_policy(read: Read) -> None:
         assert "2 steps are sampled together, and ratios are to the sampler's" in "\n".join(loaded.notes)
     for changes in (trl(generation_batch_size=16), trl(generation_batch_size=8), trl(**SERVER)):
         assert at(read(changes).options, "old_logprobs") == "recomputed"
+
+
+def test_ratios_to_the_sampler_hold_what_the_correction_weighs(read: Read) -> None:
+    """The default correction masks by them still; one that truncates them is left out, and told."""
+    stale = trl(**SERVER, replay_buffer_size=8, replay_recompute_logps=False, epsilon=0.1)
+    for changes in (trl(**SERVER, generation_batch_size=32, epsilon=0.1), stale):
+        loaded = read(changes)
+        expected = {"old_logprobs": "sampled", "corrections": [SEQUENCE], "loss/clip_low": 0.1}
+        assert {path: at(loaded.options, path) for path in expected} == expected
+        check_pairs(loaded.config)
+        loaded = read({**changes, "trl.vllm_importance_sampling_mode": "token_truncate"})
+        assert at(loaded.options, "corrections") == "absent"
+        assert "trl.vllm_importance_sampling_mode: token_truncate is left out: ratios to the" in "\n".join(loaded.notes)
+        check_pairs(loaded.config)
+
+
+def test_what_trl_computes_otherwise_is_told_where_it_matters(read: Read) -> None:
+    told = {
+        "trl.top_p: logprobs are those of the tokens that may be sampled": trl(top_p=0.9),
+        "trl.top_k: logprobs are those of the tokens that may be sampled": trl(top_k=50),
+        "trl.mask_truncated_completions: with dr_grpo the loss is divided by the answers that are left": trl(
+            mask_truncated_completions=True, loss_type="dr_grpo"
+        ),
+        "trl.importance_sampling_level: use_bias_correction_kl weighs each token's KL by its own ratio": trl(
+            importance_sampling_level="sequence", beta=0.1
+        ),
+    }
+    for start, changes in told.items():
+        assert start in "\n".join(read(changes).notes)
+    plain = "\n".join(read({**trl(top_p=1.0, top_k=-1, mask_truncated_completions=True)}).notes)
+    assert not any(start in plain for start in told)
+    assert "trl.reward_funcs: an answer of which every reward is None is left out; in TRL it counts as 0" in plain
+    weightless = trl(importance_sampling_level="sequence", beta=0.1, use_bias_correction_kl=False)
+    assert "weighs each token's KL" not in "\n".join(read(weightless).notes)
+
+
+SPOKEN = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",
+    "qwen_25": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+    "U<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<s><start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\n",
+    "phi_3": "<s><|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n",
+    "phi_35": "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n",
+    "alpaca": "<s>S\n\n### Instruction:\nU\n\n### Response:\n",
+}
+"""By a template's name: a system message S (gemma has none) and a user's U, up to where the policy speaks."""
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_named_templates(name: str, read: Read, tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(
+        str(tiny_model), chat_template=at(read({"chat_template": name}).options, "chat_template")
+    )
+    tokenizer.bos_token = "<s>"
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}][name == "gemma" :]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == SPOKEN[name]
+    more = [*messages, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
+    longer = tokenizer.apply_chat_template(more, tokenize=False, add_generation_prompt=True)
+    assert longer.startswith(SPOKEN[name] + "A")  # what a template writes before an answer is what the policy was asked
+    assert longer.count("V") == 1
+
+
+def test_the_system_message_of_qwen(read: Read, tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(
+        str(tiny_model), chat_template=at(read({"chat_template": "qwen_25"}).options, "chat_template")
+    )
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "U"}], tokenize=False)
+    assert said.startswith(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"
+    )
+
+
+def test_a_template_of_the_models_own_family_is_the_tokenizers(read: Read) -> None:
+    loaded = read({"base_model": "Qwen/Qwen3-0.6B", "chat_template": "qwen3"})
+    assert at(loaded.options, "chat_template") == "absent"
+    assert "chat_template: qwen3 is what the model's own tokenizer has, which is used" in loaded.notes
+    with pytest.raises(ConfigError, match="there is no qwen3 here"):
+        read({"base_model": "meta-llama/Llama-3.2-1B", "chat_template": "qwen3"})
 
 
 @pytest.mark.parametrize(

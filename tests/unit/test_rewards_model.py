@@ -16,6 +16,9 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    BertTokenizerFast,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
 )
@@ -112,6 +115,28 @@ def test_padding_changes_nothing_for_a_model_that_sees_it(tmp_path: Path) -> Non
         with torch.no_grad():
             expected.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.item())
     assert RewardModel(model=str(folder), batch=4).scores(rollouts) == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 0.1
+
+
+def test_one_without_a_template_reads_question_and_answer_as_a_pair(tmp_path: Path) -> None:
+    """As DeBERTa's reward models were trained; with BERT's tokenizer types say which of the two a token is of."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz0123456789?+.,"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, *(f"##{word}" for word in words[5:])]))
+    BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=512).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(7)
+    config = DebertaV2Config(vocab_size=90, type_vocab_size=2, num_labels=1, initializer_range=0.5, **sizes)
+    DebertaV2ForSequenceClassification(config).float().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rollouts = group("seven", "no", "i think so, yes", "7.")
+    expected = []
+    for rollout in rollouts:
+        pair = tokenizer("Be brief.\nWhat is 3 + 4?", rollout.messages[-1].content, return_tensors="pt")
+        assert pair["token_type_ids"].tolist() != torch.zeros_like(pair["input_ids"]).tolist()
+        with torch.no_grad():
+            expected.append(model(**pair).logits.item())
+    assert RewardModel(model=str(tmp_path), batch=3).scores(rollouts) == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.1
 
 

@@ -38,6 +38,7 @@ def put(recipe: Recipe) -> None:
     file = recipe.file
     if file.get("trl.mask_truncated_completions"):
         recipe.put("truncated", "mask", "trl.mask_truncated_completions")
+    _differences(recipe)
     _again(recipe)
     dropped = file.get("trl.skip_zero_advantage_batches", True)
     recipe.put("flat_groups", "drop" if dropped else "keep", "trl.skip_zero_advantage_batches")
@@ -45,6 +46,25 @@ def put(recipe: Recipe) -> None:
         file.note(
             "trl.skip_zero_advantage_batches", "groups of equal rewards are not trained; others are sampled instead"
         )
+
+
+def _differences(recipe: Recipe) -> None:
+    """What is computed otherwise than in TRL on purpose, in a line each where it matters to this file."""
+    file, loss = recipe.file, recipe.file.get("trl.loss_type", "dapo")
+    file.note("trl.reward_funcs", "an answer of which every reward is None is left out; in TRL it counts as 0")
+    if narrow := [path for path, off in _NARROWING.items() if file.get(path, off[0]) not in off]:
+        why = "logprobs are those of the tokens that may be sampled; TRL's are of the whole vocabulary"
+        file.note(narrow[0], why)
+    if file.get("trl.mask_truncated_completions") and loss in ("grpo", "dr_grpo"):
+        why = f"with {loss} the loss is divided by the answers that are left; TRL counts the masked ones, too"
+        file.note("trl.mask_truncated_completions", why)
+    if file.get("trl.importance_sampling_level") == "sequence" and file.get("trl.beta") and _corrected(recipe):
+        why = "use_bias_correction_kl weighs each token's KL by its own ratio; TRL by the sequence's"
+        file.note("trl.importance_sampling_level", why)
+
+
+_NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
+"""Options that narrow what may be sampled, and their values that do not."""
 
 
 def _rewards(recipe: Recipe) -> None:
@@ -93,7 +113,8 @@ def _sampling(recipe: Recipe) -> None:
 
 def _advantage(recipe: Recipe) -> None:
     file = recipe.file
-    together = file.get("trl.multi_objective_aggregation", "sum_then_normalize")
+    usual = "normalize_then_sum" if file.get("rl") == "gdpo" else "sum_then_normalize"
+    together = file.get("trl.multi_objective_aggregation", usual)
     scale = file.get("trl.scale_rewards", True)
     kinds = {"True": "grpo", "group": "grpo", "batch": "batch_std", "False": "dr_grpo", "none": "dr_grpo"}
     if str(scale) not in kinds:
@@ -101,7 +122,7 @@ def _advantage(recipe: Recipe) -> None:
     if together == "normalize_then_sum":
         if scale not in (True, "group"):
             file.note("trl.scale_rewards", "changes nothing: normalize_then_sum standardises each reward by itself")
-        recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation")
+        recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation", "rl")
     elif together != "sum_then_normalize":
         file.wrong(
             "trl.multi_objective_aggregation", f"expected sum_then_normalize or normalize_then_sum, got {together}"
@@ -133,7 +154,7 @@ def _loss(recipe: Recipe) -> None:
     _bounds_of_ratios(recipe, kind, recipe.updates > 1 or sampled)
     whence = ("trl.generation_batch_size", "trl.replay_buffer_size", "trl.vllm_importance_sampling_correction")
     recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
-    _corrections(recipe)
+    _corrections(recipe, sampled=sampled)
 
 
 def _bounds_of_ratios(recipe: Recipe, kind: str, differ: bool) -> None:
@@ -170,14 +191,7 @@ def _against_the_sampler(recipe: Recipe) -> bool:
     Only they tell how old an answer is that is replayed, or that was sampled together with those of earlier steps.
     """
     file, recompute, together = recipe.file, "trl.replay_recompute_logps", "trl.generation_batch_size"
-    if recipe.generated > 1 and _weighed(recipe):
-        file.wrong(
-            together,
-            f"of {recipe.generated} steps it needs ratios to the policy that generated, apart from the weights of "
-            "vllm_importance_sampling_correction, and here both would be to the sampler; leave it out, or write "
-            "vllm_importance_sampling_correction: false, which lets epsilon clip ratios to the sampler",
-        )
-    elif recipe.generated > 1:
+    if recipe.generated > 1:
         file.note(together, f"{recipe.generated} steps are sampled together, and ratios are to the sampler's logprobs")
     if not file.get("trl.replay_buffer_size", 0):
         if not file.get(recompute, True):
@@ -189,10 +203,8 @@ def _against_the_sampler(recipe: Recipe) -> bool:
             file.note(recompute, f"ratios are to the sampler's logprobs: {why}")
         return True
     if not file.get(recompute, True):
-        file.wrong(
-            recompute, "its ratios and vllm_importance_sampling_correction would weigh the same twice; leave it out"
-        )
-    return False
+        file.note(recompute, "ratios are to the sampler's logprobs, which are as old as the answer")
+    return recipe.generated > 1 or not file.get(recompute, True)
 
 
 def _again(recipe: Recipe) -> None:
@@ -209,8 +221,11 @@ def _again(recipe: Recipe) -> None:
         file.note(most, "changes nothing: reroll_start_fraction is 1, so no task comes again")
 
 
-def _corrections(recipe: Recipe) -> None:
-    """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always."""
+def _corrections(recipe: Recipe, *, sampled: bool) -> None:
+    """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always.
+
+    Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
+    """
     file = recipe.file
     correction, mode = "trl.vllm_importance_sampling_correction", "trl.vllm_importance_sampling_mode"
     corrections: list[Json] = []
@@ -222,7 +237,11 @@ def _corrections(recipe: Recipe) -> None:
             file.wrong(mode, "expected token_truncate, token_mask, sequence_truncate or sequence_mask")
             return
         low, high = _bounds(recipe)
-        corrections.append({"kind": over, "beyond": beyond, **({} if low is None else {"low": low}), "high": high})
+        if sampled and beyond == "truncate":
+            file.note(mode, f"{over}_truncate is left out: ratios to the sampler, clipped by epsilon, hold its weights")
+        else:
+            bounds = {} if low is None else {"low": low}
+            corrections.append({"kind": over, "beyond": beyond, **bounds, "high": high})
         if mode not in file:
             file.note(mode, f"{default} with cap {high:g}, its default{' of the asynchronous trainer' * asynchronous}")
     else:
@@ -257,6 +276,11 @@ def _asynchronous(recipe: Recipe) -> bool:
     return bool(recipe.file.get("trl.use_data_producer") or recipe.file.get("trl.async_prefetch"))
 
 
+def _corrected(recipe: Recipe) -> bool:
+    """Whether the penalty has the ratio before it."""
+    return bool(recipe.file.get("trl.use_bias_correction_kl", not _asynchronous(recipe)))
+
+
 def _reference(recipe: Recipe) -> None:
     file = recipe.file
     beta, moves = file.get("trl.beta", 0.0), file.get("trl.sync_ref_model", False)
@@ -268,8 +292,7 @@ def _reference(recipe: Recipe) -> None:
     every = recipe.per_step(file.get("trl.ref_model_sync_steps", 64))
     recipe.put("reference.kind", "average" if moves else "start", "trl.sync_ref_model", "trl.beta")
     recipe.put("reference.beta", beta, "trl.beta")
-    corrected = file.get("trl.use_bias_correction_kl", not _asynchronous(recipe))
-    recipe.put("reference.ratio_corrected", corrected, "trl.use_bias_correction_kl")
+    recipe.put("reference.ratio_corrected", _corrected(recipe), "trl.use_bias_correction_kl")
     if moves:
         recipe.put("reference.mixup", file.get("trl.ref_model_mixup_alpha", 0.9), "trl.ref_model_mixup_alpha")
         recipe.put("reference.every", every, "trl.ref_model_sync_steps")

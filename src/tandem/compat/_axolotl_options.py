@@ -48,7 +48,8 @@ _QUANTISED = (
     "Tandem trains bfloat16 or float32 weights, since the engine samples from the very weights that are trained"
 )
 _LORA = "PEFT's plain LoRA is what engines serve"
-_SOON = "Tandem does not have it yet"
+_GYM = "NeMo Gym's servers are not asked; play with an environment (env), or grade by a reward function"
+_NEMO_GYM = ("enabled", "dir", "auto_start", "head_port", "multi_turn", "verify_timeout", "datasets")
 _SCOPE = "Tandem does not have SCOPE-RL"
 _ENTROPY = "no loss here has a term of the entropy"
 _ADAPTS = "it is read where use_adaptive_entropy is true"
@@ -56,12 +57,13 @@ _SERVER = "tandem serve engine is the server"
 _TRUSTED = "Tandem runs no code from model repositories"
 _MEMORY = "memory is given back as it is freed, not every so many steps"
 _KEPT = "every rollout is in rollouts of the run's folder, and its report.html shows those of some steps"
+_COLUMNS = "name the columns in a transform: type: module.function"
 _LOADED = "what base_model is, its config.json says"
 
 TOP: Mapping[str, Option] = {
     "base_model": _is("model", "text"),
-    "rl": _is("nothing: it must be grpo", "text"),
-    "chat_template": _is("chat_template: tokenizer_default is the tokenizer's own, jinja reads the next", "text"),
+    "rl": _is("grpo; gdpo is multi_objective_aggregation: normalize_then_sum", "text"),
+    "chat_template": _is("chat_template by its name; tokenizer_default leaves it out, jinja reads the next", "text"),
     "chat_template_jinja": _is("chat_template", "text"),
     "adapter": _is("trains: full without it, lora", "text"),
     "lora_r": _is("trains.rank", "whole"),
@@ -176,6 +178,7 @@ TOP: Mapping[str, Option] = {
     "gc_steps": _idle(_MEMORY, -1),
     "gc_collect_steps": _idle(_MEMORY, -1),
     "torch_empty_cache_steps": _idle(_MEMORY),
+    **{f"nemo_gym_{name}": _no(_GYM, False) for name in _NEMO_GYM},
     "plugins": _no("Axolotl's plug-ins patch Axolotl", []),
     "liger_rope": _idle(_SPEED, False),
     "liger_rms_norm": _idle(_SPEED, False),
@@ -297,6 +300,9 @@ DATASET: Mapping[str, Option] = {
     "revision": _no("Tandem reads a data set's newest revision"),
     "trust_remote_code": _no(_TRUSTED, False),
     "shards": _no("name a split instead, or a smaller file"),
+    "field_messages": _no(_COLUMNS),
+    "message_field_role": _no(_COLUMNS, "role"),
+    "message_field_content": _no(_COLUMNS, "content"),
 }
 """Options of an entry of ``datasets`` and ``test_datasets``."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.compat import _axolotl_engine as engine
 from tandem.compat import _axolotl_objective as objective
 from tandem.compat._axolotl_file import File
+from tandem.compat._axolotl_templates import TEMPLATES, brought_by
 from tandem.config import RunConfig
 from tandem.errors import TandemError
 from tandem.recipe.tree import Branch, from_plain, plain
@@ -143,11 +144,15 @@ def _template(recipe: Recipe) -> None:
         file.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
     elif jinja:
         file.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
+    elif template in TEMPLATES:
+        recipe.put("chat_template", TEMPLATES[template], "chat_template")
+    elif brought_by(file.get("base_model", ""), template):
+        file.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
     elif not template.startswith("tokenizer_default"):
         file.wrong(
             "chat_template",
-            f"Axolotl's own template {template} is not in Tandem; write tokenizer_default for the model's own, or "
-            "jinja with the template in chat_template_jinja",
+            f"there is no {template} here; write tokenizer_default for the model's own, one of {', '.join(TEMPLATES)}, "
+            "or jinja with the template in chat_template_jinja",
         )
 
 

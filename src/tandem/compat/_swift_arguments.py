@@ -163,8 +163,7 @@ _LEARNING: tuple[Argument, ...] = (
     _no("sequence_parallel_size", "whole", _ONE, 1),
     _no("ref_adapters", "texts", "merge the adapter first and name the folder as model"),
     _no("tuner_backend", "text", _LORA, "peft"),
-    _is("loss_scale", "text", "nothing: it must be last_round or default, by either of which every sampled token counts "
-        "as one", "last_round"),
+    _is("loss_scale", "text", "nothing: last_round or default; either trains every sampled token", "last_round"),
     _no("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
     _no("use_dora", "truth", _LORA, False),
     _no("use_rslora", "truth", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_rank)", False),
@@ -260,7 +259,7 @@ _SAMPLING: tuple[Argument, ...] = (
     _is("vllm_server_timeout", "number", "engine.start_seconds: how long it may not be there yet", 120.0,
         where="server"),
     _is("async_generate", "truth", "max_lag: 1 more", False, where="vllm"),
-    _is("vllm_device", "texts", "engine.devices, such as cuda:1; auto: the last visible ones, if the trainer leaves some",
+    _is("vllm_device", "texts", "engine.devices, such as cuda:1; auto: the last ones that the trainer leaves",
         where="colocate"),
     _is("num_infer_workers", "whole", "engine.devices, with vllm_device auto: so many", where="colocate"),
     _is("sleep_level", "whole", "engine.sleep, where vllm_tensor_parallel_size is above 1; else " + _GONE, 0,

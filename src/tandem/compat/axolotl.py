@@ -1,7 +1,7 @@
-"""Axolotl's files with ``rl: grpo``, read as recipes wherever a recipe is read.
+"""Axolotl's files with ``rl: grpo`` or ``gdpo``, read as recipes wherever a recipe is read.
 
-``_axolotl_options`` lists every option. One that cannot take effect is refused with the reason, or told to change
-nothing; none is accepted and ignored.
+``_axolotl_options`` lists every option. One that would change the result and cannot be had is refused with the reason,
+one that cannot matter is told to change nothing; none is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated | N
     if "base_model" not in tree.entries or "model" in tree.entries:
         return None
     method = tree.entries.get("rl")
-    if not isinstance(method, Leaf) or method.value != "grpo":
+    if not isinstance(method, Leaf) or method.value not in ("grpo", "gdpo"):
         where = method.where if method else tree.where
-        problems.add(where, "this is an Axolotl file, and of those Tandem trains the ones with rl: grpo")
+        problems.add(where, "this is an Axolotl file, and of those Tandem trains the ones with rl: grpo or gdpo")
         return Translated(tree=Branch(where=tree.where))
     file = File(tree=tree, problems=problems)
     recipe = Recipe(file=file, serving=serving)

@@ -30,7 +30,7 @@ def loaded(name: str, label: int | None, device: str, dtype: str, chat_template:
         raise RewardError(f"reward model {name} cannot be loaded on {device}: {error}") from error
     if chat_template:
         tokenizer.chat_template = _template(chat_template)
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template and tokenizer.sep_token_id is None:
         raise RewardError(f"reward model {name} has no chat template; give the option chat_template")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -59,40 +59,39 @@ class Classifier:
 
     def scores(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Verdict]:
         """The chosen output for each conversation; one that is longer than the model reads is a failure."""
-        tokens = [self._tokens(messages) for messages in conversations]
+        inputs = [self._inputs(messages) for messages in conversations]
+        lengths = [len(one["input_ids"]) for one in inputs]
         scores: list[Verdict] = [
-            Failure("bad_value", f"cannot read {len(t)} tokens, prompt included: {self._name} reads {self._most}")
-            for t in tokens
+            Failure("bad_value", f"cannot read {length} tokens, prompt included: {self._name} reads {self._most}")
+            for length in lengths
         ]
-        rows = [row for row in sorted(range(len(tokens)), key=lambda row: len(tokens[row])) if self._fits(tokens[row])]
+        rows = [row for row in sorted(range(len(inputs)), key=lengths.__getitem__) if lengths[row] <= self._most]
         for start in range(0, len(rows), batch):
             chosen = rows[start : start + batch]
-            for row, score in zip(chosen, self._forward([tokens[row] for row in chosen]), strict=True):
+            for row, score in zip(chosen, self._forward([inputs[row] for row in chosen]), strict=True):
                 scores[row] = score
         return scores
 
-    def _fits(self, tokens: Sequence[int]) -> bool:
-        return len(tokens) <= self._most
-
-    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+    def _inputs(self, messages: Sequence[Message]) -> dict[str, list[int]]:
+        """What the model reads, by name: token ids, and of a pair which of the two each is of."""
         if any(message.role == TEXT for message in messages):
             text = "".join(message.content for message in messages)
-        else:
+        elif self._tokenizer.chat_template:
             plain = [{"role": message.role, "content": message.content} for message in messages]
             text = self._tokenizer.apply_chat_template(plain, tokenize=False)
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return tokens
+        else:  # one that was trained on pairs of question and answer
+            question = "\n".join(message.content for message in messages[:-1])
+            pair = self._tokenizer(question, messages[-1].content, return_attention_mask=False, verbose=False)
+            return {name: list(ids) for name, ids in pair.items()}
+        return {"input_ids": list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])}
 
-    def _forward(self, tokens: Sequence[list[int]]) -> list[float]:
+    def _forward(self, inputs: Sequence[dict[str, list[int]]]) -> list[float]:
         """Scores of one batch, padded on the right."""
         import torch
 
-        padded = self._tokenizer.pad({"input_ids": list(tokens)}, padding_side="right", return_tensors="pt")
+        padded = self._tokenizer.pad(list(inputs), padding_side="right", return_tensors="pt")
         with torch.inference_mode():
-            logits = self._model(
-                input_ids=padded["input_ids"].to(self._device),
-                attention_mask=padded["attention_mask"].to(self._device),
-            ).logits
+            logits = self._model(**{name: ids.to(self._device) for name, ids in padded.items()}).logits
         scores: list[float] = logits[:, self._label].float().tolist()
         return scores
 

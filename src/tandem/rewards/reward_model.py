@@ -16,6 +16,8 @@ from tandem.types import Rollout
 class RewardModel(GroupReward):
     """The model's output for the conversation, written by its own chat template, in a process of its own.
 
+    One without a template whose tokenizer separates texts (DeBERTa, BERT) reads the pair of question and answer.
+
     That is the logit as it is: no sigmoid, no normalisation. Every environment that uses one loads it once.
     """
 
