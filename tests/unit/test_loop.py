@@ -236,6 +236,20 @@ def test_sampling_goes_on_while_a_step_is_written_down_and_saved() -> None:
     assert scene.recorded == [(step, True, False) for step in range(1, STEPS + 1)], "each is, before it is saved"
 
 
+def test_a_stop_ends_the_wait_for_a_broker_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+
+    @asynccontextmanager
+    async def absent(self: Noted, cursor: Cursor) -> AsyncIterator[Noted]:
+        asyncio.get_running_loop().call_later(0.01, scene.stop.set)
+        await asyncio.Event().wait()
+        yield self
+
+    monkeypatch.setattr(Noted, "open", absent)
+    assert scene.train() == START
+    assert list(scene.saved) == [0]
+
+
 @pytest.mark.parametrize("stop_at", ["", "emitted 2"])
 def test_rollouts_are_written_one_step_at_a_time_while_the_next_is_sampled(stop_at: str) -> None:
     scene = Scene(every=10, stop_at=stop_at)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -101,6 +102,19 @@ def test_adafactor(shape: tuple[int, ...], floor: float) -> None:
     found, _ = trained(options, *shape)
     want = factored(start(*shape), gradients(*shape), floor, 0.7, -0.6, 0.1)
     assert off(found, want, shape) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (50,), (3, 20, 30)])
+def test_adafactor_with_an_absolute_rate_is_that_of_transformers(shape: tuple[int, ...]) -> None:
+    """The step that Atropos' trainer takes: scale_parameter=False, relative_step=False."""
+    found, _ = trained(Adafactor(relative_rate=False), *shape)
+    weight = Parameter(start(*shape))
+    theirs = transformers.Adafactor([weight], lr=0.0, scale_parameter=False, relative_step=False)
+    for step, grad in enumerate(gradients(*shape)):
+        weight.grad = grad.clone()
+        theirs.param_groups[0]["lr"] = rate(step)
+        theirs.step()
+    assert off(found, weight.detach().double(), shape) < 1e-4
 
 
 @pytest.mark.parametrize(("large", "small"), [(1e-9, 1e-12), (1e-12, 1e-16)])

@@ -66,6 +66,22 @@ def test_the_last_port_may_be_had() -> None:
     assert Vllm(port=LAST_PORT - 1, replicas=2).replicas == 2
 
 
+# Keys
+
+
+def test_a_started_engine_has_a_key_of_its_own_unless_it_is_to_be_open() -> None:
+    keyed, open_to_all = Vllm(port=1)._server(0), Vllm(port=1, require_api_key=False)._server(0)
+    assert len(keyed.key) > 20
+    assert open_to_all.key == ""
+
+
+def test_an_open_engine_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="needs a host that this machine alone can reach, not"):
+        Vllm(host="0.0.0.0", require_api_key=False)
+    monkeypatch.setenv("A_KEY", "x")
+    assert Vllm(require_api_key=False, api_key_variable="A_KEY")._server(0).key == "x"
+
+
 # Where the model is
 
 

@@ -1,113 +1,25 @@
 """Atropos' example trainer: its flags as a recipe, and its names for checkpoints.
 
-``Flags`` declares every flag once; ``translate`` says what they come to. A flag that cannot take effect is
-refused with the reason, never accepted and ignored. ``lay_out`` copies a run's checkpoints under Atropos' names, and
-the file that tells what its broadcasts carry.
+``Flags`` declares every flag once; ``translate`` says what they come to. A flag that changes nothing is told, and one
+that asks for another objective or result than Tandem has is refused with the reason. ``lay_out`` copies a run's
+checkpoints under Atropos' names, and the file that tells what its broadcasts carry.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.compat._atropos_flags import Flags as Flags
+from tandem.compat._atropos_flags import joined as joined
 from tandem.errors import CheckpointError, ConfigError
 from tandem.sinks.base import RunInfo, Sink, Writer
 from tandem.trainer.digests import steps_in
 from tandem.types import Json
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    """The command line of Atropos' trainer, and three flags of Tandem's own: env, group_size and vllm_url."""
-
-    model_name: str = field(metadata={"also": ("--model",)})
-    """Hugging Face id or a local folder."""
-    env: str | None = None
-    """Tandem's own: play this environment, such as gsm8k, in the trainer's process instead of using atropos-url."""
-    group_size: int = 8
-    """Tandem's own: answers per task; it divides batch-size times gradient-accumulation-steps."""
-    vllm_url: tuple[str, ...] = ()
-    """Tandem's own: an engine that runs already, instead of one that is started; once for each."""
-    lr: float = 1e-5
-    """Learning rate."""
-    training_steps: int = 10
-    """Optimizer steps."""
-    batch_size: int = 2
-    """Sequences of one forward and backward."""
-    gradient_accumulation_steps: int = 32
-    """Forwards and backwards of one optimizer step."""
-    seq_len: int = 2048
-    """Most tokens of a prompt and its answer together."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises."""
-    clip_eps: float = 0.2
-    """The probability ratio is clipped to 1 - eps and 1 + eps."""
-    optimizer: str = "adamw"
-    """adamw, adamw_8bit, adamw_cpu (states in host memory) or adafactor."""
-    train_layer_indices: str | None = None
-    """Layers to train in full, such as 0-3,10; all of them if it is left out."""
-    save_path: str = "trained_model_checkpoints"
-    """Folder of step_N/, final_model/ and their like."""
-    checkpoint_interval: int = 3
-    """Steps between checkpoints; 0 saves the last step alone."""
-    weight_bridge_mode: str = "none"
-    """none, shared_vllm, lora_only, lora_restart or lora_nccl."""
-    single_copy: bool = False
-    """One copy of the weights, with shared_vllm; it is always so."""
-    vllm_config_path: str | None = None
-    """With shared_vllm, the engine runs already, at vllm-url or vllm-port; it is asked for what this file holds."""
-    vllm_port: int = 9001
-    """Port of the engine."""
-    vllm_restart_interval: int = 3
-    """Steps between restarts, swaps or broadcasts, where the mode has one."""
-    vllm_gpu: int | None = None
-    """Number of the GPU that the engine is started on; left out: the trainer's."""
-    gpu_memory_utilization: float = field(default=0.45, metadata={"also": ("--vllm-gpu-memory-utilization",)})
-    """Share of the GPU's memory that the engine takes."""
-    max_model_len: int = 4096
-    """Longest context of the engine."""
-    dtype: str = "bfloat16"
-    """Type of the weights: bfloat16 or float32."""
-    lora_r: int = 16
-    """Rank of the adapter."""
-    lora_alpha: int = 32
-    """The adapter's output is multiplied by alpha/r."""
-    lora_dropout: float = 0.05
-    """Tandem has no dropout: only 0 can be asked for."""
-    lora_target_modules: str = "q_proj v_proj"
-    """Linear layers that are adapted, separated by spaces, or all-linear."""
-    lora_layer_indices: str | None = None
-    """Layers to adapt, such as 0-3,10; all of them if it is left out."""
-    nccl_init_method: str = "tcp://localhost:29500"
-    """Where trainer and engines meet, with lora_nccl."""
-    nccl_world_size: int = 2
-    """The trainer and its engines, counted, with lora_nccl."""
-    nccl_sync_every_step: bool = field(default=True, metadata={"off": "--no-nccl-sync-every-step"})
-    """Broadcast after every step rather than every vllm-restart-interval, with lora_nccl."""
-    num_inference_nodes: int = 0
-    """Engines on other nodes, named by vllm-url; with shared_vllm the weights are then broadcast."""
-    init_method: str = "env://"
-    """Where trainer and engines of other nodes meet; env:// reads MASTER_ADDR and MASTER_PORT."""
-    trainer_rank: int = 0
-    """The trainer is rank 0."""
-    world_size: int = 1
-    """The trainer and the engines of other nodes, counted."""
-    atropos_url: str = "http://localhost:8000"
-    """Where a broker hands out scored groups: Atropos' run-api or tandem serve broker."""
-    use_wandb: bool = False
-    """Log to Weights & Biases."""
-    wandb_project: str | None = None
-    """Its project."""
-    wandb_group: str | None = None
-    """Its group."""
-    benchmark: bool = False
-    """Print times and memory at the end."""
-    log_dir: str | None = None
-    """Folder of the run's folder; left out: $LOGDIR, or else logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,40 +30,42 @@ class Translation:
     """The recipe."""
     notes: tuple[str, ...]
     """What a person should know of how it differs from the flags."""
+    environ: dict[str, str]
+    """Environment variables to set before anything loads."""
 
 
-def joined(words: Sequence[str]) -> list[str]:
-    """The command line with ``--lora-target-modules a b`` as one value, since a flag here has one."""
-    out: list[str] = []
-    gathers = False
-    for word in words:
-        if gathers and not word.startswith("-") and "=" not in word:
-            out[-1] = f"{out[-1]} {word}" if out[-1] != "--lora-target-modules" else f"{out[-1]}={word}"
-            continue
-        gathers = word.partition("=")[0] == "--lora-target-modules"
-        out.append(word)
-    return out
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An engine that serves already, and is to be used instead of one that would be started."""
+
+    url: str
+    """Its address."""
+    bridge: str | None = None
+    """The file by which it lends its weights; None: it is asked."""
 
 
-def translate(flags: Flags, given: frozenset[str], environ: Mapping[str, str]) -> Translation:
+def translate(
+    flags: Flags, given: frozenset[str], environ: Mapping[str, str], running: Running | None = None
+) -> Translation:
     """A recipe that does what the flags ask for.
 
     Args:
         flags: every flag, with its default where it was left out.
         given: names of those that were not left out.
-        environ: LOGDIR, NUM_INFERENCE_NODES, MASTER_ADDR and MASTER_PORT are read.
+        environ: LOGDIR, NUM_INFERENCE_NODES, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES are read.
+        running: the engine that serves where one would be started.
 
     Raises:
-        ConfigError: with every flag that is wrong or would change nothing.
+        ConfigError: with every flag that is wrong, or asks for another objective or result than can be had.
     """
     from tandem.compat._atropos_recipe import Reading
     from tandem.recipe.tree import Problems
 
     problems = Problems()
-    reading = Reading(flags=flags, given=given, environ=environ, problems=problems)
+    reading = Reading(flags=flags, given=given, environ=environ, problems=problems, running=running)
     options = reading.recipe()
     problems.raise_if_any("the command line")
-    return Translation(options=options, notes=tuple(reading.notes()))
+    return Translation(options=options, notes=tuple(dict.fromkeys(reading.notes)), environ=reading.device())
 
 
 def lay_out(run_folder: Path, save_path: Path) -> list[Path]:

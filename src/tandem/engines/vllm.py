@@ -42,6 +42,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a Llama-like model."""
 LAST_PORT = 65535
+LOOPBACK = ("127.", "localhost", "::1")
+"""How addresses begin that this machine alone can reach."""
 CPU_CACHE_GB = 1.0
 """KV cache on a CPU where kv_cache_gb does not say."""
 
@@ -91,6 +93,9 @@ class Vllm(EngineSpec):
     """Give every answer a random stream of its own, so that it can be sampled again; it costs speed on a GPU."""
     api_key_variable: str = ""
     """Environment variable with the engines' API key; without one, started engines get a random key."""
+    require_api_key: bool = True
+    """False starts engines without a key where api_key_variable names none, for environments that sample from them
+    beside the trainer; whoever reaches host can then pause them and overwrite their weights, so it must be loopback."""
     start_seconds: float = 900.0
     """How long a start may take, and one at urls may not be there yet; the first on a machine compiles."""
     request_seconds: float = 3600.0
@@ -114,6 +119,8 @@ class Vllm(EngineSpec):
         for name in ("kv_cache_gb", "restarts", "linger_seconds", "port"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+        if not self.require_api_key and not self.host.startswith(LOOPBACK):
+            raise ValueError(f"require_api_key: false needs a host that this machine alone can reach, not {self.host}")
         last = LAST_PORT - self.replicas + 1
         if self.port > last:
             raise ValueError(f"port must be at most {last}, as each of replicas ({self.replicas}) takes one")
@@ -245,7 +252,8 @@ class Vllm(EngineSpec):
             key, url = self._key(), self.urls[index]
         else:
             port = self.port + index if self.port else processes.free_port(self.host)
-            key, url = self._key() or secrets.token_urlsafe(24), f"http://{self.host}:{port}"
+            key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
+            url = f"http://{self.host}:{port}"
         return Server(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
 
     def _launch(self, needs: Needs, context: int) -> Launch:
@@ -379,5 +387,5 @@ def _separable(folder: Path) -> None:
 _STARTING = (
     "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
     "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
-    "restarts", "linger_seconds",
+    "restarts", "linger_seconds", "require_api_key",
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,13 @@ class Adafactor(Precise):
     """Adafactor without momentum: of squared gradients it keeps the means of rows and columns alone.
 
     The rate is relative: a tensor moves by lr times its root mean square, so the same step takes a rate about fifty
-    times AdamW's.
+    times AdamW's. With ``relative_rate: false`` it is AdamW's, as in transformers with scale_parameter=False.
     """
 
     lr: float = 5e-5
     """Peak learning rate, relative to each tensor's root mean square."""
+    relative_rate: bool = True
+    """False: the rate is absolute, the root mean square of the largest update that clip_rms lets through."""
     beta2_decay: float = -0.8
     """At step t the squared gradient's running mean forgets a share of t to this power."""
     scale_floor: float = 1e-3
@@ -47,6 +49,11 @@ class Adafactor(Precise):
         for name in ("scale_floor", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite")
+
+    def inert(self) -> Mapping[str, str]:
+        """The floor of a scale that is not looked at."""
+        own = {} if self.relative_rate else {"scale_floor": "relative_rate: false does not scale by a tensor's size"}
+        return {**super().inert(), **own}
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
         """Allocate means and what ``precision`` needs."""
@@ -85,7 +92,9 @@ class _Factored(Slots):
         """Update a tensor and its means; the gradient becomes the update. No number is waited for."""
         options = self._options
         share = steps**options.beta2_decay
-        size = _rms(value).clamp_(min=options.scale_floor) * min(lr, steps**-0.5)
+        size: float | Tensor = lr
+        if options.relative_rate:
+            size = _rms(value).clamp_(min=options.scale_floor) * min(lr, steps**-0.5)
         if grad.dim() > 1:
             row_var, col_var = state["row_var"], state["col_var"]
             row_var.lerp_(_mean_square(grad, -1), share)

@@ -89,7 +89,10 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
         # Before anything is played: a resumed run may have this evaluation behind it, and its first groups must not
         # be sampled in other company than theirs for that.
         await _unless_stopped(run, run.evaluate(state.step))
-        feed = await stack.enter_async_context(run.feed.open(state.cursor))
+        feed = await _unless_stopped(run, stack.enter_async_context(run.feed.open(state.cursor)))
+        if feed is None:  # it waited for a broker
+            await run.checkpoints.save(state)
+            return state
         writing = _Writing(run)
         stack.push_async_callback(writing.done)
         while state.step < run.steps and not run.stop.is_set():

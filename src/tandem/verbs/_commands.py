@@ -94,6 +94,17 @@ def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any)
     typer.echo(atropos(_given(flags), overrides or [], show=show))
 
 
+@_with(_flags(atropos.Flags))
+def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
+    """Start an engine and train on its one copy of the weights.
+
+    Atropos' unified launcher: atropos-grpo with shared_vllm and --benchmark.
+    """
+    from tandem.verbs.atropos import atropos
+
+    typer.echo(atropos(_given(flags), overrides or [], show=show, unified=True))
+
+
 @_with(_flags(EnvFlags))
 def _env(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The environment, such as gsm8k.")],
@@ -140,6 +151,7 @@ def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: 
 def register(app: typer.Typer) -> None:
     """Add every such verb to the command line."""
     app.command("atropos-grpo", cls=_AtroposCommand)(_atropos_grpo)
+    app.command("atropos-grpo-run", cls=_AtroposCommand)(_atropos_grpo_run)
     app.command("env")(_env)
     commands = typer.Typer(help="Speak ms-swift's command line.", no_args_is_help=True, rich_markup_mode=None)
     commands.command("rlhf", cls=_SwiftCommand)(_swift_rlhf)

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from tandem.compat._atropos_services import require_broker, running_engine
 from tandem.compat.atropos import Flags, lay_out, translate
 from tandem.config import from_options
 from tandem.verbs.train import finish, translated
@@ -18,24 +19,33 @@ SOURCE = Path("tandem atropos-grpo")
 """What mistakes in the recipe are said to be in."""
 
 
-def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool) -> str:
+def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, unified: bool = False) -> str:
     """Train as the flags say, or with ``show`` only write down how; returns what to tell.
+
+    An engine that serves at --vllm-port already is used; else one is started.
 
     Args:
         given: the flags that were not left out.
         overrides: options laid over the recipe.
         show: return the recipe as YAML.
+        unified: as atropos-grpo-run: one copy of the weights, an engine of its own, and times at the end.
 
     Raises:
-        ConfigError: a flag is wrong or would change nothing.
+        ConfigError: a flag is wrong, or asks for what cannot be had.
+        BrokerError: there is no broker.
     """
+    given = {**({"weight_bridge_mode": "shared_vllm", "benchmark": True} if unified else {}), **given}
     flags = Flags(**given)
-    translation = translate(flags, frozenset(given), os.environ)
+    running = None if unified else running_engine(flags, os.environ)
+    translation = translate(flags, frozenset(given), os.environ, running)
     if show:
         return translated(translation.options, translation.notes, overrides, SOURCE)
     for note in translation.notes:
         typer.echo(f"tandem: {note}", err=True)
+    os.environ.update(translation.environ)
     config = from_options(translation.options, overrides, SOURCE).config
+    if config.broker is not None:
+        require_broker(config.broker.url)
     from tandem import run  # only now: a mistake in the flags is told before the rest has loaded
 
     folder = finish(run.train(config, resume=None))

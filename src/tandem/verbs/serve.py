@@ -15,7 +15,7 @@ from tandem.config import RunConfig, load
 from tandem.engines._vllm_engine import borrow
 from tandem.engines._vllm_fleet import Fleet
 from tandem.engines.base import CanLend
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm import LOOPBACK, Vllm
 from tandem.errors import ConfigError, EngineError
 from tandem.policy.policy import load_config
 
@@ -23,8 +23,6 @@ Tell = Callable[[str], None]
 
 LOOK_SECONDS = 0.5
 """Between two looks whether the engine still lives."""
-LOOPBACK = ("127.", "localhost", "::1")
-"""How addresses begin that this machine alone can reach."""
 
 
 def serve(recipe: Path, overrides: Sequence[str], tell: Tell) -> None:

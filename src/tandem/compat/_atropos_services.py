@@ -1,0 +1,129 @@
+"""What serves already where a command of Atropos' looks for it: the engine that a trainer is to use, and the broker."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from tandem.errors import BrokerError, ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from tandem.compat.atropos import Flags, Running
+    from tandem.weights.bridge import VllmBridge
+
+LOOK_SECONDS = 3.0
+"""How long one look at an engine or a broker may take."""
+BROKER_SECONDS = 30.0
+"""How long a broker may be absent before that is an error, as in Atropos."""
+
+
+def running_engine(flags: Flags, environ: Mapping[str, str]) -> Running | None:
+    """The engine that the flags mean and that was started apart; None if it is the trainer's to start.
+
+    With shared_vllm it is the one whose file lies at --vllm-config-path, or else, if it answers, in $LOGDIR, the
+    working directory or /tmp/atropos_bridge; with every mode the one that answers at --vllm-port.
+
+    Raises:
+        ConfigError: the file at --vllm-config-path is no engine's, or one of another model.
+    """
+    from tandem.compat.atropos import Running
+
+    if flags.vllm_url or flags.num_inference_nodes or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0"):
+        return None
+    url = f"http://localhost:{flags.vllm_port}"
+    if flags.weight_bridge_mode == "shared_vllm" and not flags.use_shared_memory:
+        if flags.vllm_config_path:
+            return _named(flags, Path(flags.vllm_config_path), url)
+        if (found := _lying_about(flags)) is not None:
+            return found
+    return Running(url=url) if _is_engine(url) else None
+
+
+def _named(flags: Flags, path: Path, url: str) -> Running:
+    """The engine of a file that the flags name; one that has not written it yet is waited for, and asked itself."""
+    from tandem.compat.atropos import Running
+    from tandem.weights.bridge import VLLM_FILE, VllmBridge, find
+
+    try:
+        file = find(path)
+    except TransportError:
+        return Running(url=url)
+    try:
+        bridge = VllmBridge.read(file)
+    except TransportError as error:
+        raise ConfigError(f"--vllm-config-path: {error}") from error
+    if not _same(bridge.model, flags.model_name):
+        raise ConfigError(
+            f"--vllm-config-path: {file} is of an engine that serves {bridge.model}, not {flags.model_name}; name the "
+            f"{VLLM_FILE} of this model's engine, or start one"
+        )
+    return Running(url=_url(bridge) or url, bridge=str(file))
+
+
+def _lying_about(flags: Flags) -> Running | None:
+    """The engine of a file in one of the usual places: left by one that has ended, or of another model, it is none."""
+    from tandem.compat.atropos import Running
+    from tandem.weights.bridge import VllmBridge, find
+
+    try:
+        file = find()
+        bridge = VllmBridge.read(file)
+    except TransportError:
+        return None
+    url = _url(bridge)
+    wanted = url and urlsplit(url).port == flags.vllm_port and _same(bridge.model, flags.model_name)
+    return Running(url=url, bridge=str(file)) if wanted and _is_engine(url) else None
+
+
+def _url(bridge: VllmBridge) -> str:
+    """Where the engine of a file answers, where it says so."""
+    url = bridge.tandem.get("url")
+    return url if isinstance(url, str) else ""
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one model: two paths of one folder are."""
+    return one == other or (Path(one).is_dir() and Path(one).resolve() == Path(other).resolve())
+
+
+def _is_engine(url: str) -> bool:
+    """Whether one of Tandem's engines answers; one that wants a key answers too, and says so to the trainer."""
+    status, found = asked(f"{url}/bridge/info")
+    return status == 401 or (isinstance(found, dict) and "engine" in found)
+
+
+def asked(url: str, key: str = "") -> tuple[int, Any]:
+    """Status and JSON of a GET; status 0 where nobody answers, None where the answer is not JSON."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, None
+    except ValueError:
+        return 200, None
+    except OSError:
+        return 0, None
+
+
+def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
+    """Wait for a broker that is about to start, before the model and the engine are loaded for nothing.
+
+    Raises:
+        BrokerError: nobody answers.
+    """
+    deadline = time.monotonic() + seconds
+    while not asked(url)[0]:
+        if time.monotonic() >= deadline:
+            port = urlsplit(url).port or 8000
+            raise BrokerError(
+                f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start the broker first: "
+                f"tandem run-api --port {port}, or Atropos' run-api --port {port}"
+            )
+        time.sleep(0.5)

@@ -1,0 +1,153 @@
+"""The engine and the broker that a trainer of Atropos finds, or does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.atropos_peers import free_port, until
+
+from tandem.compat._atropos_services import require_broker, running_engine
+from tandem.compat.atropos import Flags, Running
+from tandem.errors import BrokerError, ConfigError
+from tandem.weights import bridge
+from tandem.weights.bridge import VllmBridge
+
+INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs"}
+
+
+@contextmanager
+def listening(status: int, answer: Any) -> Iterator[int]:
+    """The port of a server that gives one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *words: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def flags(port: int, mode: str = "lora_only", **given: Any) -> Flags:
+    return Flags(model_name="m", vllm_port=port, weight_bridge_mode=mode, **given)
+
+
+def lend(folder: Path, url: str, model: str = "m") -> str:
+    """The file of an engine at ``url``; where it is."""
+    written = VllmBridge(
+        model=model, param_names=[], param_mappings={}, ipc_handles={"w": {}}, tandem={"places": {}, "url": url}
+    ).write(folder)
+    return str(written)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine of somebody else's is found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOGDIR", raising=False)
+    monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "last resort")
+
+
+@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_only", "lora_restart", "lora_nccl"])
+def test_an_engine_at_the_port_is_found(mode: str) -> None:
+    with listening(200, INFO) as port:
+        assert running_engine(flags(port, mode), {}) == Running(url=f"http://localhost:{port}")
+    assert running_engine(flags(port, mode), {}) is None, "it has ended"
+
+
+def test_what_is_no_engine_is_left_to_whoever_starts_one() -> None:
+    with listening(404, {}) as port:
+        assert running_engine(flags(port), {}) is None
+    with listening(200, ["something"]) as port:
+        assert running_engine(flags(port), {}) is None
+    with listening(401, {}) as port:  # which the trainer then says
+        assert running_engine(flags(port), {}) == Running(url=f"http://localhost:{port}")
+
+
+def test_engines_that_are_named_are_not_looked_for() -> None:
+    with listening(200, INFO) as port:
+        assert running_engine(flags(port, vllm_url=("http://a",)), {}) is None
+        assert running_engine(flags(port, num_inference_nodes=2), {}) is None
+        assert running_engine(flags(port), {"NUM_INFERENCE_NODES": "2"}) is None
+        assert running_engine(flags(port), {"NUM_INFERENCE_NODES": "0"}) is not None
+
+
+@pytest.mark.parametrize("place", ["logdir", ".", "last resort"])
+def test_its_file_is_looked_for_where_atropos_looks(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logdir"))
+    with listening(200, INFO) as port:
+        url = f"http://127.0.0.1:{port}"
+        file = lend(tmp_path / place, url)
+        assert running_engine(flags(port, "shared_vllm"), {}) == Running(url=url, bridge=file)
+        assert running_engine(flags(port, "lora_only"), {}) == Running(url=f"http://localhost:{port}")
+        lend(tmp_path / place, url, model="other")
+        assert running_engine(flags(port, "shared_vllm"), {}) == Running(url=f"http://localhost:{port}")
+    assert running_engine(flags(port, "shared_vllm"), {}) is None, "the file of an engine that has ended is no engine"
+
+
+def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
+    file = lend(tmp_path / "there", "http://127.0.0.1:7")
+    found = running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
+    assert found == Running(url="http://127.0.0.1:7", bridge=file)
+    with pytest.raises(ConfigError, match="of an engine that serves m, not other"):
+        running_engine(Flags(model_name="other", weight_bridge_mode="shared_vllm", vllm_config_path=file), {})
+    Path(file).write_text("{")
+    with pytest.raises(ConfigError, match=r"--vllm-config-path: .* is not JSON"):
+        running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
+
+
+def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
+    found = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
+    assert found == Running(url="http://localhost:9")
+
+
+# The broker
+
+
+def test_a_broker_that_is_not_there_is_an_error_with_its_url() -> None:
+    port = free_port()
+    with pytest.raises(BrokerError, match=rf"nobody answers at http://localhost:{port} .*run-api --port {port}"):
+        require_broker(f"http://localhost:{port}", 0.1)
+
+
+def test_a_broker_that_is_there_is_not_waited_for() -> None:
+    for status in (200, 401):
+        with listening(status, {}) as port:
+            require_broker(f"http://localhost:{port}", 0.0)
+
+
+def test_the_first_sigterm_ends_the_wait_for_a_broker(tmp_path: Path, tiny_model: Path) -> None:
+    port = free_port()
+    words = ["--model", str(tiny_model), "--atropos-url", f"http://localhost:{port}", "--vllm-port", str(free_port())]
+    command = [sys.executable, "-m", "tandem", "atropos-grpo", *words]
+    with (tmp_path / "said").open("wb") as said:
+        trainer = subprocess.Popen(command, stdout=said, stderr=said, cwd=tmp_path)
+    try:
+        until(lambda: "max_lag" in (tmp_path / "said").read_text(), "the flags to be read", 60)
+        trainer.terminate()
+        assert trainer.wait(20) != 0
+    finally:
+        trainer.kill()
+        trainer.wait()
