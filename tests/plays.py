@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from tandem.types import Completion, Finish, Group, Message, Rollout, Task, Turn
 
@@ -32,6 +34,12 @@ def make_rollout(
     )
     task = Task(id=id.partition("@")[0], env="made", prompt=(Message(role="user", content="?"),), answer="")
     return Rollout(id=id, task=task, turns=turns, messages=task.prompt, status="ok", reward=reward)
+
+
+def answered(id: str, text: str, reward: float | None, **more: Any) -> Rollout:
+    """A rollout whose policy said ``text``, in two tokens."""
+    rollout = make_rollout(id, [((1,), (2, 3), (-1.0, -1.0))], reward, **more)
+    return replace(rollout, messages=(*rollout.messages, Message(role="assistant", content=text)))
 
 
 def make_group(id: str, rollouts: Sequence[Rollout], *, index: int = 0) -> Group:

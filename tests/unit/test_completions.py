@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plays import make_group, make_rollout
+from plays import answered, make_group
 
 from tandem.config import digest, from_options
 from tandem.errors import ConfigError
 from tandem.recipe.sections import PrintCompletions
-from tandem.sinks._board import number
 from tandem.sinks.base import RunInfo
 from tandem.sinks.console import Console
 from tandem.telemetry.completions import MOST_TEXT, Completions, shortened, shown
 from tandem.telemetry.emit import Telemetry
-from tandem.types import Group, Message, Rollout
-
-
-def answered(id: str, text: str, reward: float | None) -> Rollout:
-    """A rollout whose policy said ``text``."""
-    rollout = make_rollout(id, [((1,), (2, 3), (-1.0, -1.0))], reward)
-    return replace(rollout, messages=(*rollout.messages, Message(role="assistant", content=text)))
+from tandem.types import Group
 
 
 def groups() -> list[Group]:
@@ -49,7 +41,7 @@ def test_an_answer_is_shown_after_the_first_step_and_every_few_steps(
     assert all(event["event"] == "completions" and len(event["samples"]) == 1 for event in events)
     lines = capsys.readouterr().out.splitlines()
     sample = events[0]["samples"][0]
-    assert any(line.startswith(f"answer at step 1, reward {number(sample['reward'])}: task t") for line in lines)
+    assert any(line.startswith(f"answer at step 1, reward {sample['reward']:.4g}: task t") for line in lines)
     assert "  > ?" in lines
     assert f"  < {sample['text']}" in lines
     assert len(lines) < 40, "a few lines for each"

@@ -219,7 +219,7 @@ def test_answers_are_printed_with_what_they_earned_and_obey_no_terminal(
 ) -> None:
     Console(live="never").open(info(tmp_path)).event("completions", COMPLETIONS)
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "answer at step 10, reward 0.250 (number 0, format 0.5), cut by a length limit: task 7, gold answer 2",
+        "answer at step 10, reward 0.25 (number 0, format 0.5), cut by a length limit: task 7, gold answer 2",
         "  > 1 + 1?",
         "  < It is",
         "  < \ufffd[31m3\ufffd[0m.",
@@ -227,7 +227,7 @@ def test_answers_are_printed_with_what_they_earned_and_obey_no_terminal(
     live = Console(live="always").open(info(tmp_path))
     live.event("completions", COMPLETIONS)
     live.close()
-    assert "reward 0.250" in capsys.readouterr().out
+    assert "reward 0.25 " in capsys.readouterr().out
 
 
 def test_a_long_answer_is_cut_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

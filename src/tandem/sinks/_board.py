@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.sinks import _lines
-from tandem.sinks.base import RunInfo, kind, parts
+from tandem.sinks import _answers, _lines
+from tandem.sinks.base import RunInfo, kind
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -59,6 +59,8 @@ class Board:
         self.alarms: dict[str, Mapping[str, Json]] = {}
         """What each open alarm said, by name."""
         self.phase = ""
+        self.dropped = ""
+        """What is known of groups that were dropped while the step under way is sampled."""
         self.closed = False
         self.begun = time.monotonic()
         self.lock = threading.Lock()
@@ -76,6 +78,7 @@ class Board:
         """Take in the numbers of a step."""
         with self.lock:
             self.step = step
+            self.dropped = ""
             self._ends.append(time.monotonic())
             self._remember(scalars)
 
@@ -90,6 +93,8 @@ class Board:
             self.phase = {"eval_started": "evaluating", "eval_done": ""}.get(name, self.phase)
             if name in _ALARMS:
                 self._alarm(name, fields)
+            if name == "groups_dropped":
+                self.dropped = _answers.dropped_lines(fields)[0]
             if text := event_text(name, fields):
                 self.news.append((time.time(), text))
 
@@ -133,7 +138,7 @@ def event_text(name: str, fields: Mapping[str, Json]) -> str:
         if fields.get("state") not in ("deadline", "failed"):
             return ""
         return f"{fields['owner']} gave up on {fields['on']} ({fields['reason']}) after {duration(fields['seconds'])}"
-    if name in ("eval_started", "eval_done", "published", "group_dropped", "completions"):
+    if name in ("eval_started", "eval_done", "published", "group_dropped", "groups_dropped", "completions"):
         return ""
     if name in _ALARMS:
         head = f"alarm {fields['alarm']}"
@@ -148,8 +153,8 @@ def lines_of(name: str, fields: Mapping[str, Json]) -> list[str]:
         return alarm_lines(fields)
     if name == "completions":
         head = f"answer at step {fields['step']}"
-        return [line for sample in fields["samples"] for line in completion_lines(sample, head)]
-    return []
+        return [line for sample in fields["samples"] for line in _answers.lines(sample, head)]
+    return _answers.dropped_lines(fields) if name == "groups_dropped" else []
 
 
 def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
@@ -160,34 +165,6 @@ def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
         f"  usually: {fields['means']}",
         f"  change:  {fields['change']}",
     ]
-
-
-def completion_lines(sample: Mapping[str, Json], head: str) -> list[str]:
-    """An answer of the policy with its reward, its task before it: a head, then ``> prompt`` and ``< answer``."""
-    reward = "no reward" if sample.get("reward") is None else f"reward {number(float(sample['reward']))}"
-    rewards = sample.get("rewards") or {}
-    told = f" ({parts(sample)})" if len(rewards) > 1 else ""
-    cut = ", cut by a length limit" if sample.get("truncated") else ""
-    gold = f", gold answer {_clean(str(sample['answer']))[:60]}" if sample.get("answer") else ""
-    lines = [f"{head}, {reward}{told}{cut}: task {_clean(str(sample.get('task', '')))}{gold}"]
-    lines += [f"  > {line}" for line in _few_lines(str(sample.get("prompt") or ""), 4)]
-    lines += [f"  < {line}" for line in _few_lines(str(sample.get("text") or ""), 12) or ["(nothing)"]]
-    return lines + ([f"  failed: {_clean(str(sample['error']))}"] if sample.get("error") else [])
-
-
-def _few_lines(text: str, most: int, width: int = 240) -> list[str]:
-    """The first and last lines of a text, none of them long, without control characters."""
-    lines = [_clean(line) for line in text.strip().splitlines() if line.strip()]
-    lines = [line if len(line) <= width else f"{line[: width - 40]} [...] {line[-34:]}" for line in lines]
-    if len(lines) <= most:
-        return lines
-    head = most // 2
-    return [*lines[:head], f"[... {len(lines) - most + 1} lines ...]", *lines[head - most + 1 :]]
-
-
-def _clean(text: str) -> str:
-    """A text of somebody else's without what a terminal would obey; white space is one space."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
 
 
 def number(value: float, metric: str = "") -> str:
@@ -263,6 +240,8 @@ def step_line(board: Board) -> str:
     for metric, label in (("rollouts/truncated", "cut"), ("lag", "lag")):
         if metrics.get(metric):
             parts.append(f"{label} {number(metrics[metric], metric)}")
+    if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("flat", "stale", "failed")):
+        parts.append(f"dropped {dropped:.0f} groups")
     for metric, label in (("kl_behavior", "kl"), ("grad_norm", "grad")):
         if metric in metrics:
             parts.append(f"{label} {number(metrics[metric], metric)}")

@@ -62,7 +62,7 @@ class LiveWriter:
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Show an event from the next redraw on; answers of the policy stay above the board."""
         self.board.event(name, fields)
-        if name == "completions":
+        if name == "completions" or (name == "groups_dropped" and "example" in fields):
             for line in _board.lines_of(name, fields):
                 self._live.console.print(Text(line), highlight=False)
 
@@ -136,6 +136,8 @@ class Picture:
 
     def _under_way(self) -> Iterator[RenderableType]:
         """A bar for each thing that takes long."""
+        if self._board.dropped and not self._board.closed:
+            yield Text(self._board.dropped, style=ORANGE, no_wrap=True, overflow="ellipsis")
         yield from (_bars.bar(one) for one in progress.current() if one.seconds >= LONG and not self._board.closed)
 
     def _numbers(self, width: int, plain: bool) -> RenderableType:

@@ -66,6 +66,7 @@ class Telemetry:
             OSError: the run folder cannot be written.
         """
         self._drop_later_rollouts()
+        _lines.rewind(self._info.folder / "dropped.jsonl", self._info.resumed_step)
         with ExitStack() as undo:
             with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
                 self._folder_writer = Jsonl().open(self._info)
@@ -154,6 +155,18 @@ class Telemetry:
             _lines.replace(path, records)
 
         self._to_folder("rollouts", write)
+
+    def dropped(self, record: Mapping[str, Json]) -> None:
+        """Append a group that is not trained on to dropped.jsonl; the record has the ``step`` it was sampled for."""
+
+        def write(_: Writer) -> None:
+            lines = _lines.Lines(self._info.folder / "dropped.jsonl")
+            try:
+                lines.append(record)
+            finally:
+                lines.close()
+
+        self._to_folder("dropped.jsonl", write)
 
     def evaluation(self, record: Mapping[str, Json]) -> None:
         """Append an evaluation to eval.jsonl and give its numbers to the sinks under ``eval/``.

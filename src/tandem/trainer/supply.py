@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from tandem.rollout.judges import as_is, penalise_truncated
 from tandem.rollout.rate import Budget, Pace, RateState
 from tandem.rollout.streams import Stream
 from tandem.sinks.wandb import Wandb
+from tandem.telemetry.dropped import DroppedGroups
 from tandem.telemetry.emit import Telemetry
-from tandem.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def played(
         ),
         version=reached.get,
         judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
-        on_drop=_dropped(telemetry),
+        on_drop=_dropped(config, reached, telemetry),
         pace=pace,
         happened=lambda name, told: telemetry.event(name, **told),
     )
@@ -162,7 +162,7 @@ def foreign(
         ),
         version=reached.get,
         solved=full_marks,
-        on_drop=_dropped(telemetry),
+        on_drop=_dropped(config, reached, telemetry),
         failure=lambda: engine.failure,
     )
 
@@ -189,9 +189,10 @@ def _key(variable: str) -> str:
     return os.environ.get(variable, "") if variable else ""
 
 
-def _dropped(telemetry: Telemetry) -> Callable[[str, Group], None]:
-    def dropped(reason: str, group: Group) -> None:
-        rewards = [r.reward for r in group.rollouts]
-        telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
-
-    return dropped
+def _dropped(config: RunConfig, reached: Reached, telemetry: Telemetry) -> DroppedGroups:
+    return DroppedGroups(
+        telemetry=telemetry,
+        version=reached.get,
+        groups_per_step=config.groups_per_step,
+        max_tokens=config.sampling.max_tokens,
+    )

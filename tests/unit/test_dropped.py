@@ -1,0 +1,136 @@
+"""Groups that are not trained on: said as they are dropped, in few lines, with an example and what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plays import answered, make_group
+
+from tandem.sinks._board import Board
+from tandem.sinks.base import RunInfo
+from tandem.sinks.console import Console
+from tandem.telemetry.dropped import KEPT, DroppedGroups
+from tandem.telemetry.emit import Telemetry
+from tandem.types import Group
+
+Make = Callable[[int], Group]
+
+
+def info(folder: Path, resumed_step: int = 0) -> RunInfo:
+    return RunInfo(name="run", folder=folder, steps=10, config={}, resumed_step=resumed_step)
+
+
+def hopeless(index: int) -> Group:
+    return make_group(f"t{index}@0", [answered(f"t{index}@0/{i}", f"no idea {i}", 0.0) for i in range(4)], index=index)
+
+
+def solved(index: int) -> Group:
+    return make_group(f"t{index}@0", [answered(f"t{index}@0/{i}", f"right {i}", 1.0) for i in range(4)], index=index)
+
+
+def cut(index: int) -> Group:
+    long = [answered(f"t{index}@0/{i}", f"well {i}", 0.0, finish="length") for i in range(4)]
+    return make_group(f"t{index}@0", long, index=index)
+
+
+def alike(index: int) -> Group:
+    return make_group(f"t{index}@0", [answered(f"t{index}@0/{i}", "same", 0.0) for i in range(4)], index=index)
+
+
+def failed(index: int) -> Group:
+    broken = replace(answered(f"t{index}@0/1", "said", None), status="error", error="ValueError: my reward broke")
+    return make_group(f"t{index}@0", [answered(f"t{index}@0/0", "said", 1.0), broken], index=index)
+
+
+def drop(
+    folder: Path, make: Make = hopeless, count: int = 400, *, steps: int = 1, reason: str = "flat", resumed: int = 0
+) -> list[dict[str, Any]]:
+    """What is told of so many groups dropped for each step, of batches of four."""
+    step = resumed
+    with Telemetry(info(folder, resumed), [Console(live="never")]) as telemetry:
+        told = DroppedGroups(telemetry=telemetry, version=lambda: step, groups_per_step=4, max_tokens=64)
+        for step in range(resumed, resumed + steps):  # noqa: B007 - read by version
+            for index in range(count):
+                told(reason, make(index))
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "groups_dropped"]
+
+
+def test_the_first_is_told_then_a_batchs_worth_then_five_as_a_warning_then_whenever_it_doubles(tmp_path: Path) -> None:
+    told = drop(tmp_path)
+    assert [event["dropped"] for event in told] == [1, 4, 20, 40, 80, 160, 320]
+    assert [event["warning"] for event in told] == [False, False, True, True, True, True, True]
+    assert all(event["step"] == 1 for event in told)
+    assert told[2]["why"] == {"every reward 0": 20}
+
+
+def test_the_console_shows_an_answer_its_reward_and_what_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drop(tmp_path, count=20)
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 1: 1 group dropped so far: 1 with every reward 0" in lines
+    assert "step 1: 4 groups dropped so far: 4 with every reward 0" in lines
+    at = lines.index("WARNING step 1: 20 groups dropped so far: 20 with every reward 0")
+    assert any(line.startswith("  change: read the answer: if it is right, mend the reward") for line in lines[at:])
+    assert any("an answer of theirs, reward 0: task t19" in line for line in lines[at:])
+    assert "  < no idea 0" in lines[at:]
+
+
+def test_it_never_floods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drop(tmp_path, count=40, steps=100)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 100 * 3 + 10 * 10, "three lines a step, and the example every so many steps"
+    kept = (tmp_path / "dropped.jsonl").read_text().splitlines()
+    assert len(kept) == 100 * KEPT
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "change"),
+    [
+        (solved, "flat", "harder tasks"),
+        (cut, "flat", "80 of 80 answers were cut at a length limit: raise sampling.max_tokens (64)"),
+        (alike, "flat", "raise sampling.temperature"),
+        (failed, "failed", "ValueError: my reward broke"),
+        (hopeless, "stale", "raise max_lag"),
+    ],
+)
+def test_what_to_change_is_by_what_was_seen(tmp_path: Path, make: Make, reason: str, change: str) -> None:
+    warning = next(event for event in drop(tmp_path, make, 20, reason=reason) if event["warning"])
+    assert change in warning["change"]
+
+
+def test_a_sample_of_them_is_kept_with_what_was_said(tmp_path: Path) -> None:
+    drop(tmp_path, count=7, steps=2)
+    rows = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["group"]) for row in rows] == [(1, "t0@0"), (1, "t1@0"), (2, "t0@0"), (2, "t1@0")]
+    assert [(one["text"], one["reward"]) for one in rows[0]["rollouts"]] == [(f"no idea {i}", 0.0) for i in range(4)]
+    assert (rows[0]["task"], rows[0]["prompt"], rows[0]["why"]) == ("t0", "?", "every reward 0")
+
+
+def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
+    drop(tmp_path, count=4, steps=3)
+    drop(tmp_path, solved, count=4, steps=1, resumed=2)
+    rows = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["why"]) for row in rows[-3:]] == [
+        (2, "every reward 0"), (3, "every reward 1"), (3, "every reward 1"),
+    ]  # fmt: skip
+
+
+def test_the_board_shows_them_until_the_step_is_there(tmp_path: Path) -> None:
+    told = drop(tmp_path, count=4)
+    board = Board(info(tmp_path))
+    board.event("groups_dropped", told[-1])
+    assert board.dropped == "step 1: 4 groups dropped so far: 4 with every reward 0"
+    board.write(1, {"reward": 0.5})
+    assert not board.dropped
+
+
+def test_the_line_of_a_step_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Console(live="never").open(info(tmp_path)).write(1, {"groups/dropped_flat": 30.0, "groups/dropped_failed": 3.0})
+    assert "dropped 33 groups" in capsys.readouterr().out
