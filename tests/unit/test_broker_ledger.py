@@ -419,7 +419,7 @@ def test_a_full_disk_at_the_start_is_not_taken_for_damage(tmp_path: Path, monkey
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(ledgers, "_prepare", full)
+    monkeypatch.setattr(ledgers.Database, "prepare", full)
     with pytest.raises(BrokerError, match=r"cannot be opened \(database or disk is full\); make room"):
         Ledger.open(tmp_path / "data", Options(), 0.0)
     monkeypatch.undo()

@@ -8,8 +8,12 @@ that nobody reads costs several times what handing the bytes to the disk does.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
+import re
+import secrets
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from io import FileIO
@@ -19,6 +23,8 @@ from typing import NamedTuple
 from tandem.broker._zlib import crc32
 from tandem.errors import BrokerError
 
+log = logging.getLogger(__name__)
+
 BLOCK = 4096
 """Writes past the cache begin and end at multiples of this."""
 BUFFER_BYTES = 4 << 20
@@ -27,6 +33,12 @@ FILE_BYTES = 64 << 20
 """A file of this size is full."""
 SLACK = 4
 """Files' worth of bytes that may be unused, beyond as many again as are used."""
+
+
+HEAD = struct.Struct("<8s8sQI4x")
+"""What each write begins with: ``MAGIC``, the file's own random bytes (else a payload could look like one), how many
+transactions were on disk by then, and the checksum of all this."""
+MAGIC = b"TANDEM\x00\x01"
 
 
 class Place(NamedTuple):
@@ -43,14 +55,21 @@ class Payloads:
     """A folder of numbered files. One thread writes; nothing is written twice at a place."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True, mode=0o700)
+        """Raises BrokerError if the folder cannot be used."""
         self._folder = folder
-        self._sizes = {int(path.stem): path.stat().st_size for path in folder.glob("*.bin")}
+        try:
+            folder.mkdir(exist_ok=True, mode=0o700)
+            self._sizes = _sizes(folder)
+        except OSError as error:
+            raise BrokerError(
+                f"payloads cannot be kept in {folder}: {error.strerror}; move it away, or give another folder"
+            ) from error
         self.current = max(self._sizes, default=0)
         """Number of the file that is written to."""
         self.used: Counter[int] = Counter()
         """Bytes of each file that are needed."""
         self._handle: int | None = None
+        self._nonce = b""
         self._buffer = mmap.mmap(-1, BUFFER_BYTES)  # at the begin of a page, as writing past the cache wants it
         self._begin()
 
@@ -60,21 +79,23 @@ class Payloads:
             os.close(self._handle)
         self.current += 1
         self._sizes[self.current] = 0
+        self._nonce = secrets.token_bytes(8)
         self._handle = _made(self._path(self.current))
         _flush_folder(self._folder)
 
     def _path(self, file: int) -> Path:
         return self._folder / f"{file:08d}.bin"
 
-    def append(self, payloads: Sequence[bytes]) -> Iterator[Place]:
-        """Write and flush to the disk; gives their places in order."""
-        places, filled = [], 0
+    def append(self, payloads: Sequence[bytes], mark: int = 0) -> Iterator[Place]:
+        """Write and flush to the disk; gives their places in order. ``mark`` counts the transactions on disk by now."""
+        places: list[Place] = []
+        filled = self._headed(mark)
         for payload in payloads:
             if self._sizes[self.current] + filled >= FILE_BYTES:
                 self._write(filled)
                 self._flush()
                 self._begin()
-                filled = 0
+                filled = self._headed(mark)
             places.append(Place(self.current, self._sizes[self.current] + filled, len(payload), crc32(payload)))
             view = memoryview(payload)
             while view:
@@ -88,6 +109,24 @@ class Payloads:
             self._write(filled)
             self._flush()
         return iter(places)
+
+    def _headed(self, mark: int) -> int:
+        """Begin the buffer with a head; returns its size."""
+        head = HEAD.pack(MAGIC, self._nonce, mark, 0)
+        self._buffer[: HEAD.size] = HEAD.pack(MAGIC, self._nonce, mark, crc32(head))
+        return HEAD.size
+
+    def newest_mark(self) -> int:
+        """How many transactions were on disk when an earlier process last wrote here; 0 if nobody can say."""
+        for number in sorted((n for n, size in self._sizes.items() if size), reverse=True):
+            with contextlib.suppress(OSError), FileIO(self._path(number)) as file:
+                first = _head(file, 0)
+                offsets = range((self._sizes[number] - 1) // BLOCK * BLOCK, -1, -BLOCK) if first else ()
+                heads = (_head(file, offset) for offset in offsets)
+                for head in heads:
+                    if first and head and head[0] == first[0]:
+                        return head[1]
+        return 0
 
     def _write(self, filled: int) -> None:
         """Append so much of the buffer, and whatever follows up to a whole block, which belongs to nobody."""
@@ -137,7 +176,7 @@ class Payloads:
         with self.opened(place) as file:
             return self.checked(file, place)
 
-    def moved(self, places: Sequence[Place]) -> Iterator[Place]:
+    def moved(self, places: Sequence[Place], mark: int = 0) -> Iterator[Place]:
         """Copy payloads to the newest file; gives their new places in order. Damage stays as it is, and is told later.
 
         Raises:
@@ -147,7 +186,7 @@ class Payloads:
         for place in places:
             with self.opened(place) as file:
                 found.append(self._there(file, place))
-        copies = self.append(found)
+        copies = self.append(found, mark)
         return (copy._replace(checksum=place.checksum) for copy, place in zip(copies, places, strict=True))
 
     def _there(self, file: FileIO, place: Place) -> bytes:
@@ -194,11 +233,44 @@ class Payloads:
             self._path(file).unlink(missing_ok=True)
             del self._sizes[file], self.used[file]
 
+    @property
+    def holds(self) -> bool:
+        """True if an earlier process wrote anything."""
+        return any(self._sizes.values())
+
+    @property
+    def is_gone(self) -> bool:
+        """True if somebody deleted the file that is written to."""
+        return self._handle is not None and not os.fstat(self._handle).st_nlink
+
     def close(self) -> None:
         """Let the file go."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def _sizes(folder: Path) -> dict[int, int]:
+    """Bytes of each file of ours by its number; what else lies there is left alone."""
+    sizes = {}
+    for path in folder.iterdir():
+        if re.fullmatch(r"[0-9]{8,12}\.bin", path.name):
+            if not path.is_file():
+                raise BrokerError(f"{path} is no file; move it away, or give another folder")
+            sizes[int(path.stem)] = path.stat().st_size
+        else:
+            log.warning("%s is none of the broker's files; it is left alone", path)
+    return sizes
+
+
+def _head(file: FileIO, offset: int) -> tuple[bytes, int] | None:
+    """The random bytes and the mark of a head, if there is one."""
+    data = os.pread(file.fileno(), HEAD.size, offset)
+    if len(data) < HEAD.size:
+        return None
+    magic, nonce, mark, checksum = HEAD.unpack(data)
+    sound = magic == MAGIC and checksum == crc32(HEAD.pack(magic, nonce, mark, 0))
+    return (nonce, mark) if sound else None
 
 
 def _made(path: Path) -> int:

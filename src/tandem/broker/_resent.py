@@ -8,11 +8,15 @@ those are remembered whose answer is known to have had nobody to go to, and thos
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from tandem.broker._kept import Reading
 from tandem.broker.records import Entry
+from tandem.errors import BrokerError
+
+log = logging.getLogger(__name__)
 
 SECONDS = 60.0
 """How long one is remembered: BaseEnv tries three times within some ten seconds."""
@@ -37,16 +41,17 @@ class Resent:
             self._at.popitem(last=False)
 
     def restored(self, entries: Iterable[Entry], now: float) -> None:
-        """An earlier process had accepted these.
-
-        Raises:
-            BrokerError: what is on disk of them is not what was written.
-        """
+        """An earlier process had accepted these. Of one that is damaged there is nothing to know again."""
         held = list(entries)
         last = max((entry.received for entry in held), default=0.0)
         for entry in held:
             if entry.received >= last - BEFORE_END:
-                self.note(Reading([entry]).bytes(), now)
+                try:
+                    payloads = Reading([entry]).bytes()
+                except BrokerError as error:
+                    log.error("%s", error)
+                else:
+                    self.note(payloads, now)
 
     def among(self, payloads: Sequence[bytes], now: float) -> dict[int, bytes]:
         """Which of these are repetitions: by their places, names to ``forget`` them by."""

@@ -9,8 +9,8 @@ there is much of them (``_kept``).
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -24,6 +24,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from tandem.broker._database import Database, damaged, locked
 from tandem.broker._kept import Kept, Memory
 from tandem.broker._payloads import Payloads, Place
 from tandem.broker.records import Entry, Options, State
@@ -31,17 +32,8 @@ from tandem.broker.restore import restore
 from tandem.broker.store import Store
 from tandem.errors import BrokerError
 
-APPLICATION = 0x54414E44
-"""What marks the file as ours: "TAND"."""
-FORMAT = 1
-SCHEMA = (
-    """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
-    size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT,
-    file INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, checksum INTEGER NOT NULL)""",
-    "CREATE INDEX IF NOT EXISTS entries_by_file ON entries (file)",
-    "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, at REAL NOT NULL)",
-)
+log = logging.getLogger(__name__)
+
 TRIM_EVERY = 500
 """Transactions between two removals of keys that are too old or too many."""
 GATHER_SECONDS = 0.01
@@ -63,9 +55,13 @@ class Ledger:
         self.folder = folder
         self.store = Store(options, journal=self)
         self._options = options
-        self._lock = _locked(folder)
-        self._database = _database(folder / "ledger.sqlite")
-        self._payloads = Payloads(folder / "payloads")
+        self._lock = locked(folder)
+        try:
+            self._database = Database(folder / "ledger.sqlite")
+            self._payloads = Payloads(folder / "payloads")
+        except BaseException:
+            os.close(self._lock)
+            raise
         self.memory = Memory(options.memory_bytes)
         """Where payloads are."""
         self._turn = threading.Condition()
@@ -88,7 +84,10 @@ class Ledger:
         Raises:
             BrokerError: another broker has it, or a file in it is damaged or not ours.
         """
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise BrokerError(f"no ledger can be kept in {folder}: {error.strerror}; give another folder") from error
         ledger = cls(folder, options)
         try:
             ledger._restore(now)
@@ -99,7 +98,10 @@ class Ledger:
             ) from error
         except sqlite3.DatabaseError as error:
             ledger._let_go()
-            raise _damaged(folder / "ledger.sqlite", str(error)) from error
+            raise damaged(folder / "ledger.sqlite", str(error)) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # what SQLite cannot know to be nonsense
+            ledger._let_go()
+            raise damaged(folder / "ledger.sqlite", f"{type(error).__name__}: {error}") from error
         except BaseException:
             ledger._let_go()
             raise
@@ -211,8 +213,9 @@ class Ledger:
             self._promise.set_exception(failed)
 
     def _write(self, told: list[Told]) -> None:
-        places = self._payloads.append([one[2].data for one in told if one[0] == "added"])
-        with self._transaction() as database:
+        mark = self._database.mark
+        places = self._payloads.append([one[2].data for one in told if one[0] == "added"], mark)
+        with self._database.transaction() as database:
             for kind, alike in groupby(told, key=itemgetter(0)):
                 if kind == "added":
                     self._write_added(database, [(next(places), *rest) for _, *rest in alike])
@@ -221,16 +224,17 @@ class Ledger:
                         self._write_moved(database, *moved)
                 elif kind == "noted":
                     for _, *noted in alike:
-                        _write_noted(database, *noted)
+                        self._database.note(*noted)
                 else:
-                    for table in ("entries", "facts", "keys"):
-                        database.execute(f"DELETE FROM {table}")
+                    self._database.clear()
                     self._payloads.used.clear()
                     self.memory.clear()
             self.transactions += 1
             if self.transactions % TRIM_EVERY == 0:
                 self._trim(database)
             self._gather(database)
+        if self._payloads.is_gone:
+            raise FileNotFoundError(f"{self.folder / 'payloads'} was deleted while the broker ran")
         self._payloads.remove_unused()
 
     def _write_added(self, database: sqlite3.Connection, added: Sequence[tuple[Any, ...]]) -> None:
@@ -246,6 +250,7 @@ class Ledger:
             some = rows[first : first + ROWS]
             values = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
             database.execute(f"INSERT INTO entries VALUES {values}", list(chain.from_iterable(some)))
+        self._database.entries += len(rows)
         database.executemany("INSERT OR REPLACE INTO keys VALUES (?, ?)", keys)
 
     def _write_moved(self, database: sqlite3.Connection, orders: list[int], state: State, batch: str | None) -> None:
@@ -253,6 +258,7 @@ class Ledger:
             if state in ("trained", "dropped"):
                 gone = database.execute("DELETE FROM entries WHERE place = ? RETURNING file, length", (order,))
                 for file, length in gone.fetchall():
+                    self._database.entries -= 1
                     self._payloads.use(file, -length)
                     self.memory.gone(order)
             else:
@@ -265,7 +271,7 @@ class Ledger:
             return
         columns = "SELECT place, file, offset, length, checksum FROM entries WHERE file = ?"
         rows = database.execute(columns, (sparsest,)).fetchall()
-        places = self._payloads.moved([Place(*place) for _, *place in rows])
+        places = self._payloads.moved([Place(*place) for _, *place in rows], self._database.mark)
         for (order, *_), place in zip(rows, places, strict=True):
             database.execute("UPDATE entries SET file = ?, offset = ? WHERE place = ?", (*place[:2], order))
             self._payloads.use(sparsest, -place.length)
@@ -278,40 +284,37 @@ class Ledger:
             (self._options.max_keys, self._options.key_seconds),
         )
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
-
     # --- opening ---
 
     def _restore(self, now: float) -> None:
-        _prepare(self._database, self.folder / "ledger.sqlite")
-        noted = self._database.execute("SELECT name, value FROM facts ORDER BY rowid")
-        facts = {name: json.loads(value) for name, value in noted}
-        keys = self._database.execute("SELECT key, at FROM keys ORDER BY rowid").fetchall()
+        self._database.prepare(payloads=self._payloads.holds)
+        self._database.count(self._payloads.newest_mark())
+        sql = self._database.sql
+        facts = {name: json.loads(value) for name, value in sql.execute("SELECT name, value FROM facts ORDER BY rowid")}
+        keys = sql.execute("SELECT key, at FROM keys ORDER BY rowid").fetchall()
         columns = (
             "SELECT place, id, env, size, version, received, state, batch, file, offset, length, checksum FROM entries"
         )
         rows = []
-        for order, name, env, size, version, received, state, batch, *place in self._database.execute(columns):
+        for order, name, env, size, version, received, state, batch, *place in sql.execute(columns):
+            if state not in ("buffered", "queued", "leased") or size < 1:
+                raise ValueError(f"a group of {size} sequences is {state}")
             kept = Kept(self._payloads, place=self._payloads.known(Place(*place)))
             self.memory.restored(order, kept)
             entry = Entry(id=name, env=env, size=size, version=version, received=received, payload=kept)
             rows.append((order, entry, state, batch))
-        self._payloads.remove_unused()
         restore(self.store, facts, rows, keys, now)
+        self._payloads.remove_unused()
         if latest := self.store.latest:  # an example that may be asked for when it is no longer held
-            self.store.waiting.latest = replace(latest, payload=self._payloads.read(latest.payload.place))
+            try:
+                self.store.waiting.latest = replace(latest, payload=self._payloads.read(latest.payload.place))
+            except (BrokerError, FileNotFoundError) as error:
+                log.error("%s", error)
+                self.store.waiting.latest = None
 
     def _let_go(self) -> None:
         self._payloads.close()
-        self._database.close()
+        self._database.sql.close()
         os.close(self._lock)
 
 
@@ -333,51 +336,3 @@ def _promise() -> Future[None]:
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _locked(folder: Path) -> int:
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise BrokerError(f"another broker uses {folder}; give this one another folder, or end that one") from None
-    return handle
-
-
-def _damaged(path: Path, why: str) -> BrokerError:
-    return BrokerError(f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); give another folder")
-
-
-def _database(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    os.chmod(path, 0o600)
-    return database
-
-
-def _prepare(database: sqlite3.Connection, path: Path) -> None:
-    """Check whose file it is and that it is whole, then make it ready."""
-    (application,) = database.execute("PRAGMA application_id").fetchone()
-    (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-    if tables and application != APPLICATION:
-        raise _damaged(path, "it belongs to another program")
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if tables and version != FORMAT:
-        raise BrokerError(f"{path} has format {version}; this Tandem reads {FORMAT}: use the Tandem that wrote it")
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = FULL")
-    if (found := database.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
-        raise _damaged(path, str(found[0]))
-    database.execute("BEGIN IMMEDIATE")
-    database.execute(f"PRAGMA application_id = {APPLICATION}")
-    database.execute(f"PRAGMA user_version = {FORMAT}")
-    for statement in SCHEMA:
-        database.execute(statement)
-    database.execute("COMMIT")
-
-
-def _write_noted(database: sqlite3.Connection, name: str, value: str | None) -> None:
-    if value is None:
-        database.execute("DELETE FROM facts WHERE name = ?", (name,))
-    else:
-        database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
