@@ -31,7 +31,6 @@ from tandem.rollout.streams import Stream
 from tandem.rollout.supply import Supply
 from tandem.sinks.base import RunInfo
 from tandem.sync.base import Link
-from tandem.telemetry import log as logs
 from tandem.telemetry import vitals, watchdog
 from tandem.telemetry.completions import Completions
 from tandem.telemetry.emit import Telemetry
@@ -70,7 +69,7 @@ async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None,
         longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
     folder = dog.folder = resume or lifetime.new_folder(config)
-    with lifetime.writable(folder), logs.to_folder(folder), lifetime.reported(folder), vitals.shown(folder):
+    with lifetime.told(folder), vitals.shown(folder):
         if resume:
             lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")

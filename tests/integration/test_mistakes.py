@@ -200,6 +200,24 @@ def test_nothing_to_train_on(train: Train) -> None:
     assert "flat_groups: keep" in one_message(said)
 
 
+def test_a_run_that_failed_remembers_why(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    code, said = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
+    assert code == 9
+    run = Path("runs/a")
+    reason = one_message(said).removeprefix("tandem: ")
+    last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["error"], last["message"]) == ("run_failed", "Starved", reason)
+    assert f"the run failed: {reason}" in (run / "logs" / "run.log").read_text()
+    assert "Traceback" in (run / "logs" / "run.log").read_text()
+    for verb in ("show", "why"):
+        with pytest.raises(SystemExit):
+            main([verb, str(run)])
+        told = " ".join(capfd.readouterr().out.split())
+        assert "failed" in told
+        assert " ".join(reason.split()) in told
+    assert reason[:40] in (run / "report.html").read_text()
+
+
 def test_reward_that_always_fails(train: Train) -> None:
     code, said = train(rewards={"marks:not_installed": 1.0})
     assert code == 4

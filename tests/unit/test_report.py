@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from unit.report_run import made_rollouts, make_run, write
 
+from tandem.engines._processes import identity
 from tandem.errors import TandemError
 from tandem.report import alarms, build, page, samples, series
 from tandem.report.folder import load
@@ -301,6 +303,33 @@ def test_one_environment_is_not_shown_twice(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 4")
     run = load(tmp_path)
     assert len(page.payload(run, summarise(run))["evaluations"]) == 1
+
+
+def test_a_run_that_failed_says_by_what(tmp_path: Path) -> None:
+    begin = {"time": 1.0, "event": "run_started"}
+    write(tmp_path / "events.jsonl", [begin, {"time": 2.0, "event": "run_failed", "message": "<b>no reward</b>"}])
+    summary = summarise(load(tmp_path))
+    assert (summary["status"], summary["error"]) == ("failed", "<b>no reward</b>")
+    text = build(tmp_path).read_text()
+    assert "It failed: &lt;b&gt;no reward" in text
+    assert "<b>no reward" not in text
+    write(
+        tmp_path / "events.jsonl",
+        [begin, {"time": 2.0, "event": "stalled", "why": "w"}, {"time": 3.0, "event": "resumed"}],
+    )
+    assert summarise(load(tmp_path))["error"] is None
+
+
+def test_a_live_run_is_running_and_one_that_was_killed_was_killed(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", [{"time": 1.0, "event": "run_started"}])
+    assert summarise(load(tmp_path))["status"] == "unfinished"
+    me = identity(os.getpid())
+    assert me is not None
+    signs = {"pid": me.pid, "started": me.started}
+    (tmp_path / "vitals.json").write_text(json.dumps(signs))
+    assert summarise(load(tmp_path))["status"] == "running"
+    (tmp_path / "vitals.json").write_text(json.dumps({**signs, "started": "another boot"}))
+    assert summarise(load(tmp_path))["status"] == "killed"
 
 
 def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.telemetry.log import to_folder
+from tandem.telemetry.log import FILE_ONLY, to_folder
 
 
 def test_own_records_from_info_and_others_from_warning_reach_the_file(
@@ -35,6 +35,15 @@ def test_tracebacks_go_to_the_file_and_not_to_the_terminal(tmp_path: Path, capsy
             logging.getLogger("tandem").warning("a sink failed", exc_info=True)
     assert "Traceback" in file.read_text()
     assert capsys.readouterr().err == "WARNING: a sink failed\n"
+
+
+def test_what_the_terminal_is_told_otherwise_is_in_the_file_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with to_folder(tmp_path) as file:
+        logging.getLogger("tandem").error("the run failed", extra=FILE_ONLY)
+    assert "ERROR   tandem: the run failed" in file.read_text()
+    assert capsys.readouterr().err == ""
 
 
 def test_python_warnings_are_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

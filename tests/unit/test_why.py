@@ -95,6 +95,25 @@ def test_without_signs_the_last_event_tells(run: Path) -> None:
     assert why.read(run, now=19.0).state == "gone"
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"event": "run_failed", "error": "Starved", "message": "nothing to train on"},
+        {"event": "stalled", "why": "nothing to train on"},
+    ],
+)
+def test_a_run_that_failed_says_by_what(run: Path, last: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    begin, end = {"time": 5, "event": "run_started"}, {"time": 9, **last}
+    (run / "events.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(end)}\n")
+    story = why.read(run, now=19.0)
+    assert story.state == "failed"
+    assert "failed 10 s ago: nothing to train on" in story.headline
+    assert f"tandem train {run}" in story.headline
+    assert why.why(run, stacks=False, as_json=False) == 1
+    (run / "events.jsonl").write_text(f"{json.dumps(end)}\n{json.dumps({'time': 12, 'event': 'resumed'})}\n")
+    assert why.read(run, now=19.0).state == "gone", "the failure was before it was resumed"
+
+
 def test_last_words_of_each_part(run: Path) -> None:
     (run / "logs" / "run.log").write_text(
         "1970-01-01T00:00:01Z INFO    tandem.engines.vllm: first\n"

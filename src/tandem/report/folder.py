@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from tandem.errors import TandemError
 from tandem.sinks import _lines
+from tandem.telemetry import vitals
 from tandem.types import Json
 
 Row = dict[str, Json]
@@ -32,6 +34,8 @@ class RunFolder:
     """Rows of eval.jsonl by step, the last one of each environment and step."""
     rollout_steps: list[int]
     """Steps whose rollouts are kept, ascending."""
+    process: Literal["", "alive", "gone"] = ""
+    """The run's process, by its sign of life: it runs, it ended without a word, or it left no sign as it ended."""
 
     @property
     def name(self) -> str:
@@ -65,6 +69,7 @@ def load(path: Path) -> RunFolder:
     metrics = {row["step"]: row for row in _with_step(path / "metrics.jsonl") if isinstance(row.get("metrics"), dict)}
     return RunFolder(
         path=path,
+        process=vitals.process(path),
         config_text=text,
         config=_values(text),
         metrics=[metrics[step] for step in sorted(metrics)],

@@ -6,7 +6,7 @@ const drawn = new Set(["tokens/generated", "tokens/trained", "alarms"]);
 
 function head() {
   const of = S.steps_planned ? ` of ${S.steps_planned.toLocaleString("en-US")}` : "";
-  const status = { finished: "finished", interrupted: `interrupted at step ${S.steps}${of}`, unfinished: `at step ${S.steps}${of} when this page was made`, "not started": "no step yet" }[S.status];
+  const status = { finished: "finished", interrupted: `interrupted at step ${S.steps}${of}`, failed: `failed at step ${S.steps}${of}`, running: `running, at step ${S.steps}${of} when this page was made`, killed: `killed after step ${S.steps}${of}`, unfinished: `at step ${S.steps}${of} when this page was made`, "not started": "no step yet" }[S.status];
   const when = S.started ? new Date(1000 * S.started).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }) : null;
   const facts = [...S.facts, when && ["started", when], S.seconds > 0 && ["ran for", format.seconds(S.seconds)], S.resumes > 0 && ["resumed", S.resumes === 1 ? "once" : `${S.resumes} times`]].filter(Boolean);
   return el("header", {},
@@ -33,7 +33,7 @@ function logo() { // two wheels, one frame
 
 function notices() {
   const odd = Object.entries(DATA.series.odd).map(([name, steps]) => `${name} was not a finite number at ${steps.length === 1 ? `step ${steps[0]}` : `${steps.length} steps, first at step ${steps[0]}`}`);
-  return odd.length ? el("p", { class: "notice" }, odd.join("; "), ".") : null;
+  return [S.error ? el("p", { class: "notice", id: "failure" }, el("b", {}, "Failed: "), S.error) : null, odd.length ? el("p", { class: "notice" }, odd.join("; "), ".") : null];
 }
 
 function headCard(title, wide, big, ...rest) { return el("article", { class: `card head-card${wide ? " wide" : ""}` }, el("h3", {}, title), big, rest); }

@@ -110,6 +110,8 @@ def headline(summary: Summary) -> str:
     """One sentence on the run, for search engines, screen readers and pages without JavaScript."""
     of = f" of {summary['steps_planned']}" if summary["steps_planned"] else ""
     text = f"{summary['status'].capitalize()}: {summary['steps']}{of} steps."
+    if summary["error"]:
+        text += f" It failed: {summary['error']}"
     if summary["before"] and summary["after"]:
         text += f" Held-out accuracy {summary['before']['mean']:.1%} before, {summary['after']['mean']:.1%} after."
     if summary["reward_first"] is not None and summary["reward_last"] is not None:

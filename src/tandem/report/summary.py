@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from tandem.report.folder import Row, RunFolder
@@ -13,14 +14,17 @@ WINDOW = 5
 """Steps over which first and last values are averaged: a tenth of the run where that is more, at most half of it."""
 
 _STARTS = ("run_started", "resumed")
-_ENDS = {"run_done": "finished", "interrupted": "interrupted"}
+_ENDS = {"run_done": "finished", "interrupted": "interrupted", "run_failed": "failed", "stalled": "failed"}
+_GOING = {"alive": "running", "gone": "killed", "": "unfinished"}
 
 
 class Summary(TypedDict):
     """Headline of a run. Shares are 0..1, times in seconds; None is unknown."""
 
     status: str
-    """finished | interrupted | unfinished | not started."""
+    """running | finished | interrupted | failed | killed | unfinished | not started."""
+    error: str | None
+    """What ended a run that failed."""
     steps: int
     """Optimizer steps taken."""
     steps_planned: int | None
@@ -66,6 +70,7 @@ def summarise(run: RunFolder) -> Summary:
     starts, active = _running(run)
     return Summary(
         status=_status(run, steps, planned),
+        error=None if run.process == "alive" or (failure := failed(run.events)) is None else failure[1],
         steps=steps,
         steps_planned=planned if isinstance(planned, int) else None,
         started=min(starts, default=None),
@@ -162,13 +167,24 @@ def _mixture(envs: Json) -> str:
     return " + ".join(told)
 
 
+def failed(events: Sequence[Mapping[str, Json]]) -> tuple[float, str] | None:
+    """When and by what a run failed; None if what it was last told to do did not end by an error."""
+    marks = [event for event in events if event.get("event") in (*_STARTS, *_ENDS)]
+    if not marks or _ENDS.get(marks[-1]["event"]) != "failed":
+        return None
+    last = marks[-1]
+    return float(last.get("time", 0.0)), str(last.get("message") or last.get("why") or "")
+
+
 def _status(run: RunFolder, steps: int, planned: Json) -> str:
+    if run.process == "alive":
+        return "running"
     marks = [event["event"] for event in run.events if event.get("event") in (*_STARTS, *_ENDS)]
     if marks and marks[-1] in _ENDS:
         return _ENDS[marks[-1]]
     if isinstance(planned, int) and steps >= planned > 0:
         return "finished"
-    return "unfinished" if marks or steps else "not started"
+    return _GOING[run.process] if marks or steps else "not started"
 
 
 def _running(run: RunFolder) -> tuple[list[float], float]:

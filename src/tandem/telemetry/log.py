@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+FILE_ONLY = {"file_only": True}
+"""``extra`` of a record that is for run.log alone, since the terminal is told otherwise."""
+
 
 @contextmanager
 def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
@@ -31,6 +34,7 @@ def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
     to_file = _File(file, encoding="utf-8")
     to_file.setFormatter(_utc("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_terminal = _Terminal(level=logging.WARNING)
+    to_terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     root, own = logging.getLogger(), logging.getLogger("tandem")
     before, show_before = own.level, warnings.showwarning

@@ -20,10 +20,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from tandem import waits
-from tandem.engines._processes import Identity, identity
+from tandem.engines._processes import Identity, alive_after, identity
 from tandem.telemetry import trace
 from tandem.types import Json
 
@@ -48,6 +48,23 @@ def stacks(folder: Path) -> Path:
 def request(folder: Path) -> Path:
     """A file that asks for stacks; it is taken away when they are there."""
     return folder / "stacks.request"
+
+
+def read(folder: Path) -> dict[str, Json] | None:
+    """The last sign of life; None if there is none."""
+    try:
+        found = json.loads(file(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def process(folder: Path) -> Literal["", "alive", "gone"]:
+    """Whether the process of the last sign of life still runs; empty where there is no sign."""
+    signs = read(folder)
+    if signs is None:
+        return ""
+    return "alive" if alive_after(signs["pid"], signs["started"]) else "gone"
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from tandem import report, resolve, waits
 from tandem.alarms.watch import Notice
 from tandem.config import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError
+from tandem.sinks import _lines
+from tandem.telemetry import log as logs
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,35 @@ def reported(folder: Path) -> Iterator[None]:
         except (TandemError, OSError) as error:
             # The run's own error, if any, is the one to tell.
             log.error("the report could not be written: %s", error)
+
+
+@contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """Around a run: its log, its report, and what ended it.
+
+    Raises:
+        TandemError: the run's folder cannot be written.
+    """
+    with writable(folder), logs.to_folder(folder), reported(folder), failing(folder):
+        yield
+
+
+@contextmanager
+def failing(folder: Path) -> Iterator[None]:
+    """Write the error that ends a run to run.log and to events.jsonl (``run_failed``), where show and why find it."""
+    try:
+        yield
+    except Exception as error:
+        told = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        log.error("the run failed: %s", told, exc_info=True, extra=logs.FILE_ONLY)
+        row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": told}
+        with contextlib.suppress(OSError):  # of a full disk the error itself tells
+            lines = _lines.Lines(folder / "events.jsonl")
+            try:
+                lines.append(row)
+            finally:
+                lines.close()
+        raise
 
 
 @contextmanager

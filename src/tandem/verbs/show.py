@@ -37,6 +37,14 @@ def show(run: Path, write_report: bool) -> None:
     folder = load(run)
     console = Console()
     _print_headline(console, folder)
+    if (error := summarise(folder)["error"]) is not None:
+        console.print(f"\nFAILED: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
+        console.print(
+            f"  go on with: tandem train {run}; the traceback is in {run / 'logs' / 'run.log'}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     for line in _alarms(folder):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     _print_evaluations(console, headline_evaluations(folder))

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tandem import waits
 from tandem.engines._processes import alive_after
+from tandem.report.summary import failed
 from tandem.sinks import _lines
 from tandem.telemetry import vitals
 from tandem.types import Json
@@ -89,7 +90,7 @@ class Story:
     """What is known of a run at a moment, from its folder alone."""
 
     state: str
-    """alive | stuck | gone | ended."""
+    """alive | stuck | failed | gone | ended."""
     headline: str
     """One sentence on it."""
     waits: tuple[Waits, ...] = ()
@@ -108,7 +109,7 @@ class Story:
 
 
 def why(run: Path, *, stacks: bool, as_json: bool) -> int:
-    """Print who waits for whom; 0 unless the process is gone or stuck.
+    """Print who waits for whom; 0 unless the run failed, or its process is gone or stuck.
 
     Args:
         run: a run's folder.
@@ -141,7 +142,7 @@ def read(run: Path, *, now: float) -> Story:
         run: the folder.
         now: seconds since 1970.
     """
-    signs = _signs(run)
+    signs = vitals.read(run)
     events = list(_lines.read(run / "events.jsonl"))
     last = tuple(_last_words(run, events, now))
     if signs is None:
@@ -149,9 +150,12 @@ def read(run: Path, *, now: float) -> Story:
         if ending is not None and ending is events[-1]:
             ago = duration(max(0.0, now - ending.get("time", now)))
             return Story(state="ended", headline=f"{run} ended in order {ago} ago ({ending['event']})", last=last)
-        stalled = bool(events) and events[-1].get("event") == "stalled"
-        head = f"was stopped: {events[-1]['why']}" if stalled else "is not running; the last words are below"
-        return Story(state="gone", headline=f"{run} {head} (go on with: tandem train {run})", last=last)
+        if (failure := failed(events)) is not None:
+            ago = duration(max(0.0, now - failure[0]))
+            head = f"{run} failed {ago} ago: {failure[1]} (go on with: tandem train {run}; the traceback is in "
+            return Story(state="failed", headline=f"{head}{run / 'logs' / 'run.log'})", last=last)
+        head = f"{run} is not running; the last words are below (go on with: tandem train {run})"
+        return Story(state="gone", headline=head, last=last)
     age = max(0.0, now - signs["at"])
     said = [_Sign.of(place, sign, age) for place, sign in enumerate(signs["waits"])]
     going = sorted(said, key=lambda sign: -sign.seconds)
@@ -189,15 +193,6 @@ def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> S
     return dataclasses.replace(
         story, headline=f"{who} is alive and waits for nobody" + f"; it is at: {doing}" * bool(doing)
     )
-
-
-def _signs(run: Path) -> dict[str, Json] | None:
-    """The last signs of life; None if there are none."""
-    try:
-        found = json.loads(vitals.file(run).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _alike(going: Sequence[_Sign]) -> dict[tuple[str, str, str], Waits]:
@@ -259,7 +254,7 @@ def _stacks(run: Path) -> str | None:
     vitals.request(run).touch()
     if not _until(lambda: not vitals.request(run).exists()):
         vitals.request(run).unlink(missing_ok=True)
-        signs = _signs(run)
+        signs = vitals.read(run)
         if signs is None or not alive_after(signs["pid"], signs["started"]):
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
@@ -293,7 +288,7 @@ def _until(done: Callable[[], bool]) -> bool:
 
 
 def _print(console: Console, story: Story) -> None:
-    styles = {"alive": "green", "ended": "dim", "stuck": "red", "gone": "red"}
+    styles = {"alive": "green", "ended": "dim", "stuck": "red", "failed": "red", "gone": "red"}
     console.print(Text.assemble((story.state, styles[story.state]), "  ", (story.headline, "bold")))
     if len(story.chain) > 1:
         links = " \u2190 ".join([story.chain[0].owner, *(wait.on for wait in story.chain)])
