@@ -316,7 +316,7 @@ def test_a_new_environment_passes_its_check(run: Run, trainer: types.SimpleNames
     assert (code, out) == (0, "wrote my_sums.py and my_sums.yaml; next: tandem check my_sums.yaml\n")
     code, out, err = run("check", "my_sums.yaml", f"model={tiny_model}")
     assert code == 0, out + err
-    assert "64 graded: my_sums:correct gives 1 on average" in out
+    assert "64 graded, each beside a wrong answer: my_sums:correct gives 1 on average, and the wrong ones 0" in out
     assert out.endswith("\nok\n")
 
 
@@ -360,7 +360,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     assert code == 0
     for what in ("parts", "sinks", "train tasks", "test tasks", "gold answers", "model", "prompts", "memory", "disk"):
         assert re.search(rf"^ok +{what} ", out, re.MULTILINE), what
-    assert "5 graded: number gives full marks" in out
+    assert "5 graded, each beside a wrong answer: number gives full marks, and the wrong ones 0" in out
     assert "at the peak" in out
 
 
@@ -379,7 +379,8 @@ def test_check_looks_at_each_of_several_environments(
     assert code == 0, out + err
     assert "env arithmetic, env takes (arithmetic)" in told
     (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", told)
-    assert f"arithmetic 12 graded: number gives full marks; takes {count} graded: number" in told
+    assert "arithmetic 12 graded, each beside a wrong answer: number gives full marks" in told
+    assert f"takes {count} graded, each beside a wrong answer: number" in told
     assert re.search(r"\d+ grader processes", told)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12",
                        "envs.takes.rewards={format: {pattern: zzz}}")  # fmt: skip
@@ -394,7 +395,7 @@ def test_check_looks_at_each_of_several_environments(
         (["env.path=none.jsonl"], 3, "none.jsonl"),
         (["env.path=bad.jsonl"], 3, "bad.jsonl:2"),
         (["env.path=empty.jsonl"], 3, "empty.jsonl"),
-        (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "gives 0 on average"),
+        (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "own_bad:wrong gives every gold reply 0"),
         (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact gives full marks"),
         (["env.path=rows.jsonl", "rewards={format: {pattern: zzz}}"], 4, "replies of dataset did not get full marks"),
         (["env.path=long.jsonl"], 2, "no room is left for an answer"),
@@ -431,9 +432,88 @@ def test_check_tells_every_problem(run: Run, trainer: types.SimpleNamespace) -> 
     )
     code, out, _ = run("check", "recipe.yaml")
     assert code == 3
-    assert out.endswith("\n3 problems\n")
+    assert out.endswith("\n2 problems\n")
+    assert "skipped  test tasks" in out
     assert "skipped  gold answers" in out
     assert "skipped  memory" in out
+
+
+OWN = """
+def same(completions, **columns): return [0.5 for _ in completions]
+def scalar(completions, **columns): return 1.0
+def alone(completions, **columns): return [1.0]
+def right(completions, answer, **columns): return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
+def penalty(completions, answer, **columns): return [r - 1 for r in right(completions, answer)]
+def none(completions, **columns): return [None for _ in completions]
+def raises(completions, prompts, **columns):
+    print("looking")
+    raise KeyError(prompts[0][0]["content"])
+def fails_on_wrong(completions, answer, **columns):
+    return [1.0 if c[0]["content"] == a else 1 / 0 for c, a in zip(completions, answer)]
+"""
+"""Rewards as somebody may write them for TRL."""
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "told"),
+    [
+        ("right", 0, ["own:right gives 1 on average, and the wrong ones 0", "ok"]),
+        ("penalty", 0, ["own:penalty gives 0 on average, and the wrong ones -1", "ok"]),
+        ("same", 0, ["warning gold answers a gold reply and a wrong one get the same reward", "ok, with 1 warning"]),
+        ("none", 0, ["own:none gives no gold reply anything (None)", "ok, with 2 warnings"]),
+        ("scalar", 4, ["returned 1.0; expected a list: a number or None for each completion (and 7 like it)"]),
+        ("alone", 4, ["returned 1 rewards for 2 completions (and 7 like it)"]),
+        ("raises", 4, ["raised KeyError", "(own.py:10 in raises) (and 7 like it); mend the reward"]),
+        ("fails_on_wrong", 4, ["a wrong answer: reward 'own:fails_on_wrong' raised ZeroDivisionError"]),
+    ],
+)
+@pytest.mark.usefixtures("known_pass")
+def test_check_grades_a_gold_reply_beside_a_wrong_one(
+    run: Run, tiny_model: Path, reward: str, code: int, told: list[str]
+) -> None:
+    Path("own.py").write_text(OWN)
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "Question {n}", "answer": "word{n}"}}\n' for n in range(30)))
+    Path("recipe.yaml").write_text(
+        f"model: {tiny_model}\nsteps: 1\nenv: {{kind: dataset, path: rows.jsonl}}\nrewards: {{'own:{reward}': 1}}\n"
+    )
+    found, out, err = run("check", "recipe.yaml")
+    words = " ".join(out.split())
+    assert [text for text in told if text not in words] == []
+    assert found == code
+    assert "Traceback" not in out + err
+    log = re.search(r"what rewards printed, and their tracebacks: (\S+)", out)
+    assert bool(log) == (reward in ("raises", "fails_on_wrong"))
+    if log:
+        assert "Error" in Path(log[1]).read_text()
+        shutil.rmtree(Path(log[1]).parent)
+
+
+@pytest.mark.usefixtures("known_pass")
+def test_check_shows_the_curriculum_and_the_reference(run: Run, tiny_model: Path) -> None:
+    Path("recipe.yaml").write_text(MINIMAL + "curriculum: solve_rate\nreference: {kind: start, beta: 0.1}\n")
+    out = " ".join(run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")[1].split())
+    assert "curriculum solve_rate" in out
+    assert "reference start" in out
+
+
+@pytest.mark.usefixtures("known_pass")
+def test_check_tells_each_finding_when_it_is_found(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tandem.trainer import players
+
+    before: list[str] = []
+    read = players.tasks
+
+    def look(config: RunConfig, split: Any) -> Any:
+        before.append(capsys.readouterr().out)
+        return read(config, split)
+
+    monkeypatch.setattr(players, "tasks", look)
+    Path("recipe.yaml").write_text(MINIMAL)
+    assert run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")[0] == 0
+    assert re.search("^ok +parts ", before[0], re.MULTILINE)
+    assert re.search("^ok +train tasks ", before[1], re.MULTILINE)
 
 
 @pytest.mark.usefixtures("known_pass")

@@ -415,6 +415,17 @@ def test_several_values_out_of_range_each_have_their_own_line(here: Path) -> Non
     assert "recipe.yaml:4: group_size must be" in message
 
 
+def test_an_override_leaves_out_what_it_makes_useless_in_the_file(here: Path) -> None:
+    text = MINIMAL + "evaluate: {every: 5, tasks: 20, samples: 2}\noptimizer: {schedule: cosine, min_lr_ratio: 0.1}\n"
+    config = read(text, "evaluate.tasks=0", "optimizer.schedule=constant")
+    assert not config.evaluates
+    assert "evaluate: {tasks: 0}" in dump(config)
+    assert "command line: evaluate.every changes nothing" in wrong(text, "evaluate.tasks=0", "evaluate.every=4")
+    assert "recipe.yaml:4: evaluate.every changes nothing" in wrong(
+        MINIMAL + "evaluate: {every: 5, tasks: 0}\n", "seed=1"
+    )
+
+
 def test_a_learning_rate_of_zero_is_allowed(here: Path) -> None:
     assert read(MINIMAL + "optimizer: {lr: 0}\n").optimizer.lr == 0.0
 

@@ -222,13 +222,13 @@ def test_trl_bad_entry_costs_its_rollout() -> None:
     [
         ("together", "only one at a time"),
         ("short", "1 rewards for 3"),
-        ("scalar", "expected a list of 3 numbers or None"),
+        ("scalar", "expected a list: a number or None for each completion"),
     ],
 )
 def test_trl_failure_without_a_culprit_costs_all(name: str, said: str) -> None:
     got, _ = graded({"f": f"sample_graders:{name}"}, group("a", "b", "c"))
     if name == "scalar":  # alone it fails as well, so each is its own culprit
-        said = "expected a list of 1 numbers or None"
+        said = "expected a list: a number or None for each completion"
     assert all(rollout.status == "error" and said in rollout.error for rollout in got)
 
 

@@ -4,7 +4,8 @@ A dataclass's fields are the only truth about its options. Beyond their types it
 
 - ``__post_init__`` raises ``ValueError`` for values out of range (one message per line; a message that starts
   with an option's name is shown where that option was written);
-- ``inert()`` maps options that change nothing, given the others, to the reason; giving one is a mistake;
+- ``inert()`` maps options that change nothing, given the others, to the reason; giving one is a mistake, unless it is
+  the file's and an override of the same part makes it so;
 - a field with a ``slot`` in its metadata holds another part, chosen by its ``kind``;
 - one with a ``shorthand`` holds a mapping of which a single text is that option;
 - one with an ``unless`` must be given unless one of the fields that it names is.
@@ -24,7 +25,7 @@ from typing import Any, Literal, Union
 from tandem import resolve
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.recipe.dialects import elsewhere
-from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, plain
+from tandem.recipe.tree import SHELL, Branch, Items, Leaf, Problems, Tree, plain
 from tandem.recipe.words import describe, got
 
 
@@ -293,9 +294,11 @@ class Builder:
             for line in str(error).splitlines() or ["its options are refused"]:
                 self._refused(cls, line, where, path, _kind_of(error))
             return self._alone(cls, values, where, path)
+        shell = {other for other, written in self.given.items() if written.startswith(SHELL)}
+        overridden = bool(path) and any(other.startswith(f"{path}.") for other in shell)
         for name, reason in inert(built).items():
             full = f"{path}.{name}" if path else name
-            if full in self.given:
+            if full in self.given and (full in shell or not overridden):
                 self.problems.add(self.given[full], f"{full} changes nothing: {reason}; remove it")
         return built
 

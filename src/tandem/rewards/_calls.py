@@ -120,7 +120,7 @@ class Called:
             return Outcome([_verdict(value)])
         values = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(values, (list, tuple)):
-            return Outcome(_bad(f"returned {_shown(values)}; expected a list of {log.count} numbers or None"))
+            return Outcome(_bad(f"returned {_shown(values)}; expected a list: a number or None for each completion"))
         if len(values) != log.count:
             return Outcome(_bad(f"returned {len(values)} rewards for {log.count} completions"))
         return Outcome([_verdict(value) for value in values], log.rows if any(log.rows) else ())

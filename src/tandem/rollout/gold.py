@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from tandem.envs.base import Environment
@@ -14,10 +16,17 @@ from tandem.types import Completion, Message, Rollout, Task, Turn
 
 logger = logging.getLogger(__name__)
 
+_ENOUGH = 8
+"""Pairs that could not be graded, after which no more are: a reward that hangs takes its whole deadline for each."""
+_NONSENSE = "I do not know."
+"""A wrong reply where there is no other task's."""
+_MESSAGE = re.compile(r"(raised \w+): .*?( \([^()]*:\d+ in [^()]*\))")
+"""What an exception says of one answer, between its type and its place in the code."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldFailure:
-    """A gold reply that did not get full marks."""
+    """A gold reply that did not get full marks, or a reply that could not be graded."""
 
     task: str
     """Id of the task."""
@@ -28,15 +37,34 @@ class GoldFailure:
     expected: float | None
     """Full marks; None if grading itself failed."""
     reply: str
-    """The gold reply."""
+    """The reply."""
     error: str = ""
     """What failed while grading."""
 
     def __str__(self) -> str:
+        return f"task {self.task}: {self._what}"
+
+    @property
+    def _what(self) -> str:
         if self.error:
-            return f"task {self.task}: {self.error}"
+            return self.error
         got = "nothing" if self.got is None else f"{self.got:g}"
-        return f"task {self.task}: reward {self.reward!r} gives the gold reply {got}, expected {self.expected:g}"
+        return f"reward {self.reward!r} gives the gold reply {got}, expected {self.expected:g}"
+
+    @property
+    def kind(self) -> str:
+        """What it has in common with others of its kind, whatever the answers that were graded."""
+        return _MESSAGE.sub(r"\1\2", self._what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Siblings:
+    """Two graded answers to one task."""
+
+    right: Rollout
+    """Its gold reply."""
+    wrong: Rollout
+    """Another task's."""
 
 
 async def check_environment(env: Environment, graders: Graders, tasks: int) -> list[GoldFailure]:
@@ -49,10 +77,52 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
             unknown += 1
             continue
         (graded,) = await graders.grade([gold_rollout(task, reply)])
-        failures += _failures(graded, graders, reply)
+        failures += _failures(graded, graders)
     if unknown:
         logger.warning("%s knows no gold reply to %d of %d tasks: they were not checked", env.name, unknown, tasks)
     return failures
+
+
+async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) -> list[Siblings]:
+    """Of each task whose gold reply is known, that reply and a wrong one, graded as the two answers of a group.
+
+    A reward of all siblings at once that gives one number, or fails where there are several, is seen so; and one that
+    gives any answer the same.
+    """
+    known = [(task, reply) for task in tasks if (reply := env.check(task)) is not None]
+    replies = list(dict.fromkeys(reply for _, reply in known))
+    after = dict(zip(replies, [*replies[1:], *replies[:1]], strict=True))
+    graded: list[Siblings] = []
+    failed = 0
+    for task, reply in known:
+        if failed == _ENOUGH:
+            break
+        wrong = after[reply] if len(replies) > 1 else _NONSENSE
+        pair = [gold_rollout(task, reply), gold_rollout(task, wrong, number=1)]
+        first, second = await graders.grade(pair)
+        graded.append(Siblings(right=first, wrong=second))
+        failed += "error" in (first.status, second.status)
+    return graded
+
+
+def failures_of(graded: Sequence[Siblings], graders: Graders) -> list[GoldFailure]:
+    """What is wrong with these grades: gold replies without full marks, and answers that could not be graded."""
+    found: list[GoldFailure] = []
+    for pair in graded:
+        found += _failures(pair.right, graders)
+        if pair.wrong.status == "error" and pair.right.status != "error":
+            found += (
+                replace(failure, error=f"a wrong answer: {failure.error}") for failure in _failures(pair.wrong, graders)
+            )
+    return found
+
+
+def distinct(failures: Iterable[GoldFailure]) -> list[str]:
+    """One line for each kind of failure: an example, and of how many."""
+    kinds: dict[str, list[GoldFailure]] = {}
+    for failure in failures:
+        kinds.setdefault(failure.kind, []).append(failure)
+    return [f"{some[0]}" + (f" (and {len(some) - 1} like it)" if len(some) > 1 else "") for some in kinds.values()]
 
 
 async def require_full_marks(name: str, env: Environment, graders: Graders) -> None:
@@ -69,11 +139,11 @@ async def require_full_marks(name: str, env: Environment, graders: Graders) -> N
     graders.metrics()  # these are nobody's rollouts
 
 
-def gold_rollout(task: Task, reply: str) -> Rollout:
-    """A rollout that says the reply in one turn."""
-    said = Completion(tokens=(0,), logprobs=(0.0,), versions=(0,), finish="stop")
+def gold_rollout(task: Task, reply: str, *, number: int = 0) -> Rollout:
+    """A rollout that says the reply in one turn; ``number`` is its place in its group."""
+    said = Completion(tokens=(number,), logprobs=(0.0,), versions=(0,), finish="stop")
     return Rollout(
-        id=f"{task.id}@gold/0",
+        id=f"{task.id}@gold/{number}",
         task=task,
         turns=(Turn(prompt=(0,), completion=said, temperature=1.0),),
         messages=(*task.prompt, Message(role="assistant", content=reply)),
@@ -81,7 +151,8 @@ def gold_rollout(task: Task, reply: str) -> Rollout:
     )
 
 
-def _failures(graded: Rollout, graders: Graders, reply: str) -> list[GoldFailure]:
+def _failures(graded: Rollout, graders: Graders) -> list[GoldFailure]:
+    reply = graded.messages[-1].content
     if graded.status == "error":
         return [GoldFailure(task=graded.task.id, reward="", got=None, expected=None, reply=reply, error=graded.error)]
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config import RunConfig
-from tandem.trainer import supply
+from tandem.errors import UnsupportedPair
 
 
 def check_pairs(config: RunConfig) -> None:
@@ -22,4 +22,24 @@ def check_pairs(config: RunConfig) -> None:
 
         float8.check()
     config.sync.check(trains=config.trains, engine=config.engine)
-    supply.check_lag(config)
+    _check_lag(config)
+
+
+def _check_lag(config: RunConfig) -> None:
+    """Refuse a lag that cannot be, with this engine and way of syncing.
+
+    Raises:
+        UnsupportedPair: says what can.
+    """
+    behind = config.sync.behind
+    option = "rate.max_lag" if config.max_lag == "auto" else "max_lag"
+    if config.most_lag < behind:
+        raise UnsupportedPair(
+            f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and {option} allows "
+            f"{config.most_lag}; set {option} to {behind} at least, or sync.every to {config.most_lag + 1} at most"
+        )
+    if config.most_lag and getattr(config.engine, "sleep", 0):
+        raise UnsupportedPair(
+            "engine.sleep: an engine that sleeps while a step is trained samples nothing meanwhile; set max_lag to 0, "
+            "or leave engine.sleep out"
+        )

@@ -13,7 +13,7 @@ from tandem.broker.convert import Rules
 from tandem.broker.wire import RunParameters
 from tandem.config import RunConfig
 from tandem.engines.base import CanAttest, Engine
-from tandem.errors import ConfigError, UnsupportedPair
+from tandem.errors import ConfigError
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Feed, FeedOptions
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
@@ -41,26 +41,6 @@ class Reached:
     def get(self) -> int:
         """It."""
         return self.step
-
-
-def check_lag(config: RunConfig) -> None:
-    """Refuse a lag that cannot be, with this engine and way of syncing.
-
-    Raises:
-        UnsupportedPair: says what can.
-    """
-    behind = config.sync.behind
-    option = "rate.max_lag" if config.max_lag == "auto" else "max_lag"
-    if config.most_lag < behind:
-        raise UnsupportedPair(
-            f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and {option} allows "
-            f"{config.most_lag}; set {option} to {behind} at least, or sync.every to {config.most_lag + 1} at most"
-        )
-    if config.most_lag and getattr(config.engine, "sleep", 0):
-        raise UnsupportedPair(
-            "engine.sleep: an engine that sleeps while a step is trained samples nothing meanwhile; set max_lag to 0, "
-            "or leave engine.sleep out"
-        )
 
 
 def pace(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> Pace:

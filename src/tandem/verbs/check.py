@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -20,10 +23,10 @@ from tandem import machine, memory, resolve
 from tandem.config import Loaded, RunConfig, load
 from tandem.engines.base import CanAttest, CanLend
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.memory import MemoryPlan
 from tandem.recipe.sources import Source
-from tandem.types import Rollout, Task
+from tandem.types import Task
 from tandem.verbs import _remembered
 from tandem.verbs._remembered import Modelled
 
@@ -33,9 +36,11 @@ if TYPE_CHECKING:
 Found = str | None
 """What a look found; None if what it needs is missing."""
 
-_SHOWN = 3
-"""Failures shown of many alike."""
+_STATE = len("problem")
+"""Columns of the longest state."""
 
+_OPTIONAL = {"curriculum": "curricula", "reference": "references"}
+"""Parts that a recipe may do without, and their slots."""
 _TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/engines.md)"
 
 
@@ -50,27 +55,43 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 async def _check(loaded: Loaded, tasks: int) -> int:
     look = _Look(loaded.config, tasks, loaded.given)
-    table = Table(box=None, show_header=False, pad_edge=False)
+    console = Console()
     problems: list[TandemError] = []
+    doubtful = 0
+    questions = look.all()
+    width = max(map(len, questions))
     async with look.graders():
-        for what, ask in look.all().items():
+        for what, ask in questions.items():
             try:
-                found = await asked if inspect.isawaitable(asked := ask()) else asked
+                with console.status(Text(f"{what} ...")):
+                    found = await asked if inspect.isawaitable(asked := ask()) else asked
             except TandemError as error:
                 problems.append(error)
-                table.add_row(Text("problem", "bold red"), what, Text(str(error)))
+                console.print(_row(Text("problem", "bold red"), what, str(error), width))
             else:
                 state = Text("skipped", "yellow") if found is None else Text("ok", "green")
-                table.add_row(state, what, Text(found or "what it needs is missing, see above"))
-    console = Console()
-    console.print(table)
+                console.print(_row(state, what, found or "what it needs is missing, see above", width))
+            doubtful += len(look.doubts)
+            while look.doubts:
+                console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
+    if look.printed:
+        typer.echo(f"\nwhat rewards printed, and their tracebacks: {look.printed}")
     if look.plan:
         typer.echo(f"\nmemory:\n{look.plan}\n")
     if problems:
         console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)}", style="bold red")
         return problems[0].exit_code
-    console.print("ok", style="green")
+    console.print(f"ok, with {doubtful} warning{'s' * (doubtful > 1)}" if doubtful else "ok", style="green")
     return 0
+
+
+def _row(state: Text, what: str, told: str, width: int) -> Table:
+    """One finding, printed as it is found; all of them are in line."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=_STATE)
+    table.add_column(width=width)
+    table.add_row(state, what, Text(told))
+    return table
 
 
 class _Look:
@@ -89,6 +110,10 @@ class _Look:
         self._said: dict[str, str] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
+        self.doubts: list[str] = []
+        """What is likely a mistake, and need not be one."""
+        self.printed: Path | None = None
+        """Where lies what rewards printed, if they did."""
 
     @asynccontextmanager
     async def graders(self) -> AsyncIterator[None]:
@@ -96,21 +121,30 @@ class _Look:
         from tandem.rewards._workers import Graders
 
         grading = self._config.grading
+        log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
 
         async def opened(source: Source) -> Graders:
             specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout)
+            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout, log=log)
             await graders.open()
             return graders
 
         sources = self._config.sources if self._config.plays else {}
         self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
+        warner = logging.getLogger(Graders.__module__)  # what it warns of is among the findings
+        level = warner.level
+        warner.setLevel(logging.ERROR)
         try:
             yield
         finally:
             for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
                 if not isinstance(ready, BaseException):
                     await ready.close()
+            warner.setLevel(level)
+            if log.exists() and log.stat().st_size:
+                self.printed = log
+            else:
+                shutil.rmtree(log.parent)
 
     def all(self) -> dict[str, Callable[[], Found | Awaitable[Found]]]:
         """Questions by name."""
@@ -140,6 +174,7 @@ class _Look:
         pairs.check_pairs(self._config)
         slots = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
         slots |= {"trains": "trains", "engine": "engines", "sync": "sync"}
+        slots |= {name: slot for name, slot in _OPTIONAL.items() if getattr(self._config, name) is not None}
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         named = [f"{name} {resolve.kind_of(slot, getattr(self._config, name))}" for name, slot in slots.items()]
         return ", ".join([*envs, *named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
@@ -163,9 +198,11 @@ class _Look:
         self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in found.items()}
         return _of_each({name: f"{len(tasks):,}" for name, tasks in found.items()})
 
-    def _test_tasks(self) -> str:
-        """Held-out data."""
+    def _test_tasks(self) -> str | None:
+        """Held-out data, where those to train on could be read."""
         wanted = self._config.evaluate.tasks
+        if not self._tasks:
+            return None
 
         def told(count: int) -> str:
             few = f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
@@ -179,10 +216,10 @@ class _Look:
         return players.tasks(self._config, split)
 
     async def _gold(self) -> str | None:
-        """Gold replies, graded in the same processes that training grades in.
+        """Gold replies and wrong ones, graded in the same processes that training grades in.
 
         Raises:
-            RewardError: one did not get full marks.
+            RewardError: a gold reply did not get full marks, or an answer could not be graded.
         """
         if not self._tasks:
             return None
@@ -190,22 +227,15 @@ class _Look:
         return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
 
     async def _gold_of(self, name: str, source: Source) -> str:
-        from tandem.rollout.gold import check_environment, gold_rollout
+        from tandem.rollout.gold import siblings
+        from tandem.verbs import _grades
 
-        env, tasks, graders = source.env, self._tasks[name], await self._opening[name]
-        failures = await check_environment(env, graders, len(tasks))
-        if failures:
-            first = "; ".join(str(failure) for failure in failures[:_SHOWN])
-            raise RewardError(
-                f"{len(failures)} gold replies of {name} did not get full marks: {first}; mend the reward, or what "
-                "the environment's check() replies"
-            )
-        replies = [(task, env.check(task)) for task in tasks]
-        known = [gold_rollout(task, reply) for task, reply in replies if reply is not None]
-        graded = [(await graders.grade([rollout]))[0] for rollout in known]
-        if not graded:
-            return "the environment knows none: its rewards are not proven"
-        return f"{len(graded)} graded: {', '.join(_gold_values(graders.full_marks, graded))}"
+        graders = await self._opening[name]
+        graded = await siblings(source.env, graders, self._tasks[name])
+        _grades.require_right(name, graders, graded)
+        label = f"{name}: " if len(self._config.sources) > 1 else ""
+        self.doubts += [label + doubt for doubt in _grades.doubts(source.rewards, graded)]
+        return _grades.told(graders, graded)
 
     def _model_config(self) -> str:
         """Configuration of the model; weights are not read."""
@@ -318,13 +348,3 @@ def _environment(name: str, source: Source) -> str:
 def _of_each(told: Mapping[str, str]) -> str:
     """What is said of each environment; of one alone without its name."""
     return "; ".join(told.values() if len(told) == 1 else (f"{name} {text}" for name, text in told.items()))
-
-
-def _gold_values(full_marks: Mapping[str, float | None], graded: Sequence[Rollout]) -> Iterator[str]:
-    """What each reward gave gold replies; only a person can judge one that does not say what full marks are."""
-    for name, full in full_marks.items():
-        values = [rollout.rewards[name] for rollout in graded if name in rollout.rewards]
-        if full is not None:
-            yield f"{name} gives full marks"
-        else:
-            yield f"{name} gives {sum(values) / len(values):.3g} on average" if values else f"{name} gives nothing"
