@@ -153,10 +153,10 @@ class Engine:
         return found
 
     async def on_nccl_start_receiver(self, said: Any) -> Any:
-        from tandem.engines import _vllm_wire as wire
+        from tandem.engines._vllm_group import StartReceiver
         from tandem.weights.rendezvous import Rendezvous
 
-        asked = wire.StartReceiver(**said)
+        asked = StartReceiver(**said)
         host, _, port = asked.init_method.removeprefix("tcp://").rpartition(":")
         meeting = Rendezvous(
             host=host, port=int(port), world=asked.world_size, backend="gloo", name=asked.name, seconds=asked.seconds

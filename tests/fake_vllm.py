@@ -17,6 +17,8 @@ from tandem.engines._vllm_pausing import PROBE_TOKENS
 
 LIMIT = 64
 """Context of the fake."""
+VOCABULARY = 1000
+"""Of its model."""
 SEQUENCES = 33
 """Answers that it samples at once."""
 BATCHED = PROBE_TOKENS + 20
@@ -109,14 +111,25 @@ class FakeClient:
         self.seen: list[Request] = []
         self.aborted = 0
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.answers: dict[str, Any] = {"tandem_info": [], "tandem_connection": [{"state": "idle", "reason": ""}]}
+        self.answers: dict[str, Any] = {
+            "tandem_info": [],
+            "tandem_connection": [{"state": "idle", "reason": ""}],
+            "tandem_map": ['{"w": []}'],
+            "tandem_lend": ['{"lent": {}, "map": {}}'],
+            "tandem_lend_slot": ['{"key": "k"}'],
+            "tandem_lent_slot": [False],
+        }
         self.cache: set[str] = set()
         self.removed: list[int] = []
         if counts:  # as vLLM does, for whoever wants an answer whole
             self.output_processor = SimpleNamespace(request_states={})
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
-                model="tiny", max_model_len=LIMIT, logprobs_mode="processed_logprobs", enable_sleep_mode=True
+                model="tiny",
+                max_model_len=LIMIT,
+                logprobs_mode="processed_logprobs",
+                enable_sleep_mode=True,
+                get_vocab_size=lambda: VOCABULARY,
             ),
             lora_config=object() if adapters else None,
             parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),

@@ -148,9 +148,9 @@ def test_an_answer_that_fails_is_the_only_one() -> None:
     async def body(e: Engine) -> None:
         good, bad, worse = e.ask([1]), e.ask([1000]), e.ask([1] * 100)
         await e.until(lambda: bad.done() and worse.done())
-        with pytest.raises(EngineError, match=r"answers /generate with 400: Token id out of vocabulary"):
+        with pytest.raises(EngineError, match=r"answers /generate with 400: .*out of vocabulary"):
             await bad
-        with pytest.raises(EngineError, match=r"answers /generate with 400: .*longer than the maximum"):
+        with pytest.raises(EngineError, match=r"answers /generate with 400: .*longer than the engine"):
             await worse
         await e.vllm.step(2)
         assert (await good).tokens == (0, 0)
@@ -167,7 +167,7 @@ def test_parameters_that_vllm_refuses_cost_one_prompts_answers() -> None:
 
         bad = asyncio.create_task(e.waves.answer(e.server, made, ([1], cold, -1), seed=None))
         good = e.ask([1])
-        with pytest.raises(EngineError, match="temperature must be non-negative"):
+        with pytest.raises(EngineError, match=r"`float` >= 0.0 - at `\$.temperature`"):
             await bad
         await e.with_vllm(1)
         await e.vllm.step(2)
@@ -260,11 +260,11 @@ def test_a_wave_of_nothing_and_texts_are_refused() -> None:
     async def body(e: Engine) -> None:
         for said, why in (
             ({"id": "a", "prompts": []}, "no answer is asked for"),
-            ({"id": "a", "prompts": [{"asked": {"prompt": "a", "m": 1}, "seeds": [None]}]}, "unknown field"),
+            ({"id": "a", "prompts": [{"asked": {}, "m": 1, "seeds": [None]}]}, "unknown field"),
         ):
             with pytest.raises(EngineError, match=f"answers /generate/many with 400: .*{why}"):
                 await e.server.many("/generate/many", lambda said=said: msgspec.json.encode(said), lambda piece: None)
-        said = Many(id="a", prompts=[Siblings(asked=Generate(prompt="text"), seeds=[None, None])])
+        said = Many(id="a", prompts=[Siblings(asked=msgspec.Raw(b'{"prompt": "text"}'), seeds=[None, None])])
         found = bytearray()
         await e.server.many("/generate/many", lambda: msgspec.json.encode(said), found.extend)
         assert [(one.number, one.status) for one in frames(found) if isinstance(one, Failed)] == [(0, 400), (1, 400)]

@@ -32,7 +32,7 @@ class Server:
 
     def __init__(self) -> None:
         self.vllm = FakeClient()
-        self._live = _Live(self.vllm, SimpleNamespace(openai_serving_models=Models()), None)
+        self._live = _Live(self.vllm, SimpleNamespace(openai_serving_models=Models()), None, None)
         self.front = self._live.frontend
         self.boot = self.front.id
         self.away = False

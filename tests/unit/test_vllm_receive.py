@@ -88,7 +88,7 @@ def group(**asked: Any) -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor]]
         trainer.connect()
         assert receiver._tandem_joining is not None
         receiver._tandem_joining.join(20)
-        assert receiver.tandem_connection() == {"state": "connected", "reason": ""}
+        assert receiver.tandem_connection() == {"state": "connected", "reason": "", "joining": 0}
         with ThreadPoolExecutor(1) as pool:
             yield trainer, receiver, pool
     finally:

@@ -29,7 +29,7 @@ class Adapters:
     async def lend(self, asked: wire.LendSlot) -> list[Any]:
         """Give the adapter in place a slot and lend it; what each rank answers."""
         self.require_enabled()
-        arguments = json.dumps(asked.config), json.dumps(asked.tensors), asked.folder
+        arguments = json.dumps(asked.config), json.dumps(asked.tensors)
         return [json.loads(text) for text in await self._frontend.rpc("tandem_lend_slot", SLOT, *arguments)]
 
     async def adapt(self, key: str) -> bool:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
 
+from tandem import doors
 from tandem.engines._vllm_frontend import Stopped
 from tandem.engines._vllm_wire import Refused
 
@@ -27,8 +27,12 @@ T = TypeVar("T")
 
 KEY = "TANDEM_API_KEY"
 """Environment variable of the key that every request but /health must bear."""
-MOST = 64 << 20
-"""Bytes of the largest body that routes of ours read."""
+HOST = "TANDEM_HOST"
+"""Environment variable of the address that it listens on, a name of which it is known by."""
+MOST = 16 << 20
+"""Bytes of the largest body that routes of ours read; a list of what broadcasts bring to the largest models has 10."""
+LARGE = 64 << 20
+"""The same of requests for many answers, and of vLLM's own routes, where pictures come."""
 
 _STATUS = {
     # By name: vLLM's releases give these classes other bases, and the engine's process may have any of them.
@@ -44,34 +48,52 @@ class Gone(Exception):
     """The client went away, so nobody reads the answer."""
 
 
-def authorise(scope: Scope) -> None:
-    """Raise Refused unless the request bears the key, where there is one."""
-    key = os.environ.get(KEY)
-    if not key:
+_client: ContextVar[str] = ContextVar("client")
+
+
+def client() -> str:
+    """Address of whoever asks what is being answered; empty where that is not known."""
+    return _client.get("")
+
+
+def authorise(scope: Scope, path: str) -> None:
+    """Raise Refused unless the request bears the key, or where there is none, is no page's in a browser.
+
+    /health needs no key.
+    """
+    address = scope.get("client")
+    _client.set(f"{address[0]}:{address[1]}" if address else "")
+    key, headers = os.environ.get(KEY), doors.headers_of(scope)
+    if key:
+        if path != "/health" and not hmac.compare_digest(
+            headers.get("authorization", "").encode("latin-1"), f"Bearer {key}".encode()
+        ):
+            raise Refused(401, "this engine wants its API key, as in 'Authorization: Bearer KEY'")
         return
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-        raise Refused(401, "this engine wants its API key, as in 'Authorization: Bearer KEY'")
+    method = scope.get("method", "GET")
+    reads = scope["type"] == "http" and method in ("GET", "HEAD")
+    why = doors.from_a_page(method, headers, acts=not reads, names=[os.environ.get(HOST, "")])
+    if why := why or ("" if reads else doors.without_json(headers)):
+        raise Refused(403, f"{why}: an engine takes one by engine.api_key_variable")
 
 
-async def read(receive: Receive, most: int | None = MOST) -> bytes:
+async def read(receive: Receive, most: int = MOST) -> bytes:
     """The whole body.
 
     Raises:
         Refused: it is longer than ``most`` bytes.
         Gone: the client went away.
     """
-    parts, size = [], 0
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Gone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if most is not None and size > most:
+        body += message.get("body", b"")
+        if len(body) > most:
             raise Refused(413, f"the request's body is larger than {most >> 20} MiB")
         if not message.get("more_body"):
-            return b"".join(parts)
+            return bytes(body)
 
 
 async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
@@ -119,31 +141,6 @@ def given(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) 
         return {"type": "http.disconnect"}
 
     return again
-
-
-def answers_of(body: bytes) -> int:
-    """How many answers a body asks for; 1 where vLLM itself must say what is wrong."""
-    try:
-        number = json.loads(body)["n"]
-    except (ValueError, TypeError, KeyError):
-        return 1
-    return number if isinstance(number, int) and number > 0 else 1
-
-
-def salted(body: bytes, salt: str) -> bytes:
-    """The body with a cache salt, its own one mixed in; as it is where vLLM itself must say what is wrong."""
-    try:
-        asked = json.loads(body)
-    except ValueError:
-        return body
-    if not isinstance(asked, dict):
-        return body
-    own = asked.get("cache_salt")
-    if own is not None and (not isinstance(own, str) or not own):
-        return body
-    if own:  # as a digest, for the length and the characters of a salt are limited
-        salt = f"{salt}-{hashlib.blake2b(own.encode(), digest_size=16).hexdigest()}"
-    return json.dumps({**asked, "cache_salt": salt}).encode()
 
 
 async def answer(

@@ -6,12 +6,14 @@ import asyncio
 import math
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem import waits
+from tandem.engines import _vllm_group as group
 from tandem.engines import _vllm_wire as wire
 from tandem.engines._vllm_client import Replaced, Server, Unreachable
 from tandem.engines._vllm_fleet import Fleet
@@ -24,7 +26,6 @@ from tandem.engines._vllm_wave import Waves
 from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Needs, Probe
 from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
-from tandem.weights import sharing
 from tandem.weights.bridge import VllmBridge
 from tandem.weights.checksums import joined
 
@@ -250,7 +251,7 @@ class Vllm(Engine):
         return True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience, step=step))
+        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience, step=step, by=_me()))
 
     async def release(self, reason: str) -> None:
         await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._patience)
@@ -309,7 +310,6 @@ class Vllm(Engine):
         asked = wire.LendSlot(
             config=dict(adapter.config),
             tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
-            folder=str(sharing.SHARED_MEMORY),
         )
         for _ in range(2):
             slot = self._slot
@@ -347,7 +347,7 @@ class Vllm(Engine):
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
         self._told = ()
         for server, rank in zip(self.servers, first, strict=True):
-            body = wire.StartReceiver(
+            body = group.StartReceiver(
                 init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
                 world_size=int(rendezvous["world"]),
                 backend=rendezvous["backend"],
@@ -371,7 +371,7 @@ class Vllm(Engine):
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
     ) -> None:
-        body = wire.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
+        body = group.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
         if manifest != self._told:  # they remember it as long as they are connected
             body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
         await self.fleet.all("/nccl/receive", body)
@@ -381,12 +381,17 @@ class Vllm(Engine):
         await self.fleet.all("/nccl/stop_receiver")
 
 
+def _me() -> str:
+    """This trainer, as an engine that it paused tells others of it."""
+    return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
+
+
 def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(float("nan") if value is None else value for value in found)
 
 
 async def borrow(server: Server) -> VllmBridge:
     """Have a paused engine of one process lend its weights; where they are."""
-    answer = await server.post("/bridge/lend", wire.Lend(folder=str(sharing.SHARED_MEMORY)))
+    answer = await server.post("/bridge/lend")
     (rank,) = answer["ranks"]
     return VllmBridge.lending(answer["model"], rank["lent"], rank["map"], url=server.url)

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
-from tandem.engines._vllm_wire import Body, Generate, Whole
+from tandem.engines._vllm_fields import MOST_ANSWERS, Text, Whole
+from tandem.engines._vllm_wire import Body, Generate
 
 
 class Siblings(Body):
     """Answers to one prompt, each a request of its own to vLLM."""
 
-    asked: Generate
-    """What all have in common, with token ids as its prompt and one answer with flat logprobs."""
-    seeds: list[Whole | None]
+    asked: msgspec.Raw
+    """What all have in common: a ``Generate`` with token ids as its prompt and one answer with flat logprobs. Read by
+    itself, so that what is wrong with it costs these answers alone."""
+    seeds: Annotated[list[Whole | None], msgspec.Meta(max_length=MOST_ANSWERS)]
     """Of each answer; null: it draws from the engine's stream."""
+
+
+def siblings(asked: Generate) -> Siblings:
+    """Answers to a prompt, none yet."""
+    return Siblings(asked=msgspec.Raw(msgspec.json.encode(asked)), seeds=[])
 
 
 class Many(Body):
     """POST /generate/many: answered by a frame for each answer, as soon as it is there."""
 
-    id: str
+    id: Text
     """By which answers are taken back."""
-    prompts: list[Siblings]
+    prompts: Annotated[list[Siblings], msgspec.Meta(max_length=MOST_ANSWERS)]
     """Answers are numbered in this order, from 0."""
 
 
 class TakeBack(Body):
     """POST /generate/take_back: nobody waits for these answers any more."""
 
-    id: str
+    id: Text
     """Of the request for many."""
     numbers: list[Whole]
     """Of the answers."""

@@ -21,7 +21,7 @@ from tandem.engines._vllm_lease import Lease
 from tandem.engines._vllm_pausing import Room, Scheduler
 from tandem.engines._vllm_places import PROBES, Places
 from tandem.engines._vllm_scheduler import ASKED as IN_PIECES
-from tandem.engines._vllm_wire import IN_PLACE, Refused
+from tandem.engines._vllm_wire import IN_PLACE, Refused, unrefused
 
 log = logging.getLogger("vllm.tandem")
 
@@ -393,6 +393,6 @@ class Frontend:
         return [self.steps[era] for era in answer.eras]
 
     async def rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """Call a method of the worker extension on every rank; results by rank."""
+        """Call a method of the worker extension on every rank; results by rank. Raises Refused where one refuses."""
         call = self.client.collective_rpc(method, args=args)
-        return list(await asyncio.wait_for(call, seconds))
+        return unrefused(list(await asyncio.wait_for(call, seconds)))

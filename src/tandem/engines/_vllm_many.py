@@ -14,15 +14,20 @@ from tandem.engines._vllm_adapters import Adapters
 from tandem.engines._vllm_asgi import Gone, Receive, Send, disconnected, problem
 from tandem.engines._vllm_frames import KIND, Failed, Many, Sampled, Siblings, TakeBack, framed
 from tandem.engines._vllm_frontend import Frontend
+from tandem.engines._vllm_limits import Limits
 from tandem.engines._vllm_wire import Refused
+
+MOST = 4096
+"""Answers of one request."""
 
 
 class ManyAnswers:
     """The routes /generate/many and /generate/take_back."""
 
-    def __init__(self, frontend: Frontend, adapters: Adapters):
+    def __init__(self, frontend: Frontend, adapters: Adapters, limits: Limits):
         self._frontend = frontend
         self._adapters = adapters
+        self._limits = limits
         self._live: dict[str, _Answers] = {}
 
     async def take_back(self, body: bytes) -> Any:
@@ -42,11 +47,13 @@ class ManyAnswers:
         asked = wire.parsed(body, Many)
         if not any(siblings.seeds for siblings in asked.prompts):
             raise Refused(400, "prompts is empty: no answer is asked for")
+        if (number := sum(len(siblings.seeds) for siblings in asked.prompts)) > MOST:
+            raise Refused(400, f"{number} answers are asked for at once, {MOST} at most: send several requests")
         live = self._live[asked.id] = _Answers(self._frontend)
         ends = [asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._frontend.broken_off())]
         try:
             for siblings in asked.prompts:
-                live.begin(siblings, self._adapters)
+                live.begin(siblings, self._adapters, self._limits)
             await live.give_out(send, *ends)
         finally:
             self._live.pop(asked.id, None)
@@ -64,14 +71,16 @@ class _Answers:
         self._number = 0
         self._changed = asyncio.Event()
 
-    def begin(self, siblings: Siblings, adapters: Adapters) -> None:
+    def begin(self, siblings: Siblings, adapters: Adapters, limits: Limits) -> None:
         """Ask vLLM for the answers to one prompt. What is wrong with it costs these alone."""
-        asked, numbers = siblings.asked, range(self._number, self._number + len(siblings.seeds))
+        numbers = range(self._number, self._number + len(siblings.seeds))
         self._number += len(numbers)
         self._left += len(numbers)
         try:
+            asked = wire.parsed(bytes(siblings.asked), wire.Generate)
             if isinstance(asked.prompt, str) or not asked.prompt.prompt_token_ids or asked.n != 1:
                 raise Refused(400, "many answers are asked for by the token ids of their prompts, one by one")
+            limits.check(asked.prompt.prompt_token_ids, asked)
             adapter = None if asked.adapter is None else adapters.named(asked.adapter)
             given = asked.sampling()
             params = {seed: self._frontend.params({**given, "seed": seed}) for seed in set(siblings.seeds)}

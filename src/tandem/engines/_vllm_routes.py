@@ -1,8 +1,8 @@
 """Routes of ours on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
 
-Everything else passes through untouched, but for three things: requests get a cache salt, so that no prefix outlives
-the weights it was computed with; replies wait while weights are being proven; and adapters that vLLM's own route is
-told to load must lie where adapters may come from.
+Everything else passes through untouched, but for four things (``_vllm_stock``): what no engine can be asked is refused;
+requests get a cache salt, so that no prefix outlives the weights it was computed with; replies wait while weights are
+being proven; and adapters that vLLM's own route is told to load must lie where adapters may come from.
 """
 
 from __future__ import annotations
@@ -14,43 +14,30 @@ from typing import Any
 import msgspec
 
 from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_adapters import Adapters, allowed, not_kept
+from tandem.engines._vllm_adapters import Adapters
 from tandem.engines._vllm_asgi import (
-    Gone,
-    Message,
+    LARGE,
     Receive,
     Scope,
     Send,
     answer,
-    answers_of,
     authorise,
+    client,
     disconnected,
-    given,
     read,
     refuse,
-    salted,
     unless,
 )
 from tandem.engines._vllm_frontend import Frontend, Stopped
+from tandem.engines._vllm_limits import Limits
 from tandem.engines._vllm_many import ManyAnswers
 from tandem.engines._vllm_probe import probe
 from tandem.engines._vllm_receiver import Receiver
 from tandem.engines._vllm_sleep import Sleeper
+from tandem.engines._vllm_stock import Stock
 from tandem.engines._vllm_watch import Watch
 from tandem.engines._vllm_wire import Refused, parsed
 
-SALTED = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/inference/v1/generate",
-        "/invocations",
-        "/generative_scoring",
-    }
-)
-"""Stock routes that sample."""
 AWAKE = frozenset(
     {
         "/bridge/resume",
@@ -64,6 +51,8 @@ AWAKE = frozenset(
     }
 )
 """Routes of ours that read or write memory which an engine that sleeps does not have."""
+MOST_SAID = 4000
+"""Characters of a reason that are kept."""
 MANY = "/generate/many"
 """The route whose answers are sent one by one."""
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
@@ -90,11 +79,10 @@ class Routes:
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
-            if path != "/health":
-                authorise(scope)
+            authorise(scope, path)
             live = self._engine(scope)
             if path == MANY and scope["method"] == "POST":
-                await live.many.generate(await read(receive), receive, send)
+                await live.many.generate(await read(receive, LARGE), receive, send)
                 return
             methods = live.handlers.get(path)
             if methods is not None:
@@ -103,23 +91,23 @@ class Routes:
         except Exception as error:
             await refuse(send, error)
             return
-        await self._pass(live, path, scope, receive, send)
+        await live.stock(path, scope, receive, send)
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            authorise(scope)
-        except Refused:
+            authorise(scope, "")
+        except Refused as error:
             await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": "API key"})
+            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
             return
         await self._app(scope, receive, send)
 
     def _engine(self, scope: Scope) -> _Live:
         if self._live is None:
-            client = getattr(scope["app"].state, "engine_client", None)
-            if client is None:
+            engine = getattr(scope["app"].state, "engine_client", None)
+            if engine is None:
                 raise Refused(503, "the engine is starting")
-            self._live = _Live(client, scope["app"].state, self._watch)
+            self._live = _Live(engine, scope["app"].state, self._watch, self._app)
         return self._live
 
     async def _handled(self, live: _Live, path: str, methods: dict[str, Handler], method: str, receive: Receive) -> Any:
@@ -134,61 +122,20 @@ class Routes:
             return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
         return await unless(handler(body), live.frontend.died())
 
-    async def _pass(self, live: _Live, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """On to vLLM's own routes."""
-        sampled = path in SALTED
-        if scope["method"] != "POST" or not (sampled or path == "/v1/load_lora_adapter"):
-            await self._app(scope, receive, send)
-            return
-        begun = False
-        front = live.frontend
-
-        async def proven(message: Message) -> None:
-            nonlocal begun
-            await front.deliverable(None if front.era != era else era)
-            begun = True
-            await send(message)
-
-        try:
-            body = await read(receive, most=None)
-            if not sampled:
-                name, path = _adapter_of(body)
-                not_kept(name)
-                allowed(path)
-            async with front.admitted(answers_of(body) if sampled else 0), front.places.counted():
-                era = front.era
-                if sampled:
-                    body = salted(body, front.salt)
-                headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
-                headers.append((b"content-length", str(len(body)).encode()))
-                await self._app({**scope, "headers": headers}, given(body, receive, front.broken_off), proven)
-        except (Refused, Stopped, Gone) as error:
-            if begun:
-                raise  # too late for a status: the connection breaks off, which no client takes for a whole answer
-            await refuse(send, error)
-
-
-def _adapter_of(body: bytes) -> tuple[str, str]:
-    """Name and folder of what /v1/load_lora_adapter is to load; empty where not said, which vLLM refuses itself."""
-    try:
-        asked = json.loads(body)
-    except ValueError:
-        asked = None
-    asked = asked if isinstance(asked, dict) else {}
-    return str(asked.get("lora_name", "")), str(asked.get("lora_path", ""))
-
 
 class _Live:
     """The routes over a live engine."""
 
-    def __init__(self, client: Any, state: Any, watch: Watch | None):
-        self.client = client
+    def __init__(self, engine: Any, state: Any, watch: Watch | None, app: Any):
+        self.client = engine
         self._watch = watch
-        self.frontend = Frontend(client)
+        self.frontend = Frontend(engine)
+        self.limits = Limits(engine)
+        self.stock = Stock(app, self.frontend, self.limits)
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleeper = Sleeper(self.frontend)
-        self.many = ManyAnswers(self.frontend, self.adapters)
+        self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
         self.handlers: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self.health},
             "/generate": {"POST": self.generate},
@@ -223,23 +170,22 @@ class _Live:
         if front.state == "stopped":
             raise Stopped(front.reason)
         requests = {"running": front.places.running, "waiting": front.places.waiting}
-        return {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
+        told = {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
+        return {**told, "paused": front.lease.told}
 
     async def generate(self, body: bytes) -> wire.Generated:
         asked = parsed(body, wire.Generate)
         if asked.stream:
             raise Refused(400, "stream: /generate answers when all is sampled; /v1/completions streams")
-        tokenizer = self.client.get_tokenizer()
         text = asked.prompt if isinstance(asked.prompt, str) else None
-        ids = tokenizer.encode(text) if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
-        if not ids:
-            raise Refused(400, "prompt is empty: it needs at least one token")
+        ids = await self.limits.ids(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
+        self.limits.check(ids, asked)
         adapter = None if asked.adapter is None else self.adapters.named(asked.adapter)
         found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter, min_step=asked.min_step)
         flat = asked.flat_logprobs and asked.logprobs is not None
         return wire.Generated(
             text=[c.text for c in found.completions],
-            prompt=text if text is not None else tokenizer.decode(ids) if asked.detokenize else "",
+            prompt=text if text is not None else self.client.get_tokenizer().decode(ids) if asked.detokenize else "",
             finish_reasons=[c.finish for c in found.completions],
             logprobs=None if flat or asked.logprobs is None else [[[p] for p in c.logprobs] for c in found.completions],
             token_logprobs=[c.own_logprobs for c in found.completions] if flat else msgspec.UNSET,
@@ -291,7 +237,7 @@ class _Live:
     async def pause(self, body: bytes) -> Any:
         asked = parsed(body, wire.Pause)
         before = await self.frontend.pause(finish=asked.finish, step=asked.step)
-        self.frontend.lease.renew(asked.seconds)
+        self.frontend.lease.renew(asked.seconds, " at ".join(filter(None, (asked.by or "somebody", client()))))
         return {"state": self.frontend.state, "before": before}
 
     async def resume(self, body: bytes) -> Any:
@@ -300,8 +246,9 @@ class _Live:
         return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
     async def lend(self, body: bytes) -> Any:
+        parsed(body, wire.Body)
         self._require_paused("lend")
-        ranks = await self.frontend.rpc("tandem_lend", parsed(body, wire.Lend).folder)
+        ranks = await self.frontend.rpc("tandem_lend")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
@@ -316,6 +263,8 @@ class _Live:
 
     async def probe(self, body: bytes) -> Any:
         asked = parsed(body, wire.Probe)
+        self.limits.prompt(asked.tokens)
+        self.limits.length("max_tokens", asked.max_tokens)
         return await probe(
             self.frontend,
             asked.tokens,
@@ -335,12 +284,15 @@ class _Live:
         return {"step": asked.step, "engine": self.frontend.id}
 
     async def stop(self, body: bytes) -> Any:
-        await self.frontend.stop(parsed(body, wire.Stop).reason)
+        asked = parsed(body, wire.Stop)
+        said = f" (so said {client()})" if client() else ""
+        await self.frontend.stop(asked.reason[:MOST_SAID] + said)
         return {"state": self.frontend.state}
 
     async def lend_slot(self, body: bytes) -> Any:
+        asked = parsed(body, wire.LendSlot)
         self._require_paused("lend_slot")
-        return {"ranks": await self.adapters.lend(parsed(body, wire.LendSlot))}
+        return {"ranks": await self.adapters.lend(asked)}
 
     async def adapt(self, body: bytes) -> Any:
         self._require_paused("adapt")
@@ -350,7 +302,8 @@ class _Live:
         asked = parsed(body, wire.Adopt)
         if self._watch is None:
             raise Refused(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
-        self._watch.adopt(asked.trainer)
+        if not self._watch.adopt(asked.trainer):
+            raise Refused(404, f"no process {asked.trainer.partition(':')[0]} runs here that started then: not adopted")
         return {"engine": self.frontend.id}
 
     def _require_paused(self, what: str) -> None:

@@ -33,7 +33,7 @@ class Sleeper:
         if not getattr(front.client.vllm_config.model_config, "enable_sleep_mode", False):
             raise Refused(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
         if not self.level:
-            front.lease.end()
+            front.lease.hold()
             if asked.level > 1:
                 front.written = True
             self.level = asked.level

@@ -45,9 +45,13 @@ class Watch(threading.Thread):
         atexit.register(remove_orphans)  # workers are killed at the end, so what they lent on a host has its name yet
         return watch
 
-    def adopt(self, trainer: str) -> None:
-        """Watch another process from now on."""
+    def adopt(self, trainer: str) -> bool:
+        """Watch another process from now on; False, and all is as it was, if there is no such process."""
+        pid, _, started = trainer.partition(":")
+        if not alive_after(int(pid), started):
+            return False
         self._trainer = trainer
+        return True
 
     def run(self) -> None:
         """Ask the server to end, in order, ``linger`` seconds after the trainer was last seen."""

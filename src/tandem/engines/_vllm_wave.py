@@ -17,7 +17,7 @@ import msgspec
 
 from tandem import waits
 from tandem.engines._vllm_client import Server
-from tandem.engines._vllm_frames import Failed, Frame, Many, Sampled, Siblings, TakeBack, frames
+from tandem.engines._vllm_frames import Failed, Frame, Many, Sampled, Siblings, TakeBack, frames, siblings
 from tandem.engines._vllm_wire import Generate
 from tandem.errors import EngineError
 
@@ -107,7 +107,7 @@ class _Wave:
     def add(self, asked: Callable[[], Generate], like: tuple[Sequence[int], object, int], seed: int | None) -> int:
         """One answer more; its number."""
         if self._siblings is None or like != self._like:
-            self._siblings, self._like = Siblings(asked=asked(), seeds=[]), like
+            self._siblings, self._like = siblings(asked()), like
         self.asked.append(_Asked(self._siblings, seed, asyncio.get_running_loop().create_future()))
         return len(self.asked) - 1
 

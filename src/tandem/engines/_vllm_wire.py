@@ -8,18 +8,37 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from tandem.engines._vllm_fields import (
+    Answers,
+    Count,
+    Dtype,
+    Length,
+    Likeliest,
+    MinP,
+    Penalty,
+    Repetition,
+    Seconds,
+    Shape,
+    Stops,
+    StopTokens,
+    Temperature,
+    Text,
+    Token,
+    TopK,
+    TopP,
+    Whole,
+    shallow,
+)
 from tandem.types import Sampling
 
 T = TypeVar("T")
 
 
-Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What vLLM's processes can tell each other; a larger number would fail on the way, as an error of the server's."""
-Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""A token id; that it is the model's is checked with its vocabulary."""
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-"""A time that something may take."""
+Entry = tuple[Text, Shape, Dtype]
+"""Name, shape and type of a tensor that is sent."""
 
+REFUSED = "refused"
+"""Under which a worker tells why it does not do what was asked, in the place of what it was asked for."""
 IN_PLACE = "tandem"
 """Name of the adapter whose tensors are overwritten by each publish."""
 
@@ -41,8 +60,16 @@ def parsed(body: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"the request's body is not as expected: {error}") from error
+
+
+def unrefused(ranks: list[Any]) -> list[Any]:
+    """What workers answered; raises Refused where one of them refuses."""
+    for found in ranks:
+        if isinstance(found, dict) and REFUSED in found:
+            raise Refused(409, found[REFUSED])
+    return ranks
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -64,30 +91,30 @@ class Generate(Body):
 
     prompt: str | Ids
     """Text, or token ids."""
-    n: Whole = 1
-    max_tokens: Whole = 16
-    min_tokens: Whole = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Whole = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: Answers = 1
+    max_tokens: Length = 16
+    min_tokens: Count = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: Repetition = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed: Whole | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: Whole | None = None
+    logprobs: Likeliest | None = None
     """0 and 1 tell that of the sampled token; more, those of as many of the likeliest too; null tells none at all."""
     flat_logprobs: bool = False
     """True tells each token's own alone, as ``token_logprobs`` instead of ``logprobs``."""
-    prompt_logprobs: Whole | None = None
+    prompt_logprobs: Likeliest | None = None
     detokenize: bool = True
     """False spares the text."""
-    adapter: str | None = None
+    adapter: Text | None = None
     """Name of a loaded adapter, instead of what is served."""
     min_step: Whole = -1
     """Oldest policy step that may sample it: it waits until that is published, or is being proven. -1: any may."""
@@ -170,6 +197,8 @@ class Pause(Body):
     """How long it may last, proof included: an engine that nobody resumes by then is stopped instead of hanging."""
     step: Whole | None = None
     """Policy step that is about to be published, if any: requests for it are sampled beside its proof."""
+    by: Text = ""
+    """Who pauses it, for whoever looks at /health."""
 
 
 class Sleep(Body):
@@ -186,21 +215,14 @@ class Wake(Body):
     """How long the pause that goes on may last, as that of /bridge/pause."""
 
 
-class Lend(Body):
-    """POST /bridge/lend."""
-
-    folder: str
-    """Where shared memory files are made; read on a CPU alone."""
-
-
 class Stamp(Body):
     """POST /bridge/stamp and /bridge/notify_update."""
 
     step: Whole | None = None
     """Policy step of the weights held now; by default one more than the last."""
-    digest: str = ""
+    digest: Text = ""
     """Of their bytes."""
-    adapter: str | None = None
+    adapter: Text | None = None
     """Name of the loaded adapter that this step is."""
 
 
@@ -226,22 +248,25 @@ class Checksums(Body):
 
     travels: Literal["weights", "adapter"] = "weights"
     """What is compared."""
-    adapter: str | None = None
+    adapter: Text | None = None
     """Which adapter, by name; by default the one written in place."""
-    names: list[str] = []
+    names: list[Text] = []
     """Of a named adapter: its tensors."""
     config: dict[str, Any] = {}
     """Of a named adapter: PEFT's configuration."""
+
+    def __post_init__(self) -> None:
+        shallow(self.config)
 
 
 class Probe(Body):
     """POST /bridge/probe."""
 
-    tokens: list[Token]
-    temperature: float = 0.7
-    max_tokens: Whole = 8
+    tokens: Annotated[list[Token], msgspec.Meta(min_length=1)]
+    temperature: Temperature = 0.7
+    max_tokens: Length = 8
     seed: Whole = 0
-    adapter: str | None = None
+    adapter: Text | None = None
 
 
 class Probed(msgspec.Struct, kw_only=True):
@@ -261,24 +286,25 @@ class LendSlot(Body):
 
     config: dict[str, Any]
     """PEFT's configuration."""
-    tensors: list[tuple[str, list[int], str]]
+    tensors: list[Entry]
     """Name, shape and type of each tensor that will be written."""
-    folder: str
-    """Where shared memory files are made; read on a CPU alone."""
+
+    def __post_init__(self) -> None:
+        shallow(self.config)
 
 
 class Adapt(Body):
     """POST /bridge/adapt: the borrower of the slot will write it now."""
 
-    key: str
+    key: Text
     """That came with the slot."""
 
 
 class LoadAdapter(Body):
     """POST /lora/load."""
 
-    adapter_path: str
-    adapter_name: str | None = None
+    adapter_path: Text
+    adapter_name: Text | None = None
     """By default the folder's name."""
     served: bool = True
     """Sample from it at once, if nobody has ever stamped a step here; a trainer stamps what it has proven."""
@@ -287,7 +313,7 @@ class LoadAdapter(Body):
 class UnloadAdapter(Body):
     """POST /lora/unload."""
 
-    adapter_name: str | None = None
+    adapter_name: Text | None = None
     """By default all, the one written in place included."""
     unless_used: bool = False
     """Leave it loaded while a request is being sampled with it."""
@@ -296,61 +322,8 @@ class UnloadAdapter(Body):
 class Adopt(Body):
     """POST /bridge/adopt."""
 
-    trainer: Annotated[str, msgspec.Meta(pattern=r"^\d+:.+$")]
+    trainer: Annotated[str, msgspec.Meta(pattern=r"^\d{1,9}:.{1,200}$")]
     """``pid:start time`` of the process whose death ends the engine, after a while."""
-
-
-class Metadata(msgspec.Struct, kw_only=True):
-    """One tensor that will be sent."""
-
-    shape: list[Whole]
-    dtype: str
-
-
-class Listed(Body):
-    """All tensors that will be sent, as Atropos' example trainer says it."""
-
-    param_names: list[str]
-    """In the order in which they come."""
-    param_shapes: dict[str, list[Whole]]
-    param_dtypes: dict[str, str]
-    num_params: int | None = None
-    """How many; checked."""
-
-
-Entry = tuple[str, list[int], str]
-"""Name, shape and type of a tensor that is sent."""
-
-
-class StartReceiver(Body):
-    """POST /nccl/start_receiver."""
-
-    init_method: str
-    """tcp://host:port of rank 0."""
-    world_size: Whole
-    param_metadata: dict[str, Any] = {}
-    """What comes with each publish, in this order, as ``Metadata`` by name or as ``Listed``; otherwise every
-    /nccl/receive says it."""
-    param_mappings: dict[str, Any] = {}
-    """The engine's names of it; checked, for the engine knows where its tensors lie."""
-    first_rank: Whole = 1
-    """Rank of this engine's first worker."""
-    backend: str | None = None
-    """nccl or gloo; by default what the device has."""
-    name: str = "tandem"
-    seconds: Seconds = 120.0
-    """Deadline of joining and of each transfer."""
-
-
-class Receive(Body):
-    """POST /nccl/receive."""
-
-    manifest: list[Entry] = []
-    """Each tensor, in the order in which they come; by default what came last, or what start_receiver announced."""
-    bucket_bytes: Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)] = 64 << 20
-    """Most bytes of one transfer, as rank 0 sends them."""
-    config: dict[str, Any] | None = None
-    """PEFT's configuration, where it is an adapter that comes."""
 
 
 class Workers(msgspec.Struct, kw_only=True):

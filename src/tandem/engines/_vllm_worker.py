@@ -7,11 +7,11 @@ from being repacked for oneDNN when weights are to be written in place: the repa
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tandem.engines._vllm_adapter import AdapterSlots
 from tandem.engines._vllm_map import Place, places, share, uncovered, whole
-from tandem.errors import EngineError
+from tandem.engines._vllm_wire import REFUSED
+from tandem.errors import EngineError, TransportError
 from tandem.weights import sharing
 from tandem.weights.checksums import Shard, Standing
 from tandem.weights.collective import Member
@@ -36,6 +37,19 @@ def keep_layouts() -> None:
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose errors are what was asked of it: told as such, they are no fault of the engine's."""
+
+    @functools.wraps(method)
+    def told(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except (EngineError, TransportError) as error:
+            return {REFUSED: str(error)}
+
+    return told
 
 
 if os.environ.get(IN_PLACE) and not torch.cuda.is_available():
@@ -113,7 +127,7 @@ class Worker:
             }
         )
 
-    def tandem_lend(self, folder: str) -> str:
+    def tandem_lend(self) -> str:
         """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
 
         The same description is handed out again, to a trainer that comes back.
@@ -125,7 +139,7 @@ class Worker:
                 self._tandem_lent = sharing.lend_cuda(values)
             else:
                 # Named by process, so that what a killed engine left behind can be told from what is in use.
-                lent = sharing.lend_host(values, Path(folder) / f"tandem-weights-{os.getpid()}")
+                lent = sharing.lend_host(values, sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}")
                 for name, p in parameters.items():
                     p.data = lent.tensors[name]
                 self._tandem_lent, self._tandem_keep = lent.description, lent
@@ -156,16 +170,17 @@ class Worker:
             self._tandem_found, self._tandem_where = self.tandem_places(), where
         return self._tandem_found
 
-    def tandem_lend_slot(self, slot: int, config: str, manifest: str, folder: str) -> str:
+    @_refusing
+    def tandem_lend_slot(self, slot: int, config: str, manifest: str) -> str:
         """Make an adapter's slot attachable by the trainer; JSON of what ``Borrowed`` needs.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
         tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, shape, dtype in json.loads(manifest)
         }
-        return json.dumps(self._tandem_slots().lend(slot, json.loads(config), tensors, Path(folder)))
+        return json.dumps(self._tandem_slots().lend(slot, json.loads(config), tensors, sharing.SHARED_MEMORY))
 
     def tandem_lent_slot(self, slot: int, key: str) -> bool:
         """Whether the borrower of this key may write the slot now: it is its own, and nobody reads it any more."""
@@ -173,6 +188,7 @@ class Worker:
             torch.cuda.synchronize()
         return self._tandem_slots().lent(slot, key)
 
+    @_refusing
     def tandem_adapter_checksums(self, slot: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         slots = self._tandem_slots()
@@ -201,14 +217,15 @@ class Worker:
         device = self.tandem_device
         who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = _Joining(meeting, first + self.tandem_rank, device, who)
+        self._tandem_joins = tuple(join for join in (*self._tandem_joins, joining) if join.state == "connecting")
         joining.start()
 
-    def tandem_connection(self) -> dict[str, str]:
-        """How joining went: idle, connecting, connected, or error with its reason."""
+    def tandem_connection(self) -> dict[str, Any]:
+        """How joining went: idle, connecting, connected, or error with its reason; and how many joins go on."""
         joining = self._tandem_joining
-        if joining is None:
-            return {"state": "idle", "reason": ""}
-        return {"state": joining.state, "reason": joining.reason}
+        under_way = sum(join.state == "connecting" for join in self._tandem_joins)
+        state, reason = ("idle", "") if joining is None else (joining.state, joining.reason)
+        return {"state": state, "reason": reason, "joining": under_way}
 
     def tandem_receive(self, manifest: str, bucket_bytes: int, slot: int, config: str) -> None:
         """Take one publish: into the weights, or (``slot`` above 0) into an adapter."""
@@ -242,6 +259,7 @@ class Worker:
         return self._tandem_list[1]
 
     _tandem_joining: _Joining | None = None
+    _tandem_joins: tuple[_Joining, ...] = ()
 
     def tandem_disconnect(self) -> None:
         """Leave the group."""
@@ -272,6 +290,7 @@ class _Joining(threading.Thread):
             return
         if self._left:
             member.close()
+            self.state = "left"
             return
         self.member, self.state = member, "connected"
 

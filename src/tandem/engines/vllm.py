@@ -321,6 +321,7 @@ class Vllm(EngineSpec):
         extra: dict[str, str | None] = {
             "PYTHONPATH": os.pathsep.join(paths),
             "TANDEM_API_KEY": key,
+            "TANDEM_HOST": self.host,
             "TANDEM_ADAPTER_FOLDERS": str(folder),
             "TANDEM_TRAINER": _me(),
             "TANDEM_LINGER": str(self.linger_seconds),

@@ -33,6 +33,9 @@ _UNSUPERVISED = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 
+MOST_MEMBERS = 1024
+"""Most members of a group."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
@@ -56,6 +59,8 @@ class Rendezvous:
             raise ValueError(f"backend must be gloo or nccl, not {self.backend!r}")
         if self.world < 2:
             raise ValueError(f"a group has at least 2 members, a trainer and an engine's worker, not {self.world}")
+        if self.world > MOST_MEMBERS:  # each keeps a record of all others
+            raise ValueError(f"a group has at most {MOST_MEMBERS} members, not {self.world}")
         if not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds must be positive and finite, not {self.seconds}")
 

@@ -1,0 +1,399 @@
+"""What no engine can be asked is refused at its door, before vLLM or a worker sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import LIMIT, VOCABULARY, install, settle
+from unit.test_vllm_routes import Client, run
+
+from tandem.engines import _vllm_routes
+from tandem.engines._processes import identity
+from tandem.engines._vllm_limits import CHARACTERS
+from tandem.engines._vllm_receiver import MOST_JOINING
+from tandem.engines._vllm_watch import Watch
+from tandem.weights.rendezvous import MOST_MEMBERS, Rendezvous
+
+IDS = {"prompt_token_ids": [1, 2]}
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for name in ("TANDEM_API_KEY", "TANDEM_TRAINER", "TANDEM_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def deep(levels: int) -> bytes:
+    return b'{"a":' + b"[" * levels + b"]" * levels + b"}"
+
+
+SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"n": 10**6}, "n"),
+    ({"n": 2**63}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": LIMIT + 1}, "context"),
+    ({"max_tokens": 10**12}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"temperature": -0.5}, "temperature"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**25}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 1e9}, "presence_penalty"),
+    ({"logprobs": 2**40}, "logprobs"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 300}, "stop"),
+    ({"stop_token_ids": [VOCABULARY]}, "vocabulary"),
+    ({"stop_token_ids": [1] * 5000}, "stop_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("odd", "says"), SAMPLING, ids=str)
+def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, Any], says: str) -> None:
+    async def body(c: Client) -> None:
+        found = await c.post("/generate", {"prompt": IDS, **odd})
+        assert (found.status, says in found.detail) == (400, True), found.raw
+        found = await c.post("/v1/completions", {"prompt": "a", **odd})
+        if "max_tokens" not in odd or odd["max_tokens"]:  # none at all is said of a prompt that is only scored
+            assert (found.status, says in found.detail or "64 bits" in found.detail) == (400, True), found.raw
+        many = {"id": "a", "prompts": [{"asked": {"prompt": IDS, **odd}, "seeds": [1]}]}
+        found = await c.post("/generate/many", many)
+        assert (found.status, says.encode() in found.raw) == (200, True), found.raw  # told in the frame of that answer
+        assert not c.vllm.seen
+        assert c.front.places.running == 0
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "says"),
+    [
+        ("/generate", {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ("/generate", {"prompt": {"prompt_token_ids": [VOCABULARY]}}, "vocabulary"),
+        ("/generate", {"prompt": "a" * (CHARACTERS * LIMIT + 1)}, "characters"),
+        ("/generate", b'{"prompt": "a", "temperature": NaN}', "malformed"),
+        ("/generate", b'{"prompt": "a", "temperature": 1e999}', "out of range"),
+        ("/generate", deep(100_000), "not as expected"),
+        ("/generate/many", {"id": "a", "prompts": [{"asked": {"prompt": IDS}, "seeds": [1] * 1024}] * 5}, "5120"),
+        ("/bridge/probe", {"tokens": []}, "tokens"),
+        ("/bridge/probe", {"tokens": [VOCABULARY]}, "vocabulary"),
+        ("/bridge/probe", {"tokens": [1], "max_tokens": LIMIT + 1}, "context"),
+        ("/bridge/pause", {"seconds": 1e300}, "seconds"),
+        ("/bridge/pause", {"seconds": 0}, "seconds"),
+        ("/bridge/stamp", {"step": 2**63}, "step"),
+        ("/bridge/stamp", {"step": 1, "digest": "x" * 10_000}, "digest"),
+        ("/bridge/lend", {"folder": "/etc"}, "folder"),
+        ("/bridge/lend_slot", {"config": {}, "tensors": [], "folder": "/etc"}, "folder"),
+        ("/bridge/lend_slot", {"config": {}, "tensors": [["a", [1], "zeros"]]}, "tensors"),
+        ("/bridge/lend_slot", b'{"tensors": [], "config": %s}' % deep(500), "64 levels"),
+        ("/bridge/checksums", b'{"config": {"r": 100000000000000000000}}', "64 bits"),
+        (
+            "/nccl/start_receiver",
+            b'{"init_method": "tcp://a:1", "world_size": 2, "param_metadata": %s}' % deep(500),
+            "",
+        ),
+    ],
+)
+def test_bodies_beyond_every_range_are_refused(path: str, asked: Any, says: str) -> None:
+    async def body(c: Client) -> None:
+        found = await c.post(path, asked)
+        assert (found.status, says in found.detail) == (400, True), found.raw[:500]
+        assert not c.vllm.seen
+        assert not c.vllm.calls
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (b"no json", "not as expected"),
+        (b"[]", "no object"),
+        (b'{"temperature": NaN}', "not as expected"),
+        (deep(500), "64 levels"),
+        (deep(100_000), "not as expected"),
+        ({"top_k": 10**30}, "64 bits"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [VOCABULARY]}, "vocabulary"),
+        ({"prompt": [[1], [VOCABULARY]]}, "vocabulary"),
+        ({"prompt": [1, "a"]}, "token ids"),
+        ({"prompt": ["a", {}]}, "dict"),
+        ({"prompt": ["a"] * 100, "n": 100}, "10000 answers"),
+        ({"messages": [3]}, "$.messages[0]"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "content"),
+        ({"messages": [{}] * 5000}, "4096"),
+        ({"messages": [{"content": ["a"] * 5000}]}, "5001"),
+        ({"input": [3] * 5000}, "objects"),
+        ({"structured_outputs": 3}, "structured_outputs"),
+        ({"allowed_token_ids": [VOCABULARY]}, "vocabulary"),
+        ({"max_completion_tokens": LIMIT + 1}, "context"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"max_tokens": LIMIT + 1}}, "context"),
+    ],
+)
+def test_stock_routes_get_only_what_they_can_be_asked(asked: Any, says: str) -> None:
+    async def body(c: Client) -> None:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"):
+            found = await c.post(path, asked)
+            assert (found.status, says in found.detail) == (400, True), found.raw[:500]
+        assert not c.passed
+
+    run(body)
+
+
+def test_what_stock_routes_can_be_asked_gets_through() -> None:
+    asked = [
+        {"prompt": "a", "n": "2", "temperature": None, "logprobs": True, "best_of": 2, "vllm_xargs": {"a": [1]}},
+        {"prompt": [1, 2], "logprobs": 5, "max_tokens": LIMIT, "stop": "x", "logit_bias": {"3": 1}},
+        {"prompt": ["a", "b"], "stop": ["x"], "stop_token_ids": [3], "top_logprobs": 3, "stream": True},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "chat_template_kwargs": {"a": 1}},
+        {"input": [{"role": "user", "content": "a"}], "max_output_tokens": 3},
+        {"token_ids": [1], "sampling_params": {"n": 1}},
+    ]
+
+    async def body(c: Client) -> None:
+        for one in asked:
+            assert (await c.post("/v1/completions", one)).status == 200
+        for (_, passed), one in zip(c.passed, asked, strict=True):
+            assert {**json.loads(passed), "cache_salt": None} == {**one, "cache_salt": None}
+
+    run(body)
+
+
+def test_json_of_other_stock_routes_is_sound_too() -> None:
+    async def body(c: Client) -> None:
+        scope = c.scope
+        kind = [(b"content-type", b"application/json")]
+        c.scope = lambda method, path: {**scope(method, path), "headers": kind}  # type: ignore[method-assign]
+        assert (await c.begin("/tokenize", deep(500))).status == 400
+        assert not c.passed
+        assert (await c.begin("/tokenize", {"prompt": "a"})).json == {"stock": "/tokenize"}
+        assert (await c.begin("/reset_prefix_cache")).status == 200
+        assert [json.loads(sent or b"0") for _, sent in c.passed] == [{"prompt": "a"}, 0]
+
+    run(body)
+
+
+# Who joins what
+
+
+def test_a_large_list_of_what_comes_takes_little_more_than_itself() -> None:
+    """It was made objects of, several times over, before anybody looked at it."""
+    shapes = ",".join(f'"a{i}":{{"shape":[],"dtype":"bool"}}' for i in range(200_000))
+    nested = b'{"w": [' + b"[]," * 2_000_000 + b"[]]}"
+    small = b'{"init_method": "tcp://127.0.0.1:9", "world_size": 2, "param_metadata": %s}'
+
+    async def body(c: Client) -> None:
+        await c.get("/health")
+        for metadata, most in ((shapes.encode(), 200 << 20), (nested[6:-1], 40 << 20)):
+            said = small % (b"{%s}" % metadata if metadata.startswith(b'"') else metadata)
+            tracemalloc.start()
+            found = await c.begin("/nccl/start_receiver", said)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert found.status == 400
+            assert peak < most, f"{peak >> 20} MiB for a body of {len(said) >> 20}"
+        assert (await c.begin("/nccl/start_receiver", b" " * (17 << 20))).status == 413
+
+    run(body)
+
+
+def test_joins_that_were_given_up_are_bounded() -> None:
+    async def body(c: Client) -> None:
+        asked = {"init_method": "tcp://10.0.0.1:29500", "world_size": 2}
+        c.vllm.answers["tandem_connection"] = [{"state": "connecting", "reason": "", "joining": MOST_JOINING - 1}]
+        assert (await c.post("/nccl/start_receiver", asked)).status == 200
+        c.vllm.answers["tandem_connection"] = [{"state": "connecting", "reason": "", "joining": MOST_JOINING}]
+        found = await c.post("/nccl/start_receiver", asked)
+        assert (found.status, "still under way" in found.detail) == (429, True)
+
+    run(body)
+
+
+def test_all_workers_of_an_engine_have_room_in_the_world() -> None:
+    async def body(c: Client) -> None:
+        c.vllm.vllm_config.parallel_config.tensor_parallel_size = 2
+        asked = {"init_method": "tcp://10.0.0.1:29500", "world_size": 3}
+        assert (await c.post("/nccl/start_receiver", {**asked, "first_rank": 2})).status == 400
+        assert (await c.post("/nccl/start_receiver", {**asked, "first_rank": 1})).status == 200
+
+    run(body)
+
+
+def test_nothing_is_received_and_nothing_stopped_without_a_group() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        for manifest, status in (([["w", [1], "float32"]], 409), ([["v", [1], "float32"]], 400)):
+            found = await c.post("/nccl/receive", {"manifest": manifest})
+            assert found.status == status, found.raw
+        assert (await c.post("/bridge/resume")).status == 200
+
+    run(body)
+
+
+def test_a_group_has_no_more_members_than_anybody_has() -> None:
+    for world in (MOST_MEMBERS + 1, 2**31):
+        with pytest.raises(ValueError, match=str(MOST_MEMBERS)):
+            Rendezvous(host="127.0.0.1", world=world, backend="gloo")
+
+
+def test_what_a_worker_refuses_is_no_fault_of_the_server() -> None:
+    async def body(c: Client) -> None:
+        c.vllm.answers["tandem_lend_slot"] = [{"refused": "the adapter has rank 99"}]
+        await c.post("/bridge/pause")
+        found = await c.post("/bridge/lend_slot", {"config": {"r": 99}, "tensors": []})
+        assert (found.status, found.detail) == (409, "the adapter has rank 99")
+
+    run(body, adapters=True)
+
+
+# Who may end it
+
+
+def test_only_a_process_that_runs_adopts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = identity(os.getpid())
+    assert me is not None
+    watch = Watch(f"{me.pid}:{me.started}", 300.0)
+    monkeypatch.setattr(_vllm_routes.Watch, "begin", lambda: watch)
+    over = subprocess.Popen([sys.executable, "-c", ""])
+    gone = identity(over.pid)
+    assert gone is not None
+    over.wait()
+
+    async def body(c: Client) -> None:
+        for trainer in (f"{gone.pid}:{gone.started}", f"{me.pid}:0 another boot", "999999999:1 x"):
+            found = await c.post("/bridge/adopt", {"trainer": trainer})
+            assert (found.status, "not adopted" in found.detail) == (404, True)
+            assert watch._trainer == f"{me.pid}:{me.started}"
+        assert (await c.post("/bridge/adopt", {"trainer": f"{os.getppid()}:x"})).status == 404
+        parent = identity(os.getppid())
+        assert parent is not None
+        assert (await c.post("/bridge/adopt", {"trainer": f"{parent.pid}:{parent.started}"})).status == 200
+        assert watch._trainer == f"{parent.pid}:{parent.started}"
+
+    run(body)
+
+
+# Pages
+
+
+PAGE = [
+    [(b"host", b"127.0.0.1:8000"), (b"origin", b"http://evil.example")],
+    [(b"host", b"evil.example")],
+    [(b"host", b"127.0.0.1:8000"), (b"sec-fetch-site", b"cross-site")],
+    [(b"host", b"127.0.0.1:8000"), (b"content-type", b"text/plain;charset=UTF-8")],
+]
+
+
+@pytest.mark.parametrize("headers", PAGE, ids=str)
+def test_a_page_in_a_browser_does_nothing_to_an_engine_without_a_key(
+    headers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(c: Client) -> None:
+        scope = c.scope
+        c.scope = lambda method, path: {**scope(method, path), "headers": headers}  # type: ignore[method-assign]
+        for path in ("/bridge/pause", "/bridge/stop", "/generate", "/v1/completions", "/v1/load_lora_adapter"):
+            found = await c.begin(path, {"prompt": "a", "reason": "a page"})
+            assert (found.status, "key" in found.detail) == (403, True)
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "websocket.connect"}
+
+        if len(headers) < 2 or headers[1][0] != b"content-type":  # a handshake has none
+            await c.routes({**c.scope("GET", "/v1/realtime"), "type": "websocket"}, receive, send)
+            assert [message["type"] for message in sent] == ["websocket.close"]
+        assert not c.passed
+        monkeypatch.setenv("TANDEM_API_KEY", "secret")
+        c.scope = lambda method, path: {  # type: ignore[method-assign]
+            **scope(method, path),
+            "headers": [*headers, (b"authorization", b"Bearer secret")],
+        }
+        assert (await c.begin("/bridge/pause")).status == 200, "whoever has the key may ask from anywhere"
+
+    run(body)
+
+
+def test_an_engine_is_known_by_the_name_it_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(c: Client) -> None:
+        scope = c.scope
+        c.scope = lambda method, path: {**scope(method, path), "headers": [(b"host", b"gpu.example.org:8000")]}  # type: ignore[method-assign]
+        assert (await c.begin("/bridge/pause")).status == 403
+        monkeypatch.setenv("TANDEM_HOST", "gpu.example.org")
+        assert (await c.begin("/bridge/pause")).status == 200
+
+    run(body)
+
+
+# Who paused it
+
+
+def test_health_says_who_paused_it_and_since_when() -> None:
+    async def body(c: Client) -> None:
+        scope = c.scope
+        c.scope = lambda method, path: {**scope(method, path), "client": ("10.0.0.7", 4242)}  # type: ignore[method-assign]
+        assert (await c.get("/health")).json["paused"] is None
+        await c.begin("/bridge/pause", {"by": "trainer (pid 7 on host)", "seconds": 600})
+        paused = (await c.get("/health")).json["paused"]
+        assert paused["by"] == "trainer (pid 7 on host) at 10.0.0.7:4242"
+        assert paused["since"].endswith(" UTC")
+        assert 0 < paused["seconds_left"] <= 600
+        await c.begin("/bridge/pause", {"seconds": 5})
+        again = (await c.get("/health")).json["paused"]
+        assert (again["since"], again["by"]) == (paused["since"], "somebody at 10.0.0.7:4242")
+        await c.begin("/bridge/resume")
+        assert (await c.get("/health")).json["paused"] is None
+        await c.begin("/bridge/pause", {"seconds": 0.01, "by": "trainer (pid 7 on host)"})
+        while c.front.state != "stopped":
+            await asyncio.sleep(0.01)
+        found = await c.get("/health")
+        assert found.status == 503
+        assert "by trainer (pid 7 on host) at 10.0.0.7:4242" in found.detail
+        assert "paused at 20" in found.detail
+
+    run(body)
+
+
+def test_whoever_sleeps_is_known_and_who_stops_is_too() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause", {"by": "me"})
+        await c.post("/bridge/sleep", {"level": 1})
+        paused = (await c.get("/health")).json["paused"]
+        assert (paused["by"], paused["seconds_left"]) == ("me", None)
+        await c.post("/bridge/wake", {"seconds": 30})
+        paused = (await c.get("/health")).json["paused"]
+        assert (paused["by"], paused["seconds_left"] > 0) == ("me", True)
+        await c.post("/bridge/stop", {"reason": "x" * 100_000})
+        assert len((await c.get("/health")).detail) < 5000
+        await settle()
+
+    run(body)
+
+
+def test_nothing_is_written_beside_shared_memory(tmp_path: Path) -> None:
+    """The request once named the folder."""
+
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause")
+        assert (await c.post("/bridge/lend", {"folder": str(tmp_path)})).status == 400
+        assert (await c.post("/bridge/lend")).status == 200
+        assert c.vllm.calls == [("tandem_lend", ())]
+
+    run(body)
