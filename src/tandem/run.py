@@ -37,6 +37,7 @@ from tandem.telemetry.emit import Telemetry
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.lock import Lock
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs as check_pairs
@@ -56,11 +57,15 @@ async def train(config: RunConfig, *, resume: Path | None, given: Collection[str
         Deadline: somebody was waited for too long; its message says who waited for whom.
         TandemError: anything else that ended it.
     """
-    with watchdog.watching(config.patience) as dog:
-        return await _train(config, dog, resume, given)
+    with watchdog.watching(config.patience) as dog, Lock() as lock:
+        if resume:
+            lock.take(resume)
+        return await _train(config, dog, lock, resume, given)
 
 
-async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None, given: Collection[str]) -> Path:
+async def _train(
+    config: RunConfig, dog: watchdog.Watchdog, lock: Lock, resume: Path | None, given: Collection[str]
+) -> Path:
     check_pairs(config)
     config.engine.check(trains=config.trains, folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: players.tasks(config, split) for split in players.splits(config)}
@@ -69,6 +74,7 @@ async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None,
         longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
     folder = dog.folder = resume or lifetime.new_folder(config)
+    lock.take(folder)
     with lifetime.told(folder), vitals.shown(folder):
         if resume:
             lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
@@ -83,10 +89,11 @@ async def _train(config: RunConfig, dog: watchdog.Watchdog, resume: Path | None,
         alarms = Watch(info.config)
         with Telemetry(info, config.sinks, alarms) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
-            async with _assembled(config, dog, folder, tasks, telemetry) as (run, state):
+            async with _assembled(config, dog, lock, tasks, telemetry) as (run, state):
                 alarms.stop = run.stop.set
-                with lifetime.signals(run.stop), machine.settled():
+                with lifetime.signals(run.stop, folder), machine.settled():
                     state = await loop.train(run, state)
+            lock.check()
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
         raise lifetime.stopped(state.step, alarms.ended, folder)
@@ -128,17 +135,18 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
 
 @asynccontextmanager
 async def _assembled(
-    config: RunConfig, dog: watchdog.Watchdog, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+    config: RunConfig, dog: watchdog.Watchdog, lock: Lock, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
 ) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
     """Every part of a run, live, and the state it starts from."""
     async with AsyncExitStack() as stack:
         with dog.ends():  # before any of them does
-            yield await _assemble(stack, config, folder, tasks, telemetry)
+            yield await _assemble(stack, config, lock, tasks, telemetry)
 
 
 async def _assemble(
-    stack: AsyncExitStack, config: RunConfig, folder: Path, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+    stack: AsyncExitStack, config: RunConfig, lock: Lock, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
 ) -> tuple[loop.Run, TrainerState]:
+    folder = lock.folder
     policy = await stack.enter_async_context(_policy(config))
     played = config.sources if config.plays else {}
     playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
@@ -157,7 +165,7 @@ async def _assemble(
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
     await link.bind(fresh=_started_on_ours(config, engine, state.step))
     stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
-    checkpoints = _checkpoints(config, folder, policy, stepper, held, telemetry)
+    checkpoints = _checkpoints(config, lock, policy, stepper, held, telemetry)
     await checkpoints.restore(state)
     template = _template(config, policy)
     held_out = playing.streams(engine, template, _first(config, tasks.get("test", {})))
@@ -197,10 +205,10 @@ async def _assemble(
 
 
 def _checkpoints(
-    config: RunConfig, folder: Path, policy: Policy, stepper: Stepper, held: Held | None, telemetry: Telemetry
+    config: RunConfig, lock: Lock, policy: Policy, stepper: Stepper, held: Held | None, telemetry: Telemetry
 ) -> Checkpoints:
     return Checkpoints(
-        folder=folder / "checkpoints",
+        folder=lock.folder / "checkpoints",
         every=config.checkpoint.every,
         keep=config.checkpoint.keep,
         steps=config.steps,
@@ -208,6 +216,7 @@ def _checkpoints(
         trains=config.trains,
         stepper=stepper,
         held=held,
+        still=lock.check,
         on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
     )
 

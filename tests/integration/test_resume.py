@@ -325,6 +325,8 @@ def test_what_is_reused_is_reused_alike_after_a_kill(place: Place, reusing: Path
 SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {
     "Ctrl-C": (signal.SIGINT, lambda run: run.emitted() >= 2),
     "SIGTERM": (signal.SIGTERM, lambda run: run.emitted() >= 3),
+    "SIGHUP": (signal.SIGHUP, lambda run: run.emitted() >= 2),
+    "SIGQUIT": (signal.SIGQUIT, lambda run: run.emitted() >= 3),
     "Ctrl-C in the first step": (signal.SIGINT, lambda run: run.evaluated()),
 }
 

@@ -52,6 +52,7 @@ class Saver:
             policy=policy,
             trains=Full(),
             stepper=self.stepper,
+            still=lambda: None,
             on_saved=lambda step, path: self.saved.append(step),
         )
 

@@ -53,6 +53,8 @@ class Checkpoints:
     """The optimizer's states."""
     held: Held | None = None
     """The reference, whose weights may move too."""
+    still: Callable[[], None]
+    """Raises TandemError if the run's folder is not there any more."""
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
 
@@ -65,7 +67,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it cannot be written; older checkpoints are untouched.
+            TandemError: the run's folder is gone, and is not made anew for it.
         """
+        self.still()
         final = self.folder / f"{state.step:06d}"
         is_new = not final.exists()
         if is_new:

@@ -19,6 +19,7 @@ from tandem.config import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError
 from tandem.sinks import _lines
 from tandem.telemetry import log as logs
+from tandem.telemetry import vitals
 
 log = logging.getLogger(__name__)
 
@@ -130,16 +131,26 @@ def failing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run in order; a second one ends it at once."""
+def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT ends the run in order; a second one ends it at once.
+
+    A SIGHUP that is ignored (``nohup``) stays ignored, and none ends at once: a terminal that goes sends several.
+    SIGQUIT first has the stacks written.
+    """
     events = asyncio.get_running_loop()
 
     def first(number: int) -> None:
         stop.set()
+        if number == signal.SIGQUIT:
+            with contextlib.suppress(OSError), vitals.stacks(folder).open("a", encoding="utf-8") as out:
+                vitals.write_stacks(out, events)
         log.warning("stopping: what is under way is finished and saved; once more to end at once")
         events.remove_signal_handler(number)
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    hung_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *hung_up)
     with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us handles signals
         for number in numbers:
             events.add_signal_handler(number, first, number)

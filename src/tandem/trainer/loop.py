@@ -123,6 +123,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)
             await writing.begin(step, batch, stats)
             _emit(run, state, batch, stats, parts, begun, handoff.published)
+            run.checkpoints.still()
             run.show(step, groups)
             if run.checkpoints.due(step):
                 await writing.done()  # a run that goes on from here has the rollouts of all steps before
