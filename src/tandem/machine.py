@@ -119,6 +119,13 @@ def held(device: str) -> int | None:
     return torch.cuda.max_memory_allocated(device)
 
 
+def reserved(device: str) -> int | None:
+    """Most bytes of an accelerator that this process kept at a time so far, for tensors or to reuse; None on a host."""
+    if not device.startswith("cuda"):
+        return None
+    return torch.cuda.max_memory_reserved(device)
+
+
 @contextmanager
 def settled() -> Iterator[None]:
     """Spare the garbage collector what there is already, while the block lasts.

@@ -17,11 +17,13 @@ import yaml
 import tandem
 from tandem import cli
 from tandem.compat import atropos
-from tandem.compat._atropos_recipe import WAYS
+from tandem.compat._atropos_recipe import BOARD, WAYS
+from tandem.compat._atropos_server import ServerFlags, divided
+from tandem.compat._atropos_server import translate as translate_server
 from tandem.compat.atropos import Flags, Layout, Running, joined, lay_out, translate
 from tandem.config import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
-from tandem.run import check_pairs
+from tandem.run import check_pairs, engine_needs
 from tandem.sinks.base import RunInfo
 from tandem.verbs import atropos as verb
 from tandem.weights.bridge import NCCL_FILE, NcclBridge
@@ -188,7 +190,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"use_wandb": True, "wandb_project": "p", "wandb_group": "g", "save_path": "x"},
         {
             "sinks": [
-                "console", {"kind": "wandb", "project": "p", "group": "g"},
+                "console", {"kind": BOARD, "project": "p", "group": "g"},
                 {"kind": atropos.__name__ + ":Layout", "save_path": "x"},
             ]
         },
@@ -495,6 +497,52 @@ def test_help_has_every_flag_with_its_default(run: Run) -> None:
     for field in dataclasses.fields(Flags):
         assert f"--{field.name.replace('_', '-')}" in text
     assert "Learning rate. Default: 1e-05." in text
+
+
+# The engine's server
+
+
+def test_other_options_of_vllm_are_handed_on() -> None:
+    words = ["--quantization", "fp8", "--trust-remote-code", "engine.python=x", "--swap-space=4", "seed=3"]
+    assert divided(words) == (
+        {"quantization": "fp8", "trust_remote_code": True, "swap_space": "4"},
+        ["engine.python=x", "seed=3"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "notes"),
+    [
+        ({"dtype": "bfloat16"}, {}, []),
+        ({}, {}, ["--dtype: auto is bfloat16"]),
+        ({"dtype": "bfloat16", "max_loras": 1, "enable_lora": True}, {}, ["--max-loras: it is 2"]),
+        ({"dtype": "bfloat16", "log_level": "info"}, {}, ["--log-level: it changes nothing: "]),
+        (
+            {"dtype": "bfloat16", "enable_lora": True},
+            {"VLLM_ENABLE_SHARED_WEIGHTS": "1"},
+            ["VLLM_ENABLE_SHARED_WEIGHTS: with --enable-lora adapters are served"],
+        ),
+    ],
+)
+def test_a_server_s_notes(given: dict[str, Any], environ: dict[str, str], notes: list[str]) -> None:
+    found = translate_server(ServerFlags(model="m", **given), frozenset(given), {}, environ)
+    assert [told.startswith(note) for told, note in zip(found.notes, notes, strict=True)] == [True] * len(notes)
+    assert found.environ == {"LOGDIR": "."}, "where Atropos writes the file too"
+    assert translate_server(ServerFlags(model="m"), frozenset(), {}, {"LOGDIR": "x"}).environ == {}
+
+
+def test_a_server_has_room_for_versions_of_an_adapter(tiny_model: Path) -> None:
+    flags = ServerFlags(model=str(tiny_model), enable_lora=True, max_loras=4)
+    config = from_options(translate_server(flags, frozenset(), {}, {}).options, (), Path("x")).config
+    assert engine_needs(config, None).versions == 4
+
+
+def test_a_server_refuses_what_it_cannot_do() -> None:
+    given = {"ssl_keyfile": "k", "ssl_certfile": "c"}
+    with pytest.raises(ConfigError, match=r"has 2 problems:\n  --ssl-keyfile: there is no TLS here"):
+        translate_server(ServerFlags(model="m", **given), frozenset(given), {}, {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--dtype: it is bfloat16 or float32, not int8"):
+        translate_server(ServerFlags(model="m", dtype="int8"), frozenset(), {}, {})
 
 
 # Checkpoints

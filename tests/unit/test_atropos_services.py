@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from integration.atropos_peers import free_port, until
 
-from tandem.compat._atropos_services import require_broker, running_engine
+from tandem.compat._atropos_services import require_broker, running_engine, served_model
 from tandem.compat.atropos import Flags, Running
-from tandem.errors import BrokerError, ConfigError
+from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem.weights import bridge
 from tandem.weights.bridge import VllmBridge
 
@@ -121,6 +121,20 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
     found = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
     assert found == Running(url="http://localhost:9")
+
+
+# The engine of an environment
+
+
+def test_an_environment_takes_the_engine_s_model() -> None:
+    with listening(200, INFO) as port:
+        assert served_model(f"http://localhost:{port}/v1") == "m"
+    with listening(200, {"data": [{"id": "name", "root": "folder"}]}) as port:  # vLLM's own
+        assert served_model(f"http://localhost:{port}/v1") == "folder"
+    with listening(401, {}) as port, pytest.raises(EngineError, match=r"status 401.*--env.tokenizer_name"):
+        served_model(f"http://localhost:{port}/v1")
+    with pytest.raises(EngineError, match=rf"no engine answers at http://localhost:{port} "):
+        served_model(f"http://localhost:{port}/v1", seconds=0.1)
 
 
 # The broker

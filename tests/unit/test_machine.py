@@ -40,6 +40,9 @@ def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.max_memory_allocated", {"cuda:1": 5}.__getitem__)
     assert machine.held("cpu") is None
     assert machine.held("cuda:1") == 5
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", {"cuda:1": 7}.__getitem__)
+    assert machine.reserved("cpu") is None
+    assert machine.reserved("cuda:1") == 7
 
 
 def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:

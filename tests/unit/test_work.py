@@ -18,7 +18,7 @@ from plays import make_group, make_rollout
 from tandem import cli, waits
 from tandem.broker import wire
 from tandem.broker.client import Connection, EnvClient, Status
-from tandem.compat._atropos_env import EnvFlags, translate
+from tandem.compat._atropos_env import EnvFlags, from_file, translate
 from tandem.config import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.rollout.judges import as_is
@@ -172,12 +172,46 @@ def test_flags_without_a_meaning_are_told() -> None:
         ({"server_type": "trl"}, "--openai.server_type trl cannot"),
         ({"tokenizer_name": None}, "--env.tokenizer_name is missing"),
         ({"inference_weight": -1.0}, "--env.inference_weight must be above 0"),
+        ({"teacher_enabled": "True"}, "--env.teacher_enabled True is not done here; no loss reads a teacher's"),
     ],
 )
 def test_flags_that_cannot_be_obeyed_are_refused(given: dict[str, Any], message: str) -> None:
     given = {"tokenizer_name": "m", **given}
     with pytest.raises(ConfigError, match=message):
         translate("gsm8k", EnvFlags(**given), frozenset(given))
+
+
+def test_the_tokenizer_is_one_that_a_flag_names() -> None:
+    for name in ("tokenizer_name", "openai_tokenizer_name", "model_name"):
+        given = {name: "m"}
+        assert translate("gsm8k", EnvFlags(**given), frozenset(given)).options["model"] == "m"  # type: ignore[arg-type]
+
+
+FILE = """
+env: {group_size: 4, tokenizer_name: m, use_wandb: true, max_batches_offpolicy: 2, data_path_to_save_groups: null}
+openai:
+  - {model_name: m, base_url: "http://localhost:9001/v1", api_key: x, weight: 1.0}
+  - {model_name: m, base_url: "http://localhost:9002/v1", api_key: x, weight: 1.0}
+slurm: false
+testing: false
+"""
+
+
+def test_a_file_gives_flags(tmp_path: Path) -> None:
+    path = tmp_path / "example.yaml"
+    path.write_text(FILE)
+    given = from_file(path)
+    flags = EnvFlags(**given)
+    assert (flags.group_size, flags.max_batches_offpolicy, flags.api_key, flags.slurm) == (4, 2, "x", "False")
+    config = _work_recipe.from_options(translate("gsm8k", flags, frozenset(given)).options, (), "flags")
+    assert config.engine.urls == ("http://localhost:9001/v1", "http://localhost:9002/v1")
+    path.write_text("env: {start_tok_length: 8192}")
+    with pytest.raises(ConfigError, match=r"there is no env.start_tok_length"):
+        from_file(path)
+    for text, message in (("- 1", "is not a mapping"), ("a: [", "cannot be read")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            from_file(path)
 
 
 def command(*arguments: str) -> int:
@@ -187,7 +221,7 @@ def command(*arguments: str) -> int:
     return stopped.value.code
 
 
-def test_the_command_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("TANDEM_OPENAI_API_KEY", raising=False)
     played: list[_work_recipe.Work] = []
@@ -204,6 +238,10 @@ def test_the_command_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert [config.group_size for config in played] == [8, 8]
     assert (played[1].seed, played[1].broker.url) == (3, "http://localhost:8000")
     assert "--env.steps_per_eval changes nothing" in capsys.readouterr().err
+    (tmp_path / "flags.yaml").write_text(FILE)
+    assert command("env", "arithmetic", "serve", "--config", str(tmp_path / "flags.yaml"), "--env.group_size", "2") == 0
+    assert (played[2].group_size, played[2].ahead, played[2].model) == (2, 2.0, "m")
+    capsys.readouterr()
     assert command("env", "arithmetic", "serve", "--env.group_siz", "8") == 2
     assert "--env.group_size" in capsys.readouterr().err
     assert command("env", "arithmetic", "evaluate") == 2

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tandem.errors import ConfigError
 from tandem.types import Json
@@ -37,7 +40,8 @@ class EnvFlags:
     total_steps: int = _flag("env.total_steps", 1000)
     """Steps of the trainer after which to end; -1: as many as it says it will take."""
     tokenizer_name: str | None = _flag("env.tokenizer_name")
-    """Hugging Face id or folder of the tokenizer; left out: openai.model_name."""
+    """Hugging Face id or folder of the tokenizer; left out: openai.tokenizer_name, openai.model_name, or else the
+    engine's."""
     rollout_server_url: str = _flag("env.rollout_server_url", "http://localhost:8000")
     """The broker."""
     ensure_scores_are_not_same: str = _flag("env.ensure_scores_are_not_same", "True")
@@ -78,6 +82,8 @@ class EnvFlags:
     """The engine; several are separated by commas."""
     model_name: str | None = _flag("openai.model_name")
     """What the engine calls the model; default, and left out: as the tokenizer."""
+    openai_tokenizer_name: str | None = _flag("openai.tokenizer_name")
+    """Tokenizer of the engine's model, where env.tokenizer_name does not say."""
     api_key: str = _flag("openai.api_key", "")
     """The engine's API key."""
     server_type: str = _flag("openai.server_type", "vllm")
@@ -96,6 +102,20 @@ class EnvFlags:
     """No times of requests are kept."""
     tracing_enabled: str | None = _flag("openai.tracing_enabled")
     """Nothing is traced."""
+    teacher_enabled: str = _flag("env.teacher_enabled", "False")
+    """Refused: no loss reads a teacher's logprobs."""
+    teacher_top_k: int | None = _flag("env.teacher_top_k")
+    """There is no teacher."""
+    teacher_base_url: str | None = _flag("teacher.base_url")
+    """There is no teacher."""
+    teacher_model_name: str | None = _flag("teacher.model_name")
+    """There is no teacher."""
+    teacher_server_type: str | None = _flag("teacher.server_type")
+    """There is no teacher."""
+    teacher_tokenizer_name: str | None = _flag("teacher.tokenizer_name")
+    """There is no teacher."""
+    config: str | None = _flag("config")
+    """YAML file with the sections env and openai; flags go before it."""
     slurm: str = _flag("slurm", "False")
     """Engines are named by openai.base_url."""
     testing: str = _flag("testing", "False")
@@ -118,9 +138,14 @@ _MEANINGLESS = (
     "batch_size", "steps_per_eval", "eval_handling", "eval_limit_ratio", "max_eval_workers", "data_dir_to_save_evals",
     "data_path_to_save_groups", "num_rollouts_to_keep", "num_rollouts_per_group_for_logging",
     "min_items_sent_before_logging", "num_max_requests_at_once", "num_requests_for_eval", "n_kwarg_is_ignored",
-    "health_check", "rolling_buffer_length", "tracing_enabled",
+    "health_check", "rolling_buffer_length", "tracing_enabled", "teacher_top_k", "teacher_base_url",
+    "teacher_model_name", "teacher_server_type", "teacher_tokenizer_name",
 )  # fmt: skip
-_NEVER = {"slurm": "name the engines by --openai.base_url", "testing": "run a real engine: tandem serve engine RECIPE"}
+_NEVER = {
+    "slurm": "name the engines by --openai.base_url",
+    "testing": "run a real engine: tandem serve engine RECIPE",
+    "teacher_enabled": "no loss reads a teacher's logprobs; leave the teacher's flags out",
+}
 
 
 def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> Translated:
@@ -147,7 +172,7 @@ def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> Translated:
         engine["api_key_variable"] = KEY_VARIABLE
     many = flags.max_num_workers if flags.max_num_workers > 0 else flags.max_num_workers_per_node * len(urls)
     options: dict[str, Json] = {
-        "model": flags.tokenizer_name or served,
+        "model": flags.tokenizer_name or flags.openai_tokenizer_name or served,
         "env": env,
         "broker": flags.rollout_server_url,
         "engine": engine,
@@ -167,9 +192,40 @@ def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> Translated:
     return Translated(options=options, environ=environ, notes=tuple(_notes(flags, given)))
 
 
+def named(flags: EnvFlags) -> bool:
+    """Whether the flags say which tokenizer it is."""
+    return bool(flags.tokenizer_name or flags.openai_tokenizer_name or flags.model_name not in (None, "default"))
+
+
+def from_file(path: Path) -> dict[str, Any]:
+    """The flags that a YAML file of Atropos' gives, by field of ``EnvFlags``.
+
+    Raises:
+        ConfigError: it cannot be read, or has an option that there is not.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path} is not a mapping of env, openai, slurm and testing")
+    servers = found.pop("openai", None) or {}
+    servers = servers if isinstance(servers, list) else [servers]
+    urls = [server["base_url"] for server in servers if server.get("base_url")]
+    flat = {f"env.{key}": value for key, value in (found.pop("env", None) or {}).items()}
+    flat |= {f"openai.{key}": value for key, value in (servers[0] if servers else {}).items() if key != "weight"}
+    flat |= found | ({"openai.base_url": ",".join(urls)} if urls else {})
+    fields_of = {flag.removeprefix("--"): name for name, flag in _names().items()}
+    if unknown := [key for key in flat if key not in fields_of]:
+        raise ConfigError(f"--config {path}: there is no {', '.join(unknown)} (tandem env --help lists what there is)")
+    texts = {f.name for f in fields(EnvFlags) if f.type.startswith("str")}
+    given = {fields_of[key]: value for key, value in flat.items() if value is not None}
+    return {name: str(value) if name in texts else value for name, value in given.items()}
+
+
 def _wrong(flags: EnvFlags) -> Iterator[str]:
     names = _names()
-    for name in ("ensure_scores_are_not_same", "use_wandb", "include_messages", "slurm", "testing"):
+    for name in ("ensure_scores_are_not_same", "use_wandb", "include_messages", *_NEVER):
         if _truth(getattr(flags, name)) is None:
             yield f"{names[name]} takes True or False, not {getattr(flags, name)!r}"
     for name, advice in _NEVER.items():
@@ -180,7 +236,7 @@ def _wrong(flags: EnvFlags) -> Iterator[str]:
             f"--openai.server_type {flags.server_type} cannot be sampled from: it takes vllm or openai, of a server "
             "that tells token ids and logprobs"
         )
-    if flags.tokenizer_name is None and flags.model_name in (None, "default"):
+    if not named(flags):
         yield "--env.tokenizer_name is missing: which tokenizer does the engine's model have?"
     if flags.inference_weight <= 0:
         yield f"--env.inference_weight must be above 0, not {flags.inference_weight:g}; leave it out for a weight of 1"

@@ -31,6 +31,9 @@ DECAY = 0.01
 LAYOUT = "tandem.compat.atropos:Layout"
 """The sink that gives checkpoints Atropos' names."""
 
+BOARD = "tandem.compat.atropos_wandb:AtroposWandb"
+"""The sink that gives numbers Atropos' names at Weights & Biases."""
+
 QUEUED = 4
 """Steps that a group of Atropos' environments may wait: they queue three batches by default and sample a fourth."""
 
@@ -376,7 +379,7 @@ class Reading:
     def _sinks(self) -> list[Json]:
         flags = self.flags
         named = {"project": flags.wandb_project, "group": flags.wandb_group}
-        board = {"kind": "wandb", **{key: value for key, value in named.items() if value is not None}}
+        board = {"kind": BOARD, **{key: value for key, value in named.items() if value is not None}}
         if not flags.use_wandb:
             self._unread(("wandb_project", "wandb_group"), "without --use-wandb")
         layout = {"kind": LAYOUT, "save_path": flags.save_path}

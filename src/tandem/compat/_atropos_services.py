@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tandem.errors import BrokerError, ConfigError, TransportError
+from tandem.errors import BrokerError, ConfigError, EngineError, TransportError
 
 if TYPE_CHECKING:
     from tandem.compat.atropos import Flags, Running
     from tandem.weights.bridge import VllmBridge
 
+log = logging.getLogger(__name__)
+
 LOOK_SECONDS = 3.0
 """How long one look at an engine or a broker may take."""
+ENGINE_SECONDS = 1800.0
+"""How long an engine may be absent before an environment ends."""
 BROKER_SECONDS = 30.0
 """How long a broker may be absent before that is an error, as in Atropos."""
 
@@ -110,6 +115,31 @@ def asked(url: str, key: str = "") -> tuple[int, Any]:
         return 200, None
     except OSError:
         return 0, None
+
+
+def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> str:
+    """What an engine calls its model, which is where its tokenizer is; one that is about to start is waited for.
+
+    Raises:
+        EngineError: nobody answers, or it does not say.
+    """
+    root, deadline, waits = url.rstrip("/").removesuffix("/v1"), time.monotonic() + seconds, False
+    while True:
+        status, info = asked(f"{root}/bridge/info", key)
+        if isinstance(info, dict) and isinstance(info.get("model"), str):
+            return str(info["model"])
+        if status and status < 500:
+            status, listed = asked(f"{root}/v1/models", key)
+            models = listed.get("data") if isinstance(listed, dict) else None
+            if models:
+                return str(models[0].get("root") or models[0]["id"])
+            raise EngineError(f"engine {root} does not say what it serves (status {status}): give --env.tokenizer_name")
+        if time.monotonic() >= deadline:
+            raise EngineError(f"no engine answers at {root} (--openai.base_url) within {seconds:g} s")
+        if not waits:
+            log.warning("no engine answers at %s (--openai.base_url) yet; it is waited for", root)
+            waits = True
+        time.sleep(0.5)
 
 
 def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:

@@ -239,6 +239,8 @@ def _emit(
     }
     if (held := machine.held(str(run.policy.device))) is not None:
         whole["memory/gpu_gb"] = Max(held / 1e9)
+    if (kept := machine.reserved(str(run.policy.device))) is not None:
+        whole["memory/gpu_reserved_gb"] = Max(kept / 1e9)
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 

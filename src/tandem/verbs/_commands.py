@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from tandem import resolve
 from tandem.compat import atropos, swift
 from tandem.compat._atropos_env import EnvFlags
+from tandem.compat._atropos_server import ServerFlags
 from tandem.compat._swift_arguments import DEPLOY, RLHF, Argument
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
@@ -105,6 +106,24 @@ def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: 
     typer.echo(atropos(_given(flags), overrides or [], show=show, unified=True))
 
 
+@_with(_flags(ServerFlags))
+def _atropos_server(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe; other options of vLLM's server."),
+    ] = None,
+    show: Show = False,
+    **flags: Any,
+) -> None:
+    """Run an engine alone by the flags of Atropos' vLLM server, until Ctrl-C.
+
+    With VLLM_ENABLE_SHARED_WEIGHTS=1 its weights are lent to a trainer, by a file in $LOGDIR.
+    """
+    from tandem.verbs.atropos import server
+
+    server(_given(flags), overrides or [], show=show)
+
+
 @_with(_flags(EnvFlags))
 def _env(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The environment, such as gsm8k.")],
@@ -152,6 +171,7 @@ def register(app: typer.Typer) -> None:
     """Add every such verb to the command line."""
     app.command("atropos-grpo", cls=_AtroposCommand)(_atropos_grpo)
     app.command("atropos-grpo-run", cls=_AtroposCommand)(_atropos_grpo_run)
+    app.command("atropos-server", context_settings={"ignore_unknown_options": True})(_atropos_server)
     app.command("env")(_env)
     commands = typer.Typer(help="Speak ms-swift's command line.", no_args_is_help=True, rich_markup_mode=None)
     commands.command("rlhf", cls=_SwiftCommand)(_swift_rlhf)

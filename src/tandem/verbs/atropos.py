@@ -1,4 +1,4 @@
-"""``tandem atropos-grpo``: the command line of Atropos' example trainer, run as the recipe it comes to."""
+"""``tandem atropos-grpo`` and ``atropos-server``: the command lines of Atropos' example trainer and of its engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from tandem.compat._atropos_server import ServerFlags, divided
+from tandem.compat._atropos_server import translate as translate_server
 from tandem.compat._atropos_services import require_broker, running_engine
 from tandem.compat.atropos import Flags, lay_out, translate
 from tandem.config import from_options
@@ -52,6 +54,33 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
     lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
     told = f"done: {folder} (tandem show {folder}); checkpoints: {flags.save_path}"
     return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
+
+
+def server(given: Mapping[str, Any], words: Sequence[str], *, show: bool) -> None:
+    """Run the engine alone until Ctrl-C, or with ``show`` only write down which.
+
+    Args:
+        given: the flags that were not left out.
+        words: options laid over the recipe, and other options of vLLM's server.
+        show: print the recipe as YAML.
+
+    Raises:
+        ConfigError: a flag is wrong, or asks for what cannot be had.
+        EngineError: the engine did not start, or it died.
+    """
+    source = Path("tandem atropos-server")
+    rest, overrides = divided(words)
+    translation = translate_server(ServerFlags(**given), frozenset(given), rest, os.environ)
+    if show:
+        typer.echo(translated(translation.options, translation.notes, overrides, source))
+        return
+    for note in translation.notes:
+        typer.echo(f"tandem: {note}", err=True)
+    os.environ.update(translation.environ)
+    config = from_options(translation.options, overrides, source).config
+    from tandem.verbs.serve import serve_engine
+
+    serve_engine(config, typer.echo)
 
 
 def benchmark(folder: Path) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from tandem.compat._atropos_env import EnvFlags, translate
+from tandem.compat._atropos_env import EnvFlags, from_file, named, translate
+from tandem.compat._atropos_services import served_model
 from tandem.errors import ConfigError
 from tandem.verbs._work_recipe import from_options
 from tandem.verbs.work import play
@@ -31,10 +34,17 @@ def env(name: str, mode: str, given: Mapping[str, Any], overrides: Sequence[str]
 
     Raises:
         ConfigError: a flag is wrong, or the mode is another.
+        EngineError: no flag says which model it is, and no engine answers that could.
     """
     if mode != "serve":
         raise ConfigError(f"tandem env {name} {mode}: {ELSEWHERE.get(mode, 'there is no such mode; it is serve')}")
-    translated = translate(name, EnvFlags(**given), frozenset(given))
+    if "config" in given:
+        given = {**from_file(Path(given["config"])), **given}
+    flags = EnvFlags(**given)
+    if not named(flags):
+        flags = dataclasses.replace(flags, tokenizer_name=served_model(flags.base_url.partition(",")[0], flags.api_key))
+        typer.echo(f"tandem: --env.tokenizer_name: that of {flags.tokenizer_name}, which the engine serves", err=True)
+    translated = translate(name, flags, frozenset(given))
     for note in translated.notes:
         typer.echo(f"tandem: {note}", err=True)
     os.environ.update(translated.environ)
