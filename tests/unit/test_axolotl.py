@@ -12,6 +12,7 @@ import yaml
 
 from tandem import cli
 from tandem.compat._axolotl_options import DATASET, GROUPS, TOP, TRL, VLLM
+from tandem.compat._axolotl_templates import TEMPLATES
 from tandem.config import Loaded, load
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.policy.policy import load_tokenizer
@@ -236,6 +237,21 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trl.loss_type": (trl(loss_type="grpo"), {"loss/reduction": "sequence"}),
     "trl.scale_rewards": (trl(scale_rewards=False), {"advantage": "dr_grpo"}),
     "trl.mask_truncated_completions": (trl(mask_truncated_completions=True), {"truncated": "mask"}),
+    "trl.rollout_func": (
+        {**trl(rollout_func="axolotl_rewards.play"), "chat_template": "chatml"},
+        {
+            "env/kind": "tandem.compat._axolotl_rollout:Rollouts",
+            "env/rollout_func": "axolotl_rewards.play",
+            "env/chat_template": TEMPLATES["chatml"],
+            "rewards": {
+                "axolotl_rewards.right": {
+                    "kind": "tandem.compat._axolotl_rollout:Returned",
+                    "path": "axolotl_rewards.right",
+                    "weight": 1.0,
+                }
+            },
+        },
+    ),
     "trl.reward_funcs": (
         trl(reward_funcs=["some/model", "axolotl_rewards.brief", "other/model"]),
         {

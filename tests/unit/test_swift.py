@@ -110,6 +110,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--gradient_accumulation_steps 16", {"groups_per_step": 2}),
     ("--num_generations 4", {"groups_per_step": 2, "group_size": 4}),
     (f"{FULL} {SERVER} --generation_batch_size 32", {"max_lag": 3, "sync": {"kind": "broadcast", "every": 4}}),
+    ("--generation_batch_size 32", {"max_lag": 3, "sync": {"kind": "shared"}}),
+    (f"{FULL} {COLOCATE} --steps_per_generation 16", {"max_lag": 1, "sync": {"kind": "shared"}}),
     (f"{FULL} {SERVER} --steps_per_generation 16", {"max_lag": 1, "sync": {"kind": "broadcast", "every": 2}}),
     ("--max_steps -1", {"steps": 60}),
     ("--max_steps -1 --num_train_epochs 0.5", {"steps": 10}),
@@ -314,11 +316,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--advantage_estimator rloo --beta 0 --scale_rewards group", "--scale_rewards: rloo scales nothing"),
     ("--gradient_accumulation_steps 6", "--num_generations: per_device_train_batch_size x"),
     ("--num_generations 1", "--num_generations: it must be at least 2"),
-    ("--generation_batch_size 32", "--generation_batch_size: the engine shares the trainer's weights"),
     (f"{SERVER} --generation_batch_size 12", "12 completions are no whole number of steps of 8"),
-    *((f"{SERVER} --{size} --rollout_importance_sampling_mode token_truncate --epsilon 0.1",
-       "--rollout_importance_sampling_mode: with --" + size.partition(" ")[0] + " of 2 steps it needs ratios to the "
-       "policy that generated") for size in ("steps_per_generation 16", "generation_batch_size 16")),
     ("--split_dataset_ratio 0.2 --eval_steps 2.5", "--eval_steps: it is a whole number of steps, or a share"),
     ("--save_steps 1.5", "--save_steps: it is a whole number of steps, or a share"),
     ("--split_dataset_ratio 0.2 --eval_steps 0", "--eval_steps: it must be above 0"),
@@ -402,7 +400,16 @@ def test_what_cannot_matter_is_told(line: str, message: str) -> None:
 def test_ratios_of_a_round_of_several_steps_are_not_said_to_be_one() -> None:
     """Later steps of a round have left the policy that generated, so that clips count."""
     mode = "--rollout_importance_sampling_mode token_truncate --epsilon 0.1"
-    assert "--epsilon" not in refusal(f"{SERVER} --steps_per_generation 16 {mode}")
+    for size in ("steps_per_generation", "generation_batch_size"):
+        found = translated(f"{SERVER} --{size} 16 {mode}")
+        assert not any(note.startswith("--epsilon") for note in found.notes)
+        assert any("token_truncate is left out: ratios to the engine" in note for note in found.notes)
+        assert at(found.options, "loss.clip_low") == 0.1
+        assert {"corrections", "old_logprobs"} & set(found.options) == set()
+        masked = translated(f"{SERVER} --{size} 16 --rollout_importance_sampling_mode token_mask").options
+        assert (masked["corrections"], "old_logprobs" in masked) == (
+            [{"kind": "token", "beyond": "mask", "high": 2.0}], False)  # fmt: skip
+        check_pairs(from_options(masked, (), Path("x")).config)
     assert "makes every ratio 1" in str(translated(f"{SERVER} --steps_per_generation 8 {mode}").notes)
 
 

@@ -125,7 +125,10 @@ class _Part(Dataset):
     def task(self, row: Row, split: Split) -> Task:
         task = self._task(row, split)
         answer = row.columns.get("answer")
-        return replace(task, answer=answer) if isinstance(answer, str) else task
+        if not isinstance(answer, str):
+            return task
+        # Rewards of Axolotl's documents ask for it by either name.
+        return replace(task, answer=answer, meta={"answers": answer, **task.meta})
 
     def _prompt(self, row: Row) -> tuple[Message, ...]:
         if isinstance(row.value(self.prompt), list):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.compat._axolotl_rollout import REWARD
 from tandem.compat._generation import translated
 from tandem.types import Json
 
@@ -85,7 +86,8 @@ def _rewards(recipe: Recipe) -> None:
         elif names.count(name) > 1:
             file.wrong("trl.reward_funcs", f"{name} is given twice; add up its weights")
         elif _FUNCTION.match(name) and not Path(name).exists():
-            recipe.put(("rewards", name), weight, "trl.reward_funcs")
+            played = {"kind": REWARD, "path": name, "weight": weight}
+            recipe.put(("rewards", name), played if file.get("trl.rollout_func") else weight, "trl.reward_funcs")
         else:
             models += 1
             part = {"kind": "reward_model", "weight": weight, "model": name}

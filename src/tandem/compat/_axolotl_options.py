@@ -217,7 +217,7 @@ TRL: Mapping[str, Option] = {
     "reward_weights": _is("rewards: weights", "list"),
     "reward_processing_classes": _no("a reward model's own tokenizer is loaded", []),
     "multi_objective_aggregation": _is("advantage: gdpo for normalize_then_sum", "text"),
-    "rollout_func": _no("an environment that converses is a part of its own (env), not a function"),
+    "rollout_func": _is("env: rows that this function plays with model.generate", "text"),
     "temperature": _is("sampling.temperature", "number"),
     "top_p": _is("sampling.top_p", "number"),
     "top_k": _is("sampling.top_k; -1 is 0", "whole"),

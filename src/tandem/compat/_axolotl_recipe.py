@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.compat import _axolotl_engine as engine
 from tandem.compat import _axolotl_objective as objective
+from tandem.compat import _axolotl_rollout as rollout
 from tandem.compat._axolotl_file import File
 from tandem.compat._axolotl_templates import TEMPLATES, brought_by
 from tandem.config import RunConfig
@@ -333,6 +334,12 @@ def _run(recipe: Recipe, steps: int) -> None:
         file.problems.add(file.tree.where, "missing 'datasets': a list of mappings with path and type")
     recipe.put("env.kind", ENV, "datasets")
     recipe.put("env.cfg", recipe.plain, "datasets")
+    if file.get("trl.rollout_func"):
+        recipe.put("env.kind", rollout.ENV, "trl.rollout_func")
+        recipe.copy("trl.rollout_func", "env.rollout_func")
+        template = recipe.tree.entries.get("chat_template")
+        if template is not None:
+            recipe.put("env.chat_template", plain(template), "chat_template")
     for entry in [*file.get("datasets", []), *file.get("test_datasets", [])]:
         if isinstance(entry, dict) and entry.get("name") and Path(str(entry.get("path"))).exists():
             file.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")

@@ -52,8 +52,8 @@ def _idle(name: str, takes: Takes, why: str, *also: str, where: str = "", defaul
     return Argument(name=name, takes=takes, idle=why, also=also, where=where, default=default)
 
 
-def _no(name: str, takes: Takes, why: str, default: Any = None) -> Argument:
-    return Argument(name=name, takes=takes, refused=why, default=default)
+def _no(name: str, takes: Takes, why: str, default: Any = None, *also: str) -> Argument:
+    return Argument(name=name, takes=takes, refused=why, default=default, also=also)
 
 
 _ONE = "the trainer is one process; memory: fit, micro_batch_tokens and offload_optimizer lower its memory"
@@ -274,6 +274,7 @@ _SAMPLING: tuple[Argument, ...] = (
     _no("structured_outputs_regex", "text", GRAMMAR),
     _no("multi_turn_scheduler", "text", _TURNS),
     _no("multi_turn_func", "text", _TURNS),
+    _no("agent_template", "text", "tools are written by the tokenizer's chat template", None, "tools_prompt"),
     _no("max_turns", "whole", _TURNS),
     _no("use_gym_env", "truth", _TURNS, False),
     _no("vllm_server_pass_dataset", "truth", _TURNS, False),

@@ -256,21 +256,9 @@ class Reading:
         name = "generation_batch_size" if given["generation_batch_size"] else "steps_per_generation"
         if size % step:
             given.wrong(name, f"{size} completions are no whole number of steps of {step}")
-        elif self._rounds > 1 and (self.mode != "server" and not given["vllm_device"]):
-            given.wrong(
-                name,
-                "the engine shares the trainer's weights, so that each step's answers are of the newest; leave it out, "
-                "or use --num_iterations, a server or --vllm_device",
-            )
-        elif self._rounds > 1 and given["rollout_importance_sampling_mode"] is not None:
-            given.wrong(
-                "rollout_importance_sampling_mode",
-                f"with --{name} of {self._rounds} steps it needs ratios to the policy that generated, apart from the "
-                "weights of this correction, and here both would be to the engine; leave one of them out (without this "
-                "one epsilon clips ratios to the engine's logprobs, which hold both)",
-            )
         elif self._rounds > 1:
-            given.note(name, f"{self._rounds} steps are sampled together, and ratios are to the engine's logprobs")
+            how = "together" if self.mode == "server" or given["vllm_device"] else "ahead, by weights that are shared"
+            given.note(name, f"{self._rounds} steps are sampled {how}, and ratios are to the engine's logprobs")
 
     def _steps(self, data: Mapping[str, Json]) -> int:
         """Steps of the run; each is as many optimizer updates as num_iterations."""
@@ -330,14 +318,18 @@ class Reading:
         given = self.given
         found, delta = _CORRECTIONS[given["rollout_importance_sampling_mode"]], given["off_policy_sequence_mask_delta"]
         corrections: list[Json] = []
-        if found is not None:
+        recomputed = found is not None and self._rounds == 1
+        if found is not None and not recomputed and found[1] == "truncate":
+            why = "is left out: ratios to the engine, clipped by epsilon, hold its weights"
+            given.note("rollout_importance_sampling_mode", f"{given['rollout_importance_sampling_mode']} {why}")
+        elif found is not None:
             kind, beyond = found
             bound = given["rollout_importance_sampling_threshold"]
             corrections.append({"kind": kind, "beyond": beyond, "high": bound})
         if delta is not None:
             corrections.append({"kind": "opsm", "threshold": delta})
         return {
-            **({"old_logprobs": "recomputed"} if found is not None else {}),
+            **({"old_logprobs": "recomputed"} if recomputed else {}),
             **({"corrections": corrections} if corrections else {}),
         }
 

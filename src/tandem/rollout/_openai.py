@@ -64,6 +64,8 @@ class Asked(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None = None
     """``include_usage``: the last event counts tokens."""
     logit_bias: dict[str, float] | None = None
+    return_token_ids: bool | None = None
+    """Tell the sampled token ids, as vLLM does."""
 
     @classmethod
     def read(cls, body: bytes) -> Self:

@@ -29,7 +29,9 @@ class Answer:
     """How it was sampled."""
 
 
-def chat_body(model: str, answers: Sequence[Answer], now: int, pieces: Pieces | None = None) -> dict[str, Json]:
+def chat_body(
+    model: str, answers: Sequence[Answer], now: int, pieces: Pieces | None = None, *, ids: bool = False
+) -> dict[str, Json]:
     """Body of a chat's answer.
 
     Args:
@@ -37,12 +39,14 @@ def chat_body(model: str, answers: Sequence[Answer], now: int, pieces: Pieces | 
         answers: to one conversation.
         now: seconds since 1970.
         pieces: text of each token, where logprobs are asked for.
+        ids: tell the sampled token ids.
     """
     choices = [
         {
             "index": index,
             "message": _message(answer),
             "finish_reason": _finish(answer),
+            **_ids(answer, ids),
             "logprobs": None if pieces is None else {"content": _logprobs(answer.turn.completion, pieces)},
         }
         for index, answer in enumerate(answers)
@@ -52,7 +56,7 @@ def chat_body(model: str, answers: Sequence[Answer], now: int, pieces: Pieces | 
 
 
 def text_body(
-    model: str, answers: Sequence[Sequence[Answer]], now: int, pieces: Pieces | None = None
+    model: str, answers: Sequence[Sequence[Answer]], now: int, pieces: Pieces | None = None, *, ids: bool = False
 ) -> dict[str, Json]:
     """Body of a completion's answer; as ``chat_body``, with the answers to each prompt."""
     choices = [
@@ -60,6 +64,7 @@ def text_body(
             "index": index,
             "text": answer.text,
             "finish_reason": _finish(answer),
+            **_ids(answer, ids),
             "logprobs": None if pieces is None else _old_logprobs(answer.turn.completion, pieces),
         }
         for index, answer in enumerate(answer for some in answers for answer in some)
@@ -101,6 +106,10 @@ def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[s
             said, end = {"text": choice["text"]}, {"text": ""}
         yield {"index": choice["index"], **said, "finish_reason": None, "logprobs": choice["logprobs"]}
         yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
+
+
+def _ids(answer: Answer, asked: bool) -> dict[str, Json]:
+    return {"token_ids": list(answer.turn.completion.tokens)} if asked else {}
 
 
 def _message(answer: Answer) -> dict[str, Json]:

@@ -313,7 +313,7 @@ class Proxy:
         offer = asked.offer(self._template.speech) if asked.tools else NONE
         found = await asyncio.gather(*(session.reply(messages, sampling, offer) for _ in range(asked.answers)))
         pieces = self._template.pieces if asked.logprobs else None
-        body = chat_body(self._model, found, int(time.time()), pieces)
+        body = chat_body(self._model, found, int(time.time()), pieces, ids=bool(asked.return_token_ids))
         return await self._told(request, asked, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -323,7 +323,7 @@ class Proxy:
         found = await asyncio.gather(*(session.complete(prompt, sampling) for prompt in wanted))
         each = [found[at : at + asked.answers] for at in range(0, len(found), asked.answers)]
         pieces = None if asked.logprobs is None else self._template.pieces
-        body = text_body(self._model, each, int(time.time()), pieces)
+        body = text_body(self._model, each, int(time.time()), pieces, ids=bool(asked.return_token_ids))
         return await self._told(request, asked, body)
 
     async def _told(self, request: web.Request, asked: Asked, body: dict[str, Json]) -> web.StreamResponse:
