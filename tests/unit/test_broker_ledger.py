@@ -416,7 +416,7 @@ def test_the_end_does_not_wait_for_more(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_full_disk_at_the_start_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **more: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(ledgers.Database, "prepare", full)
