@@ -249,6 +249,15 @@ def test_scores_that_float32_cannot_tell_apart_are_alike() -> None:
     assert [rollout.rewards for rollout in found] == [{"a": 0.0}, {"a": 0.0}]
 
 
+def test_names_that_a_stranger_gave_move_no_cursor_and_have_an_end() -> None:
+    odd = "\x1b]0;owned\x07"
+    told = {"tandem_env": odd, "tandem_task": odd + "x" * 9999, "tandem_rewards": [{odd: 1.0}, {}]}
+    (one, _) = rollouts(scored(group_overrides=told))
+    assert one.task.env == "�]0;owned�"
+    assert one.task.id == "�]0;owned�" + "x" * 190
+    assert list(one.rewards) == ["�]0;owned�"]
+
+
 def test_rounding_above_zero_is_no_fault() -> None:
     (one, _) = rollouts(scored(inference_logprobs=[[1.0, 1.0, 1e-7, -0.2, -0.3], LOGPROBS]))
     assert one.turns[0].completion.logprobs == (0.0, -0.2, -0.3)

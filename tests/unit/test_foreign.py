@@ -28,6 +28,7 @@ from tandem.engines._vllm_engine import Vllm as Live
 from tandem.engines.base import Engine
 from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
+from tandem.rollout import foreign as foreigners
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
 from tandem.rollout.recorded import told
@@ -454,6 +455,23 @@ def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "send advantages" in told[1]
     assert "broker.given_advantages: true" in told[1]
     assert "send ref_logprobs" in told[2]
+
+
+def test_environments_without_end_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreigners, "MOST_ENVS", 3)
+    broker = Local()
+    for place in range(8):
+        broker.put(sent(f"g{place}", group_overrides={"tandem_env": f"e{place % 6}", "tandem_task": "\x1bt"}))
+
+    async def go() -> None:
+        async with Trainer(broker).feed(groups_per_step=4).open(Cursor()) as feed:
+            groups = [*await feed.take(), *await feed.take()]
+            names = [group.env for group in groups]
+            assert names == ["e0", "e1", "e2", *["foreign_others"] * 3, "e0", "e1"]
+            assert all(group.id.startswith("�t@") for group in groups)
+            assert {name.split("/")[1] for name in counted(feed) if name.startswith("env/")} <= {*names}
+
+    run(go())
 
 
 POISON = {

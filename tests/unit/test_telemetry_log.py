@@ -27,6 +27,13 @@ def test_own_records_from_info_and_others_from_warning_reach_the_file(
     assert capsys.readouterr().err == "WARNING: look here\n"
 
 
+def test_what_a_stranger_sent_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with to_folder(tmp_path) as file:
+        logging.getLogger("tandem").warning("group %s\nof %s", "\x1b[2Jgone\x07\r", "\x9b31m\u202eenv\tx é")
+    for said in (file.read_text(), capsys.readouterr().err):
+        assert "group �[2Jgone��\nof �31m�env x é\n" in said
+
+
 def test_tracebacks_go_to_the_file_and_not_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with to_folder(tmp_path) as file:
         try:

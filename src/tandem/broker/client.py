@@ -21,6 +21,7 @@ from tandem.broker._connection import ALWAYS, MIME, Connection, Fate, Lost, Refu
 from tandem.broker._http import Answer, Backoff, Unreachable
 from tandem.broker.convert import group_to_wire
 from tandem.errors import BrokerError
+from tandem.telemetry.log import printable
 from tandem.types import Group, Json
 
 __all__ = [
@@ -389,7 +390,7 @@ def _taken(found: _Batch, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) 
         try:
             groups.append(wire.read(bytes(raw), wire.ScoredGroup, encoding))
         except (BrokerError, msgspec.ValidationError) as error:
-            malformed.append(f"{id}: {error}" if id else str(error))
+            malformed.append(printable(f"{id}: {error}" if id else str(error)))
         else:
             ids.append(id)
             versions.append(version)

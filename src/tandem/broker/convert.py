@@ -22,12 +22,15 @@ from tandem.broker._checks import LEAST_LOGPROB, MOST
 from tandem.broker.sequences import Wired, sequences
 from tandem.broker.wire import MASKED, NO_LOGPROB, ScoredGroup
 from tandem.errors import BrokerError
+from tandem.telemetry.log import printable
 from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
 
 LEAST_SCORE = 1.1754943508222875e-38
 """Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""
 TEMPERATURES = (1e-6, 1e6)
 """Between these a temperature leaves logits finite in float32."""
+MOST_NAME = 200
+"""Characters of a task's or an environment's name."""
 _UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
 """Lists of the wire that no objective here reads."""
 
@@ -152,8 +155,8 @@ class _Reading:
         self._notes = notes
         self._told: Mapping[str, Json] = scored.group_overrides or {}
         self._version = _step(self._told.get("tandem_version"), version)
-        self.env = str(self._told.get("tandem_env") or self._anonymous())
-        self._task = str(self._told.get("tandem_task") or id)
+        self.env = named(str(self._told.get("tandem_env") or self._anonymous()))
+        self._task = named(str(self._told.get("tandem_task") or id))
         self._note_unread()
 
     def _anonymous(self) -> str:
@@ -313,8 +316,8 @@ class _Reading:
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
         told = _row(self._told.get("tandem_rewards"), at, None)
-        named = told.items() if isinstance(told, Mapping) else ()
-        found = {str(name): _flushed(v) for name, v in named if isinstance(v, int | float) and abs(v) <= MOST}
+        pairs = told.items() if isinstance(told, Mapping) else ()
+        found = {named(str(name)): _flushed(v) for name, v in pairs if isinstance(v, int | float) and abs(v) <= MOST}
         return found or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
@@ -350,6 +353,11 @@ class _Reading:
 
     def _wrong_ids(self, tokens: Sequence[int]) -> bool:
         return any(token < 0 or token >= (self._rules.vocabulary or math.inf) for token in tokens)
+
+
+def named(text: str) -> str:
+    """A name that a stranger gave, as it may stand in a log, on a terminal and in a metric's name."""
+    return printable(text[:MOST_NAME])
 
 
 def _row(rows: Any, at: int, rows_expected: int | None) -> Any:

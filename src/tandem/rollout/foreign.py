@@ -21,7 +21,7 @@ import msgspec
 
 from tandem import waits
 from tandem.broker.client import NotRegistered, Taken
-from tandem.broker.convert import Notes, Rules, group_from_wire
+from tandem.broker.convert import Notes, Rules, group_from_wire, named
 from tandem.broker.sequences import sequences
 from tandem.broker.wire import Info, RunParameters, ScoredGroup
 from tandem.errors import BrokerError, Starved
@@ -33,6 +33,8 @@ from tandem.types import Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
 
+MOST_ENVS = 256
+"""Environments that are told apart: each has metrics of its own."""
 MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
 _MENDED = {"advantages": "; broker.given_advantages: true trains on them"}
@@ -121,6 +123,7 @@ class BrokerFeed:
     _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _in_a_row: int = 0
     _said: set[str] = field(default_factory=set)
+    _envs: set[str] = field(default_factory=set)
 
     @asynccontextmanager
     async def open(self, cursor: Cursor) -> AsyncIterator[BrokerFeed]:
@@ -260,18 +263,18 @@ class BrokerFeed:
                 self._say("again", f"group {name} came again while its first lease was held; it is trained once")
                 continue
             index = self._received + len(arrived)
-            told = (scored.group_overrides or {}).get("tandem_task")
+            told = named(str((scored.group_overrides or {}).get("tandem_task") or "group"))
             self._refuse_other(scored)
             group = group_from_wire(
                 scored,
                 # The broker's own name for it is the same whenever it comes: also to a run that was killed meanwhile.
-                id=f"{told or 'group'}@{name or index}",
+                id=f"{told}@{name or index}",
                 index=index,
                 version=now if version is None else version,
                 rules=self.options.rules,
                 notes=notes,
             )
-            arrived.append(group)
+            arrived.append(self._known(group))
         # Only now: a group that ends the run ends it before its batch counts as received.
         self._received += len(arrived)
         if taken.id is not None:
@@ -286,6 +289,12 @@ class BrokerFeed:
                 self._in_a_row = 0
                 self._ready.append(group)
 
+    def _known(self, group: Group) -> Group:
+        """The group under its environment's name; beyond ``MOST_ENVS`` names, under one for all the others."""
+        if len(self._envs) < MOST_ENVS:
+            self._envs.add(group.env)
+        return group if group.env in self._envs else replace(group, env="foreign_others")
+
     def _refuse_other(self, scored: ScoredGroup) -> None:
         """See that a group was sampled as the run computes its logprobs, where it says how.
 
@@ -294,7 +303,7 @@ class BrokerFeed:
         """
         for given in (scored.generation_params, scored.group_overrides, *(scored.overrides or ())):
             if isinstance(given, Mapping) and (name := differing(self.options.sampling, given)) is not None:
-                whose = (scored.group_overrides or {}).get("tandem_env") or scored.env_id
+                whose = named(str((scored.group_overrides or {}).get("tandem_env") or scored.env_id))
                 raise BrokerError(
                     f"environment {whose} samples with {name} {given[name]}, and this run computes logprobs with "
                     f"{getattr(self.options.sampling, name):g}; give both the same sampling.{name}, and restart the "
@@ -309,11 +318,8 @@ class BrokerFeed:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
             self._say(name, f"environments send {name}, which nothing here reads{_MENDED.get(name, '')}")
-        for rollout in (r for group in arrived for r in group.rollouts if r.error):
-            self._say(
-                f"failed in {rollout.task.env}",
-                f"sequence {rollout.id} of {rollout.task.env} is not trained on: {rollout.error}",
-            )
+        for whose, rollout in ((group.env, r) for group in arrived for r in group.rollouts if r.error):
+            self._say(f"failed in {whose}", f"sequence {rollout.id} of {whose} is not trained on: {rollout.error}")
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:

@@ -52,8 +52,13 @@ def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
             handler.close()
 
 
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: control characters, also those of other scripts' directions."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _utc(pattern: str) -> logging.Formatter:
-    formatter = logging.Formatter(pattern, datefmt="%Y-%m-%dT%H:%M:%SZ")
+    formatter = _Plain(pattern, datefmt="%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime
     return formatter
 
@@ -92,7 +97,15 @@ class _Terminal(logging.Handler):
             self.handleError(record)
 
 
-class _OneLine(logging.Formatter):
+class _Plain(logging.Formatter):
+    """Messages may quote what a stranger sent: of theirs, lines stay lines and everything else is harmless."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = "\n".join(map(printable, record.message.replace("\t", " ").split("\n")))
+        return super().formatMessage(record)
+
+
+class _OneLine(_Plain):
     """The message alone: the traceback is in run.log."""
 
     def format(self, record: logging.LogRecord) -> str:
