@@ -527,7 +527,7 @@ def test_metrics() -> None:
             "tandem_broker_served_groups_total 1",
             "tandem_broker_served_batches_total 1",
             'tandem_broker_refused_total{reason="json_invalid"} 1',
-            r'tandem_broker_env_queued_groups{env="a\"b\n_0"} 1',
+            r'tandem_broker_env_queued_groups{env="a\"b�_0"} 1',
             'tandem_broker_requests_total{path="/scored_data",status="422"} 1',
             'tandem_broker_lag_steps_bucket{le="4"} 0',
             'tandem_broker_lag_steps_bucket{le="6"} 1',

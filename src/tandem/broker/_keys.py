@@ -1,7 +1,8 @@
-"""Who may call what: a trainer's key, and one for environments. Without keys everybody may."""
+"""Who may call what: a trainer's key, and those of environments. Without keys everybody may."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from tandem.broker._bodies import Answer
 
 Role = Literal["trainer", "environment"]
+NOBODY, TRAINER = "", "trainer"
+"""Owners of what was made without keys, and with the trainer's; others are named by a digest of their key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,34 +21,50 @@ class Keys:
     trainer: str = ""
     """May call everything; empty: no key is asked for."""
     environments: str = ""
-    """May call what environments need; empty: they use the trainer's."""
+    """May call what environments need; empty: they use the trainer's. Several, with commas between, are as many owners:
+    what one of them registers and submits is out of the others' reach."""
 
     def __post_init__(self) -> None:
         if self.environments and not self.trainer:
             raise ValueError("a key for environments without one for the trainer would protect nothing; set both")
 
-    def check(self, header: str, role: Role) -> None:
+    def check(self, header: str, role: Role) -> str:
         """Let a request pass or not.
 
         Args:
             header: its Authorization header; empty if it has none.
             role: who may make it; a trainer may do everything.
 
+        Returns:
+            Whose request it is: ``NOBODY`` without keys, ``TRAINER``, or the name of an environments' key.
+
         Raises:
             Answer: 401 without a known key, 403 with the environments' where the trainer's is needed.
         """
         if not self.trainer:
-            return
+            return NOBODY
         scheme, _, key = header.partition(" ")
         given = key.strip() if scheme.lower() == "bearer" else ""
-        # Both are compared always, each in constant time: how long it takes says nothing of either.
+        # All are compared always, each in constant time: how long it takes says nothing of any.
         trainer = _same(given, self.trainer)
-        environment = bool(self.environments) and _same(given, self.environments)
-        if trainer or (environment and role == "environment"):
-            return
-        if environment:
+        known = [one for one in self.environments.split(",") if one.strip() and _same(given, one.strip())]
+        if trainer:
+            return TRAINER
+        if known and role == "environment":
+            return hashlib.blake2b(given.encode(errors="replace"), digest_size=8).hexdigest()
+        if known:
             raise Answer(403, "this needs the trainer's key, and the environments' was given")
         raise Answer(401, "a key is needed: Authorization: Bearer KEY")
+
+
+def may(owner: str, whose: str) -> bool:
+    """True if one who has a key (by its name, see ``Keys.check``) may act for what belongs to another."""
+    return owner in (NOBODY, TRAINER) or whose in (NOBODY, owner)
+
+
+def scoped(owner: str, key: str | None) -> str | None:
+    """An idempotency key within its owner's."""
+    return key if key is None or owner in (NOBODY, TRAINER) else f"{owner}/{key}"
 
 
 def _same(one: str, other: str) -> bool:

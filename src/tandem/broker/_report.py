@@ -1,8 +1,8 @@
-"""The state of a store in one record."""
+"""The state of a store in one record: for people, and for its journal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.broker.records import Report
 
@@ -28,3 +28,17 @@ def report(store: Store) -> Report:
         waits_for=store.waiting.waits_for(),
         envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
     )
+
+
+def progress(store: Store) -> dict[str, Any]:
+    """The counters that a journal keeps."""
+    return {
+        "started": store.started,
+        "step": store.step,
+        "policy": store.policy,
+        "took": store.took,
+        "returned": store.returned,
+        "next_id": store.tenants.next_id,
+        "order": store.order,
+        "counts": dict(store.counts),
+    }

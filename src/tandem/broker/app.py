@@ -22,18 +22,21 @@ from tandem.broker import _openapi, wire
 from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
 from tandem.broker._bodies import Answer, Bodies, Limits, wants
 from tandem.broker._kept import read
-from tandem.broker._keys import Keys, Role
+from tandem.broker._keys import Keys, Role, may, scoped
 from tandem.broker._lax import Malformed
 from tandem.broker._meter import Meter
 from tandem.broker._resent import Resent
 from tandem.broker.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
 from tandem.broker.store import Store
 from tandem.errors import BrokerError
+from tandem.telemetry.log import printable
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+MOST_NAME = 200
+"""Characters of an environment's name."""
 ACTING = ("/batch", "/reset_data")
 """Paths whose GET changes something."""
 RETRY_SECONDS = 5.0
@@ -118,7 +121,7 @@ class Broker:
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if role is not None:
-                self.keys.check(request.headers.get("Authorization", ""), role)
+                self._owner(request, role)
             if not self.keys.trainer:
                 why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
                 if why:
@@ -193,13 +196,14 @@ class Broker:
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
         body = await self.bodies.read(request, partial(_read, kind=wire.EnvRegistration))
         spec = EnvSpec(
-            name=body.desired_name,
+            name=printable(body.desired_name[:MOST_NAME]),
             max_token_length=body.max_token_length,
             weight=body.weight,
             group_size=body.group_size,
             min_batch_allocation=body.min_batch_allocation,
         )
-        ticket = self.store.register_env(spec, self._clock(), key=idempotency_key(request))
+        key = scoped(self._owner(request), idempotency_key(request))
+        ticket = self.store.register_env(spec, self._clock(), key=key, owner=self._owner(request))
         if ticket is None:
             return told(request, {"status": "wait for trainer to start"})
         await self._committed()
@@ -215,6 +219,7 @@ class Broker:
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self.bodies.read(request, partial(_read, kind=wire.EnvName))
+        self._owned(request, body.env_id)
         if not self.store.disconnect(body.env_id, self._clock()):
             return told(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
         await self._committed()
@@ -222,7 +227,21 @@ class Broker:
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
         body = await self.bodies.read(request, partial(_read, kind=wire.EnvName))
+        self._owned(request, body.env_id)
         return told(request, self.store.status_env(body.env_id, self._clock()))
+
+    def _owner(self, request: web.Request, role: Role = "environment") -> str:
+        """Whose key a request bears; raises Answer if it bears none for this role."""
+        return self.keys.check(request.headers.get("Authorization", ""), role)
+
+    def _owned(self, request: web.Request, env_id: int | None) -> None:
+        """See that a request may speak for an environment.
+
+        Raises:
+            Answer: 403, it was registered with another key.
+        """
+        if not may(self._owner(request), self.store.tenants.of(env_id).owner):
+            raise Answer(403, f"environment {env_id} was registered with another key")
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         submission = await self.bodies.read(request, wire.read_group)
@@ -243,7 +262,9 @@ class Broker:
 
     async def _put(self, submissions: Sequence[wire.Submission], request: web.Request) -> list[Receipt]:
         """Hand groups to the store, all or none, and wait until they are safe."""
-        key, now = idempotency_key(request), self._clock()
+        for env_id in {submission.env_id for submission in submissions}:
+            self._owned(request, env_id)
+        key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
         entries = [
             Entry(
                 id=secrets.token_hex(12),

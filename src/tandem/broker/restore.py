@@ -36,7 +36,7 @@ def restore(
     store.started, store.step = progress.get("started", False), progress.get("step", 0)
     store.policy, store.returned = progress.get("policy"), progress.get("returned", 0)
     store.took = progress.get("took", False)
-    store.tenants.names.update(progress.get("names", {}))
+    store.tenants.names.update(facts.get("names", progress.get("names", {})))
     for key, at in keys:
         store.seen.add(key, at)
     envs = {int(name.removeprefix("env:")): fact for name, fact in facts.items() if name.startswith("env:")}
@@ -62,6 +62,7 @@ def _tenant(store: Store, env_id: int, fact: Mapping[str, Any], now: float) -> N
             name=fact["name"],
             heard=now,
             key=fact["key"],
+            owner=fact.get("owner", ""),
             connected=fact["connected"],
             live=fact["connected"],
         )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from tandem.broker._report import report
+from tandem.broker._report import progress, report
 from tandem.broker.leases import Lease, Leases
 from tandem.broker.records import (
     Acknowledgement,
@@ -118,8 +118,10 @@ class Store:
             return self.policy
         return self.policy + self.took
 
-    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None) -> EnvTicket | None:
+    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None, owner: str = "") -> EnvTicket | None:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
+
+        ``owner`` is whose key it was registered with.
 
         Raises:
             Refused: a group size, weight or share that makes no sense.
@@ -131,9 +133,10 @@ class Store:
             raise Refused(reason)
         if self.run is None or not self.started:
             return None
-        tenant = self.tenants.register(env, now, key)
+        tenant = self.tenants.register(env, now, key, owner)
         self.waiting.sort_again(tenant)
         self.note_progress()
+        self.journal.noted("names", dict(self.tenants.names))
         self._note_tenant(tenant)
         assert tenant.env_id is not None
         return EnvTicket(env_id=tenant.env_id, name=tenant.name, starting_step=self.current_step, run=self.run)
@@ -382,19 +385,8 @@ class Store:
 
     def note_progress(self) -> None:
         """Tell the journal the counters."""
-        facts = {
-            "started": self.started,
-            "step": self.step,
-            "policy": self.policy,
-            "took": self.took,
-            "returned": self.returned,
-            "next_id": self.tenants.next_id,
-            "order": self.order,
-            "names": dict(self.tenants.names),
-            "counts": dict(self.counts),
-        }
-        self.journal.noted("progress", facts)
+        self.journal.noted("progress", progress(self))
 
     def _note_tenant(self, tenant: Tenant) -> None:
-        facts = {"spec": asdict(tenant.spec), "name": tenant.name, "key": tenant.key, "connected": tenant.connected}
-        self.journal.noted(f"env:{tenant.env_id}", facts)
+        facts = {name: getattr(tenant, name) for name in ("name", "key", "connected", "owner")}
+        self.journal.noted(f"env:{tenant.env_id}", {**facts, "spec": asdict(tenant.spec)})

@@ -97,6 +97,8 @@ class Tenant:
     """When it last spoke."""
     key: str | None = None
     """The identity it gave to be known again."""
+    owner: str = ""
+    """Whose key it was registered with; empty: it is everybody's."""
     connected: bool = True
     """It registered and did not disconnect."""
     live: bool = True
@@ -175,7 +177,7 @@ class Tenants:
         """The environment of that id, or the anonymous one."""
         return self.anonymous if env_id is None else self.by_id.get(env_id, self.anonymous)
 
-    def register(self, spec: EnvSpec, now: float, key: str | None) -> Tenant:
+    def register(self, spec: EnvSpec, now: float, key: str | None, owner: str = "") -> Tenant:
         """A new environment, or the one that gave this key before.
 
         Raises:
@@ -186,7 +188,8 @@ class Tenants:
             self._make_room()
             name = f"{spec.name}_{self.names[spec.name]}"
             self.names[spec.name] += 1
-            tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key)
+            self._forget_names()
+            tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
             self.add(tenant)
         else:
             tenant.spec, tenant.connected, tenant.live = spec, True, False
@@ -217,6 +220,13 @@ class Tenants:
             del self.by_key[oldest.key]
         self.journal.noted(f"env:{oldest.env_id}", None)
         self.recount()
+
+    def _forget_names(self) -> None:
+        """Once there are more names than environments may be, the older half of those nobody bears is forgotten."""
+        if len(self.names) > self.options.max_environments:
+            borne = {tenant.spec.name for tenant in self.by_id.values()}
+            for name in [name for name in self.names if name not in borne][: len(self.names) // 2]:
+                del self.names[name]
 
     def after_reset(self) -> Tenants:
         """Everybody who was there, but nobody takes part until heard again; ids go on, names begin anew."""
