@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tandem import clone
 from tandem.errors import ConfigError
 
 SLOTS = (
@@ -142,7 +143,7 @@ def _import_failure(path: str, module_name: str, error: Exception) -> str:
     if missing and (module_name + ".").startswith(f"{missing}."):
         return (
             f"cannot import {path}: there is no module {missing!r} in {os.getcwd()} nor among installed packages; "
-            "name its folder in PYTHONPATH"
+            f"name its folder in PYTHONPATH{clone.where(module_name.replace('.', '/') + '.py')}"
         )
     frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]

@@ -256,7 +256,7 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        may = "alarms, broker, checkpoint, checkpointing, evaluate, grading, patience, sinks, steps, sync.prove_every"
+        may = "alarms, broker, checkpoint, checkpointing, evaluate, grading, patience, print_completions, sinks, steps"
         assert f"these may change: {may}" in err
 
 

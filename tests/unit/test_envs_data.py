@@ -364,9 +364,13 @@ def test_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> 
         raise ConnectionError("Couldn't reach the Hub\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("tandem.hub.away", lambda: "")
     with pytest.raises(
         EnvError, match=r"'openai/gsm8k' \(subset main, split 'train'\) cannot be loaded: ConnectionError"
     ):
+        Gsm8k().tasks("train")
+    monkeypatch.setattr("tandem.hub.away", lambda: "the hub is away")
+    with pytest.raises(EnvError, match="split 'train'\\) is not on this machine, and the hub is away; set path to"):
         Gsm8k().tasks("train")
 
 

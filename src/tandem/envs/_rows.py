@@ -6,11 +6,13 @@ import csv
 import difflib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem import clone, hub
 from tandem.envs._split import check_share, split_of
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, EnvError
@@ -139,7 +141,9 @@ def read_file(path: str) -> Iterator[Row]:
         inside = [child.name for child in sorted(file.iterdir()) if child.suffix.lower() in _READERS]
         raise EnvError(f"{path} is a folder; name one file in it" + (f": {', '.join(inside[:8])}" if inside else ""))
     if not file.exists():
-        raise EnvError(f"there is no file {path}{_nearby(file)}; relative paths start at {Path.cwd()}")
+        raise EnvError(
+            f"there is no file {path}{_nearby(file)}; relative paths start at {Path.cwd()}{clone.where(path)}"
+        )
     if reader is None:
         raise EnvError(f"{path}: cannot read {file.suffix or 'a file without a suffix'}; use {', '.join(_READERS)}")
     try:
@@ -214,6 +218,8 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def _read_hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
+    if away := hub.away():
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is first imported: what is kept is found
     try:
         import datasets
     except ImportError as error:
@@ -221,6 +227,11 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises anything from OSError to its own; the message carries it
+        if away:
+            raise EnvError(
+                f"data set {name!r} (subset {subset or 'default'}, split {split!r}) is not on this machine, and {away}"
+                "; set path to a local JSONL, CSV or Parquet file"
+            ) from error
         raise EnvError(
             f"data set {name!r} (subset {subset or 'default'}, split {split!r}) cannot be loaded: "
             f"{type(error).__name__}: {_first_line(error)}. It is not a local file, so it was looked for on the "

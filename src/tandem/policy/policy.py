@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tandem import waits
+from tandem import clone, hub, waits
 from tandem.errors import ConfigError
 from tandem.machine import cores, keep_few_kernels
 from tandem.policy._compile import Compile
@@ -142,7 +142,7 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
         ConfigError: there is none, or it has no chat template and none was given.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=_kept_only(name))
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "tokenizer", error)) from error
     if chat_template:
@@ -165,7 +165,7 @@ def load_config(name: str) -> Any:
         ConfigError: there is none, or such a model would be computed wrongly.
     """
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, local_files_only=_kept_only(name))
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "configuration", error)) from error
     if why := refusal(config.get_text_config()):
@@ -183,7 +183,11 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         # loading reports what was not found instead of leaving random weights unnoticed
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+            name,
+            dtype=dtype,
+            attn_implementation=NAME,
+            output_loading_info=True,
+            local_files_only=_kept_only(name),
         )
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
@@ -198,9 +202,17 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
+def _kept_only(name: str) -> bool:
+    """True for a hub id while the hub is away: then only what is kept on this machine is looked at."""
+    return not Path(name).is_dir() and bool(hub.away())
+
+
 def _missing(name: str, what: str, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local and not Path(name).expanduser().is_dir():
-        return f"model folder {name!r} does not exist; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+        remedy = clone.where(name) or "; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+        return f"model folder {name!r} does not exist; relative paths start at {Path.cwd()}{remedy}"
+    if _kept_only(name):
+        return f"the {what} of model {name!r} is not on this machine, and {hub.away()}; give a Hugging Face folder"
     return f"the {what} of model {name!r} cannot be read: {first}"
