@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 
 from tandem.advantages import grpo as advantage_grpo
 from tandem.certify import ranks
-from tandem.certify.certificate import Case, Certificate, certify
+from tandem.certify.case import Case
+from tandem.certify.certificate import Certificate, certify
 from tandem.config import load
 from tandem.corrections.token import Token
 from tandem.losses import grpo as loss_grpo
@@ -31,7 +32,7 @@ from tandem.types import Group, Rollout, Sample
 ROOT = Path(__file__).parents[2]
 Patch = pytest.MonkeyPatch
 
-FORMULAS, SIZES, ORDER, SHARED = "float64 formulas", "micro-batch sizes", "order of groups", "prompts shared"
+FORMULAS, SIZES, ORDER, SHARED = "whole gradient", "micro-batch sizes", "order of groups", "prompts shared"
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def test_layers_that_are_another_function_when_they_are_compiled(failed: Any, mo
         compiled.append(checkpointing)
         return forward if checkpointing == "none" else _shifted(forward)
 
-    monkeypatch.setattr("tandem.certify.certificate.missing", lambda device: None)
+    monkeypatch.setattr("tandem.certify.case.missing", lambda device: None)
     monkeypatch.setattr(_compile, "decide", lambda wanted, device: wanted is True)
     monkeypatch.setattr(_compile, "compiled", wrong)
     assert failed("compile=true") == ["layers compiled"]

@@ -320,6 +320,22 @@ def test_masked_truncated_answers_count_in_the_baseline_alone() -> None:
     assert kept.num_loss_tokens == 9
 
 
+@pytest.mark.parametrize("second", [[1, 2, 3, 7, 7, 4], [9, 9, 4]], ids=["goes on", "begins anew"])
+def test_masked_truncated_answers_of_several_turns_are_left_out_whole(second: list[int]) -> None:
+    group = rows(2, 3, 4)
+    said = [([1, 2, 3], [7, 7], [-0.5] * 2), (second, [8, 8], [-0.5] * 2)]
+    cut = make_rollout("t@0/1", said, 4.0)
+    first, last = cut.turns
+    cut = replace(cut, turns=(first, replace(last, completion=replace(last.completion, finish="length"))))
+    # What counts is the last turn: after an earlier one that was cut, the answer went on.
+    went_on = replace(cut, id="t@0/2", turns=tuple(reversed([first, cut.turns[1]])))
+    group = replace(group, rollouts=(group.rollouts[0], cut, went_on))
+    batch = packer(mask_truncated=True)([group], version=0)
+    assert {rollout for m in batch.micro for rollout, _ in m.places} == {"t@0/0", "t@0/2"}
+    assert batch.num_loss_tokens == group.rollouts[0].num_tokens + 4
+    assert set(batch.advantages) == {"t@0/0", "t@0/1", "t@0/2"}
+
+
 def test_failed_rollouts_are_left_out() -> None:
     group = rows(2, 3, 4)
     failed: Rollout = replace(group.rollouts[1], reward=None, status="error", error="planted")

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tandem.metrics import Sum
 from tandem.optimizers.adamw import AdamW
 from tandem.policy.policy import Compute, Policy
 from tandem.trainer.objective import Objective
-from tandem.trainer.pack import StepBatch
+from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.step import Step
 from tandem.trains.base import Trains
 from tandem.types import Sampling
@@ -54,7 +53,10 @@ class Setup:
 
 @dataclass(slots=True)
 class Recorder:
-    """Stands where the optimizer does: keeps the gradients of each update, and always moves the weights alike."""
+    """Stands where the optimizer does: keeps the gradients of each update, and always moves the weights alike.
+
+    As an optimizer's, its writes reach what a merged adapter computes with only when the step folds them.
+    """
 
     named: Mapping[int, str]
     """Parameter names by identity."""
@@ -108,7 +110,7 @@ class Live:
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._moves = {name: setup.moves * _deviation(loaded) for name, loaded in self._loaded.items()}
         self.policy = Policy(setup.model, None, name="certified", compute=Compute(torch.get_num_threads()))
-        self.recorder = Recorder({id(p): name for name, p in self._parameters.items()}, self.place)
+        self.recorder = Recorder({id(p): name for name, p in self._parameters.items()}, self._move)
         if total is not None:
             self.recorder.total = total
         self._step = Step(
@@ -121,22 +123,40 @@ class Live:
             fold=self._fold,
         )
 
+    def _move(self, update: int) -> None:
+        self.write(self.placed(update))
+
     def _fold(self) -> None:
         self.setup.trains.fold(self.setup.model)
 
-    @torch.no_grad()
-    def place(self, update: int) -> None:
-        """Set the weights to those of the model as loaded (-1), of the step's beginning (0), after an update (1) ..."""
+    def placed(self, update: int) -> dict[str, Tensor]:
+        """What is trained, of the model as loaded (-1), of the first step's beginning (0), after an update (1) ..."""
         noise = torch.Generator()
-        for i, (name, parameter) in enumerate(self._parameters.items()):
+        found = {}
+        for i, (name, loaded) in enumerate(self._loaded.items()):
             noise.manual_seed(i)  # so that each state goes on where the one before it was
-            parameter.copy_(self._loaded[name])
+            found[name] = loaded.clone()
             for _ in range(update + 1):
-                parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=self._moves[name])
+                found[name].add_(torch.randn(loaded.shape, generator=noise), alpha=self._moves[name])
+        return found
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Set what is trained."""
+        for name, value in values.items():
+            self._parameters[name].copy_(value)
+
+    def place(self, update: int) -> None:
+        """Set the weights to those that are ``placed`` then, as they are published."""
+        self.write(self.placed(update))
         self._fold()
 
-    def gradients(self, batch: StepBatch) -> tuple[list[Gradient], float]:
-        """Of every update on the batch, and the loss of the first."""
+    def gradients(self, batch: StepBatch) -> list[Gradient]:
+        """Of every update on the batch, in the first step."""
+        return self.walk([(1, batch)])
+
+    def walk(self, steps: Sequence[tuple[int, StepBatch]]) -> list[Gradient]:
+        """Of every update of some steps, each given by its number in the run and its batch."""
         step, setup = self._step, self.setup
         self.place(-1)
         reference = setup.objective.reference
@@ -145,31 +165,35 @@ class Live:
         self.place(0)
         self.recorder.start(self._loaded)
 
-        async def whole() -> float:
-            stats = await step.forward_backward(batch)
-            await step.apply(1, batch, stats)
-            loss = stats.metrics.get("loss", Sum(0.0))
-            assert isinstance(loss, Sum)
-            return loss.value
+        async def whole() -> None:
+            for number, batch in steps:
+                self._fold()  # as it is published
+                stats = await step.forward_backward(batch)
+                await step.apply(number, batch, stats)
 
-        loss = asyncio.run(whole())
-        return list(self.recorder.updates), loss
+        asyncio.run(whole())
+        return list(self.recorder.updates)
+
+    @torch.no_grad()
+    def scored(self, batch: StepBatch) -> list[tuple[Micro, Tensor, Tensor | None]]:
+        """Each micro-batch, and the logprobs that policy and reference give its tokens as the first step begins."""
+        self.place(-1)
+        reference = self.setup.objective.reference
+        held = None if reference is None else reference.hold(self.changing())
+        self.place(0)
+        self._step.tile = self.setup.tile
+        found = []
+        for micro in batch.micro:
+            before_N = None
+            if held is not None:
+                with held.in_place():
+                    before_N = self._step.logprobs(micro)
+            found.append((micro, self._step.logprobs(micro), before_N))
+        return found
 
     def changing(self) -> list[tuple[str, Parameter]]:
         """The weights that a reference holds."""
         return [(name, self.setup.model.get_parameter(name)) for name in self.setup.changing]
-
-    def follows(self, steps: int) -> tuple[list[int], Gradient]:
-        """When in a run of so many steps the reference follows the policy, and what it is after it did."""
-        if self.setup.objective.reference is None:
-            return [], {}
-        self.place(-1)
-        held = self.setup.objective.reference.hold(self.changing())
-        self.place(0)
-        due = [step for step in range(1, steps + 1) if held.due(step)]
-        if due:
-            held.move()
-        return due, held.state_dict()
 
     def close(self) -> None:
         """End its thread."""
@@ -193,3 +217,11 @@ def distance(found: Sequence[Gradient], expected: Sequence[Gradient]) -> float:
     off = [{n: f[n].double() - e[n].double() for n in e} for f, e in zip(found, expected, strict=True)]
     whole = norm(expected)
     return norm(off) / whole if whole else math.inf
+
+
+def differing(found: Sequence[Gradient], expected: Sequence[Gradient]) -> str:
+    """A weight that has a gradient in only one of them; empty if there is none."""
+    if len(found) != len(expected):
+        return f"{len(found)} updates instead of {len(expected)}"
+    names = {name for one, other in zip(found, expected, strict=True) for name in one.keys() ^ other.keys()}
+    return f"not in both: {min(names)}" if names else ""

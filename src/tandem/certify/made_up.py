@@ -41,6 +41,10 @@ class Plan:
     """How good it is, from 0 to 1."""
     finish: Finish = "stop"
     """Of its last turn."""
+    before: Finish = "stop"
+    """Of the turns before."""
+    cools: float = 1.0
+    """Each turn's temperature is that of the turn before times this."""
     goes_on: bool = True
     """Later turns repeat the earlier ones, so that all are one sequence."""
     trained: bool = True
@@ -95,6 +99,17 @@ GROUPS: tuple[tuple[int, float, tuple[Plan, ...]], ...] = (
             Plan(lengths=(STRETCH,), score=0.25, depth=1, spoken=True),
             Plan(lengths=(2,), score=0.75, depth=2),
             Plan(lengths=(4,), score=0.0, depth=2),
+        ),
+    ),
+    (
+        7,
+        1.0,
+        (
+            Plan(lengths=(4, 3, 5), score=1.0, finish="length"),
+            Plan(lengths=(3, 4), score=0.0, goes_on=False, finish="length"),
+            Plan(lengths=(2, 6, 3), score=0.25),
+            Plan(lengths=(5, 2), score=0.75, before="length"),
+            Plan(lengths=(6, 4), score=0.9, cools=0.9),
         ),
     ),
 )
@@ -156,9 +171,9 @@ class Author:
                 tokens=told[plan.depth + 1] if plan.spoken else self._tokens(length),
                 logprobs=(0.0,) * length,
                 versions=(0,) * length,
-                finish=plan.finish if last else "stop",
+                finish=plan.finish if last else plan.before,
             )
-            temperature = (self.sampling.temperature or 1.0) * factor
+            temperature = (self.sampling.temperature or 1.0) * factor * plan.cools**i
             prompt = before + (self._tokens(3) if turns else ())
             turns.append(Turn(prompt=prompt, completion=completion, temperature=temperature))
         names = self.weights.get(env, {})

@@ -1,4 +1,4 @@
-"""The model that a certificate is about, and the same in float64 as transformers alone runs it."""
+"""The model that a certificate is about."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tandem import config as recipes
+from tandem.certify.formula import part
+from tandem.certify.plain import Exact
 from tandem.config import RunConfig
 from tandem.policy.attention import NAME
 from tandem.policy.policy import load_config, load_model
@@ -33,8 +36,10 @@ _TINY = {
 """Sizes of a model that is computed in milliseconds; what else the architecture says stays as it is."""
 
 
-def certified(config: RunConfig, *, real: bool) -> nn.Module:
-    """The recipe's model in float32 on the CPU, prepared for training; unless ``real`` a tiny random one like it.
+def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, Exact]:
+    """The recipe's model in float32 on the CPU, prepared for training, and the same in float64 and not prepared.
+
+    Unless ``real`` a tiny random one like it.
 
     Raises:
         ConfigError: the model's configuration, or its weights, cannot be read.
@@ -45,8 +50,9 @@ def certified(config: RunConfig, *, real: bool) -> nn.Module:
     else:
         tiny = shrunk(load_config(config.model).get_text_config(), config.trains.layers or ())
         model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
+    exact = Exact(model, part(recipes.as_json(config)["trains"]))
     prepared: nn.Module = config.trains.prepare(model).eval()
-    return prepared
+    return prepared, exact
 
 
 def shrunk(like: Any, layers: Sequence[int]) -> Any:
@@ -62,21 +68,3 @@ def shrunk(like: Any, layers: Sequence[int]) -> Any:
     if getattr(tiny, "layer_types", None):
         tiny.layer_types = [tiny.layer_types[i % len(tiny.layer_types)] for i in range(depth)]
     return tiny
-
-
-class Exact:
-    """A float64 copy of a model, of which the weights can be set."""
-
-    def __init__(self, model: nn.Module):
-        self.model = copy.deepcopy(model).double()
-        causal: Any = getattr(self.model, "get_base_model", lambda: self.model)()
-        causal.set_attn_implementation("sdpa")
-
-    def take(self, model: nn.Module) -> None:
-        """Set every weight to that of ``model``."""
-        self.model.load_state_dict(model.state_dict())
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """All logits of one sequence, (tokens, vocabulary), float64 and differentiable."""
-        found: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-        return found.double()

@@ -90,7 +90,7 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
         )
         live = Live(setup, total=dist.all_reduce)
         with contextlib.closing(live):
-            found, _ = live.gradients(shares[rank])
+            found = live.gradients(shares[rank])
         if rank == 0:
             torch.save(found, Path(folder, "gradients"))
         dist.barrier()

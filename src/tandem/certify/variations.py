@@ -102,7 +102,7 @@ VARIATIONS: Mapping[str, Variation] = {
 
 
 def _of(live: Live, batch: StepBatch) -> list[Gradient]:
-    return live.gradients(batch)[0]
+    return live.gradients(batch)
 
 
 def _tuned(live: Live, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:

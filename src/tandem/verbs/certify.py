@@ -17,19 +17,20 @@ from tandem.config import load
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
-def prove(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) -> int:
+def prove(recipe: Path, overrides: Sequence[str], *, real: bool, inert: Sequence[str], as_json: bool) -> int:
     """Print the certificate; returns 0 if it passes, else 1.
 
     Args:
         recipe: what is certified.
         overrides: laid over it.
         real: on its own model.
+        inert: options by dotted path that may change nothing.
         as_json: print JSON alone.
 
     Raises:
         ConfigError: the recipe is wrong, or its model cannot be read.
     """
-    found = certify(load(recipe, overrides).config, real=real)
+    found = certify(load(recipe, overrides).config, real=real, inert=inert)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
@@ -39,11 +40,11 @@ def prove(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) 
 
 def _show(found: Certificate, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("", "the gradient over", "distance", "at most", "relative to"):
-        table.add_column(column, justify="right" if column in ("distance", "at most") else "left")
+    for column in ("", "what was compared", "apart", "allowed", "with what"):
+        table.add_column(column, justify="right" if column in ("apart", "allowed") else "left")
     for line in found.lines:
-        figures = ["" if value is None else f"{value:.1e}" for value in (line.figure, line.bound)]
-        told = "; ".join(text for text in (line.relative_to, line.note) if text)
+        figures = ["" if value is None else f"{value:.1e}" if value else "0" for value in (line.figure, line.bound)]
+        told = "; ".join(text for text in (line.compared_with, line.note) if text)
         table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(told))
     console.print(found.model, markup=False, highlight=False)
     console.print(table)

@@ -1,0 +1,605 @@
+"""Defects, one at a time in what trains: a certificate fails on each, and the line that fails names it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from tandem.advantages import rloo
+from tandem.advantages.grpo import Grpo as Standardised
+from tandem.certify.case import Case
+from tandem.config import load
+from tandem.corrections.opsm import Opsm
+from tandem.losses import grpo as loss_grpo
+from tandem.losses.base import MicroBatch
+from tandem.losses.sapo import Sapo
+from tandem.metrics import Sum
+from tandem.optimizers import _adam, _slots, adafactor
+from tandem.optimizers.base import Optimizer
+from tandem.references import average
+from tandem.references.base import Held, Reference
+from tandem.references.start import Start
+from tandem.trainer import pack
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.trainer.step import Step
+from tandem.trains import _adapted, _merged
+from tandem.trains.lora import Lora
+from tandem.types import UNKNOWN, Group, Rollout, Sample
+
+ROOT = Path(__file__).parents[2]
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+WEIGHTS, TOKENS, ADVANTAGES, COUNTS = (
+    "weights that are trained",
+    "tokens that are trained",
+    "advantages",
+    "token counts",
+)
+LOGPROBS, BEFORE, LOSS, CORRECTIONS, PENALTY = "of the policy", "of the reference", "loss of", "corrections", "penalty"
+GRADIENT, FOLLOWS, RATES, APPLIED, NORMS = "whole gradient", "reference as", "rates", "two optimizer", "gradient norms"
+
+AVERAGE = "reference={kind: average, every: 3, beta: 0.01}"
+START = "reference={kind: start, beta: 0.01}"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Something wrong."""
+
+    what: str
+    plant: Plant
+    fails: tuple[str, ...]
+    """Parts of the names of lines that fail."""
+    recipe: tuple[str, ...] = ()
+    source: str = "arithmetic"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig().save_pretrained(folder)
+    return folder
+
+
+def failed(model: Path, defect: Defect) -> list[str]:
+    """Names of the lines that fail."""
+    overrides = [f"model={model}", "compile=false", *defect.recipe]
+    config = load(Path(f"recipes/{defect.source}.yaml"), overrides).config
+    with contextlib.closing(Case(config, real=False)) as case:
+        lines = list(case.lines(0))
+    assert [line.name for line in lines if line.state == "skipped"] in ([], ["layers compiled"])
+    return [line.name for line in lines if line.state == "fail"]
+
+
+def attribute(owner: object, name: str, make: Callable[[Any], Any]) -> Plant:
+    """Put what ``make`` makes of an attribute in its place."""
+    return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def batches(change: Callable[[StepBatch], Sequence[Micro]]) -> Plant:
+    """Change every batch that is packed."""
+
+    def make(whole: Any) -> Any:
+        def wrong(self: Packer, groups: Sequence[Group], *, version: int) -> StepBatch:
+            batch = whole(self, groups, version=version)
+            return dataclasses.replace(batch, micro=tuple(change(batch)))
+
+        return wrong
+
+    return attribute(Packer, "__call__", make)
+
+
+def micros(change: Callable[[Micro], Micro]) -> Plant:
+    """Change every micro-batch."""
+    return batches(lambda batch: [change(micro) for micro in batch.micro])
+
+
+def samples(change: Callable[[Sample, Rollout], Sample]) -> Plant:
+    """Change every sample."""
+
+    def make(whole: Any) -> Any:
+        def wrong(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sample]:
+            return (change(sample, rollout) for sample in whole(rollout, group, advantage))
+
+        return wrong
+
+    return attribute(pack, "samples_of", make)
+
+
+def own_mean(micro: Micro) -> Micro:
+    weights_N = micro.weights_N / micro.weights_N.sum()
+    return dataclasses.replace(micro, weights_N=weights_N)
+
+
+def sides_swapped(whole: Any) -> Any:
+    return lambda ratio_N, advantages_N, low, high, dual: whole(ratio_N, advantages_N, high, low, dual)
+
+
+def k3_the_other_way(self: Reference, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    assert micro.ref_logprobs_N is not None
+    d_N = micro.ref_logprobs_N - logprobs_N
+    kl_N = torch.expm1(-d_N) + d_N
+    return kl_N * (logprobs_N - micro.old_logprobs_N).exp(), kl_N.detach()
+
+
+def with_prompt(sample: Sample, rollout: Rollout) -> Sample:
+    value = next(a for a, trained in zip(sample.advantages, sample.mask, strict=True) if trained)
+    return dataclasses.replace(
+        sample, mask=(False, *(True for _ in sample.mask[1:])), advantages=(value,) * len(sample.mask)
+    )
+
+
+def with_replies(sample: Sample, rollout: Rollout) -> Sample:
+    """Trains what stands between turns."""
+    start = sample.begins[0]
+    value = sample.advantages[start]
+    after = len(sample.mask) - start
+    return dataclasses.replace(
+        sample,
+        mask=sample.mask[:start] + (True,) * after,
+        advantages=sample.advantages[:start] + (value,) * after,
+    )
+
+
+def last_turn_alone(sample: Sample, rollout: Rollout) -> Sample:
+    last = sample.begins[-1]
+    return dataclasses.replace(sample, mask=tuple(on and at >= last for at, on in enumerate(sample.mask)))
+
+
+def first_temperature(sample: Sample, rollout: Rollout) -> Sample:
+    return dataclasses.replace(sample, temperature=rollout.turns[0].temperature)
+
+
+def forgets_several_turns(whole: property) -> property:
+    return property(lambda rollout: len(rollout.turns) == 1 and whole.fget(rollout))  # type: ignore[misc]
+
+
+def out_of_the_baseline(whole: Any) -> Any:
+    """Truncated answers lose their place in their group's mean."""
+
+    def wrong(self: Packer, groups: Sequence[Group], *, version: int) -> StepBatch:
+        kept = [dataclasses.replace(g, rollouts=tuple(r for r in g.rollouts if not r.truncated)) for g in groups]
+        return whole(self, kept, version=version)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+def mixed_the_other_way(self: Any) -> None:
+    for name, parameter in self._live.items():
+        share = 1 - self._options.mixup
+        self._own[name] = self._own[name] * (1 - share) + parameter.detach() * share
+
+
+def mixed_with_the_first(whole: Any) -> Any:
+    def wrong(self: Any) -> None:
+        if not hasattr(self, "first"):
+            self.first = {name: own.clone() for name, own in self._own.items()}
+        self._own = {name: own.clone() for name, own in self.first.items()}
+        whole(self)
+
+    return wrong
+
+
+class _Alias(Held):
+    """Holds the live weights instead of a copy."""
+
+    def __init__(self, live: Any):
+        super().__init__(live)
+        self._own = {name: parameter.data for name, parameter in self._live.items()}
+
+
+def without_scale(position: int) -> Callable[[Any], Any]:
+    """The gradient of one of an adapter's factors lacks alpha/rank."""
+
+    def make(whole: Any) -> Any:
+        def wrong(ctx: Any, dy: Tensor) -> Any:
+            found = list(whole(ctx, dy))
+            found[position] = found[position] / ctx.scale
+            return tuple(found)
+
+        return staticmethod(wrong)
+
+    return make
+
+
+def rank_stabilised(whole: Any) -> Any:
+    def wrong(x: Tensor, w: Tensor, bias: Any, a: Tensor, b: Tensor, scale: float) -> Any:
+        return whole(x, w, bias, a, b, scale * math.sqrt(a.shape[0]))
+
+    return wrong
+
+
+def fold_without_scale(self: Any) -> None:
+    with torch.no_grad():
+        self.weight.copy_(self._w0 + self.lora_B @ self.lora_A)
+
+
+def one_layer_less(whole: Any) -> Any:
+    return lambda self, model: [name for name in whole(self, model) if name != "v_proj"]
+
+
+def last_alone(self: Any, grad: Tensor) -> None:
+    self.buffer, self.started = grad.clone(), True
+
+
+def step_of(change: Callable[[Any, float, float], tuple[float, float]]) -> Plant:
+    """Another rate or another norm to clip to."""
+
+    def make(whole: Any) -> Any:
+        return lambda self, lr, most: whole(self, *change(self, lr, most))
+
+    return attribute(_slots.Slots, "step", make)
+
+
+def each_alone(whole: Any) -> Any:
+    """Every weight's gradient is clipped by its own norm."""
+
+    def wrong(self: Any, lr: float, most: float) -> Tensor:
+        for slot in self.slots:
+            if slot.started:
+                slot.gradient.mul_((most / slot.gradient.norm()).clamp(max=1.0))
+        found: Tensor = whole(self, lr, most)
+        return found
+
+    return wrong
+
+
+def each_micro_batch(whole: Any) -> Any:
+    def wrong(self: Any, grad: Tensor) -> None:
+        whole(self, grad * (0.01 / grad.norm()).clamp(max=1.0))
+
+    return wrong
+
+
+def adamw(**options: Any) -> Plant:
+    """Other options of the update than the recipe's."""
+
+    def make(whole: Any) -> Any:
+        def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
+            kept = self._options
+            self._options = dataclasses.replace(kept, **options)
+            try:
+                whole(self, *args, **kwargs)
+            finally:
+                self._options = kept
+
+        return wrong
+
+    return attribute(_adam.FloatMoments, "_adamw", make)
+
+
+def not_counted(whole: Any) -> Any:
+    """Every step is corrected as the first."""
+
+    def wrong(self: Any, values: Any, grads: Any, means: Any, squares: Any, steps: Any, **kwargs: Any) -> None:
+        whole(self, values, grads, means, squares, [step.clone().zero_() for step in steps], **kwargs)
+
+    return wrong
+
+
+def not_forgotten(self: Any) -> None:
+    """The last update's gradient is in the next one's."""
+
+
+def told_clipped(whole: Any) -> Any:
+    async def wrong(self: Step, *args: Any) -> Any:
+        told = await whole(self, *args)
+        return {**told, "grad_norm": Sum(min(told["grad_norm"].value, 1.0))}
+
+    return wrong
+
+
+def no_slope_of_the_ratio(whole: Any) -> Any:
+    def wrong(self: Reference, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        _, kl_N = whole(self, logprobs_N, micro)
+        bare = dataclasses.replace(self, ratio_corrected=False) if self.estimator != "k1" else self
+        slope_N, _ = whole(bare, logprobs_N, micro)
+        return slope_N * (logprobs_N.detach() - micro.old_logprobs_N).exp(), kl_N
+
+    return wrong
+
+
+def unknown_is_nothing(whole: Any) -> Any:
+    def wrong(self: Objective, batch: MicroBatch, known: Any) -> MicroBatch:
+        told_N = batch.behavior_logprobs_N
+        held = dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN, 0.0, told_N))
+        found: MicroBatch = whole(self, held, known)
+        return found
+
+    return wrong
+
+
+def token_ratios(self: Any, values_N: Tensor) -> Tensor:
+    """The first token's value instead of an answer's mean."""
+    firsts = torch.searchsorted(self.sample_N, torch.arange(self.num_samples))
+    return values_N[firsts]
+
+
+def others_with_oneself(whole: Any) -> Any:
+    """The mean that RLOO takes of the others has the answer in it."""
+    return lambda self, group: [value * (1 - 1 / len(group.scored)) for value in whole(self, group)]
+
+
+SIXTEEN = [
+    Defect(
+        "the deviation that advantages are divided by is the population's",
+        attribute(
+            Standardised, "__call__", lambda w: lambda self, g: w(dataclasses.replace(self, std="population"), g)
+        ),
+        (ADVANTAGES, GRADIENT),
+        ("advantage=grpo",),
+    ),
+    Defect("clips swap their sides", attribute(loss_grpo, "clipped", sides_swapped), (LOSS, GRADIENT)),
+    Defect(
+        "no dual clip",
+        attribute(loss_grpo, "clipped", lambda w: lambda r, a, low, high, dual: w(r, a, low, high, None)),
+        (LOSS, GRADIENT),
+        ("max_lag=1",),
+    ),
+    Defect(
+        "the KL is that of the reference to the policy",
+        attribute(Reference, "divergence", lambda w: k3_the_other_way),
+        (PENALTY, GRADIENT),
+        (START,),
+    ),
+    Defect(
+        "a mean over each micro-batch",
+        micros(own_mean),
+        ("micro-batch sizes", COUNTS, GRADIENT),
+        ("micro_batch_tokens=40",),
+    ),
+    Defect("the prompt is trained", samples(with_prompt), (TOKENS, GRADIENT)),
+    Defect(
+        "the temperature is ignored",
+        micros(lambda micro: dataclasses.replace(micro, temperature_N=torch.ones_like(micro.temperature_N))),
+        (LOGPROBS, GRADIENT),
+    ),
+    Defect(
+        "positions begin anew after what is shared",
+        attribute(pack, "sequential_positions", lambda w: lambda plan: [p for n in plan.lengths for p in range(n)]),
+        (LOGPROBS, GRADIENT),
+    ),
+    Defect(
+        "a correction that corrects nothing",
+        attribute(Opsm, "__call__", lambda w: lambda self, logprobs_N, micro: torch.ones_like(logprobs_N)),
+        (CORRECTIONS,),
+        ("corrections=[opsm]",),
+    ),
+    Defect(
+        "the average never follows",
+        attribute(average._Moving, "due", lambda w: lambda self, step: False),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Defect(
+        "the average mixes the wrong way round",
+        attribute(average._Moving, "move", lambda w: mixed_the_other_way),
+        (FOLLOWS,),
+        (AVERAGE, "reference.mixup=0.9"),
+    ),
+    Defect(
+        "truncated: mask forgets answers of several turns",
+        attribute(Rollout, "truncated", forgets_several_turns),
+        (TOKENS, COUNTS, GRADIENT),
+        ("truncated=mask",),
+    ),
+    Defect(
+        "the gradient of LoRA's A lacks alpha/rank",
+        attribute(_adapted._Sum, "backward", without_scale(3)),
+        (GRADIENT,),
+        source="lora",
+    ),
+    Defect(
+        "the gradient of a merged LoRA's A lacks alpha/rank",
+        attribute(_merged._Product, "backward", without_scale(3)),
+        (GRADIENT,),
+        ("trains.merged=true",),
+        source="lora",
+    ),
+    Defect(
+        "the optimizer keeps only the last micro-batch",
+        attribute(_slots.Slot, "add", lambda w: last_alone),
+        (APPLIED, NORMS),
+    ),
+    Defect("clipping at twice the norm", step_of(lambda self, lr, most: (lr, 2 * most)), (APPLIED,)),
+]
+
+OWN = [
+    Defect(
+        "the gradient of LoRA's B lacks alpha/rank",
+        attribute(_adapted._Sum, "backward", without_scale(4)),
+        (GRADIENT,),
+        source="lora",
+    ),
+    Defect(
+        "an adapter's output is multiplied by alpha/sqrt(rank)",
+        attribute(_adapted, "_sum", rank_stabilised),
+        (LOGPROBS, GRADIENT),
+        source="lora",
+    ),
+    Defect(
+        "the merged sum lacks alpha/rank",
+        attribute(_merged.MergedLinear, "fold", lambda w: fold_without_scale),
+        (LOGPROBS, GRADIENT),
+        ("trains.merged=true",),
+        source="lora",
+    ),
+    Defect(
+        "merged weights stay behind between the updates of a step",
+        attribute(Step, "_pass", lambda w: lambda self, *a: setattr(self, "fold", lambda: None) or w(self, *a)),
+        (GRADIENT,),
+        ("trains.merged=true", "updates=3"),
+        source="lora",
+    ),
+    Defect(
+        "one kind of layer has no adapter",
+        attribute(Lora, "targets", one_layer_less),
+        (WEIGHTS, GRADIENT),
+        source="lora",
+    ),
+    Defect(
+        "the average follows a step late",
+        attribute(average._Moving, "due", lambda w: lambda self, step: w(self, step - 1)),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Defect(
+        "the average follows at every step",
+        attribute(average._Moving, "due", lambda w: lambda self, step: True),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Defect(
+        "the average mixes with the model as loaded each time",
+        attribute(average._Moving, "move", mixed_with_the_first),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Defect(
+        "the average of an adapter never follows",
+        attribute(average._Moving, "move", lambda w: lambda self: None),
+        (FOLLOWS,),
+        (AVERAGE, "trains.merged=true"),
+        source="lora",
+    ),
+    Defect(
+        "the reference is the policy itself",
+        attribute(Start, "hold", lambda w: lambda self, live: _Alias(live)),
+        (BEFORE, GRADIENT, FOLLOWS),
+        (START,),
+    ),
+    Defect(
+        "the penalty's ratio has no slope",
+        attribute(Reference, "divergence", no_slope_of_the_ratio),
+        (PENALTY, GRADIENT),
+        (START,),
+    ),
+    Defect("each weight is clipped by its own norm", attribute(_slots.Slots, "step", each_alone), (APPLIED,)),
+    Defect("each micro-batch is clipped", attribute(_slots.Slot, "add", each_micro_batch), (APPLIED,)),
+    Defect("nothing is clipped", step_of(lambda self, lr, most: (lr, 0.0)), (APPLIED,)),
+    Defect(
+        "all is clipped to 1, also what the recipe says is not",
+        step_of(lambda self, lr, most: (lr, 1.0)),
+        (APPLIED,),
+        ("optimizer.max_grad_norm=0",),
+    ),
+    Defect("betas are swapped", adamw(beta1=0.999, beta2=0.9), (APPLIED,)),
+    Defect("no weight decay", adamw(weight_decay=0.0), (APPLIED,), ("optimizer.weight_decay=0.1",)),
+    Defect("bias is corrected as in the first step", attribute(_adam.FloatMoments, "_adamw", not_counted), (APPLIED,)),
+    Defect(
+        "the gradient of the update before is not forgotten",
+        attribute(_slots.Slot, "forget", lambda w: not_forgotten),
+        (APPLIED,),
+    ),
+    Defect(
+        "the rate rises one step late",
+        attribute(Optimizer, "rate", lambda w: lambda self, step, total: w(self, max(1, step - 1), total)),
+        (RATES, APPLIED),
+        ("optimizer.warmup_steps=5",),
+    ),
+    Defect(
+        "the cosine is a line",
+        attribute(
+            Optimizer,
+            "rate",
+            lambda w: lambda self, s, total: w(dataclasses.replace(self, schedule="linear"), s, total),
+        ),
+        (RATES,),
+        ("optimizer.schedule=cosine",),
+    ),
+    Defect("the norm is told after clipping", attribute(Step, "apply", told_clipped), (NORMS,)),
+    Defect(
+        "adafactor's rate is no share of the weights",
+        attribute(adafactor, "_rms", lambda w: lambda values: torch.ones(())),
+        (APPLIED,),
+        ("optimizer=adafactor",),
+    ),
+    Defect("only the last turn is trained", samples(last_turn_alone), (TOKENS, COUNTS, GRADIENT)),
+    Defect("what stands between turns is trained", samples(with_replies), (TOKENS, GRADIENT)),
+    Defect("later turns have the first one's temperature", samples(first_temperature), (LOGPROBS, GRADIENT)),
+    Defect(
+        "answers that are masked leave their group's mean too",
+        attribute(Packer, "__call__", out_of_the_baseline),
+        (ADVANTAGES, GRADIENT),
+        ("truncated=mask",),
+    ),
+    Defect(
+        "RLOO's others have oneself among them",
+        attribute(rloo.Rloo, "__call__", others_with_oneself),
+        (ADVANTAGES, GRADIENT),
+        ("advantage=rloo",),
+    ),
+    Defect(
+        "an unknown logprob counts as certain",
+        attribute(Objective, "informed", unknown_is_nothing),
+        (LOSS, GRADIENT),
+        source="broker",
+    ),
+    Defect(
+        "GSPO's ratio is one token's",
+        attribute(MicroBatch, "means", lambda w: token_ratios),
+        (LOSS, GRADIENT),
+        ("loss=gspo",),
+    ),
+    Defect(
+        "SAPO's gates swap their temperatures",
+        attribute(
+            Sapo,
+            "__call__",
+            lambda w: (
+                lambda self, logprobs_N, micro: w(
+                    dataclasses.replace(
+                        self,
+                        temperature_positive=self.temperature_negative,
+                        temperature_negative=self.temperature_positive,
+                    ),
+                    logprobs_N,
+                    micro,
+                )
+            ),
+        ),
+        (LOSS, GRADIENT),
+        ("loss=sapo",),
+    ),
+]
+
+
+@pytest.mark.parametrize("defect", [*SIXTEEN, *OWN], ids=lambda defect: defect.what)
+def test_a_defect_is_found_and_named(defect: Defect, model: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(ROOT)
+    if not any("micro" in name for name in defect.fails):
+        monkeypatch.setattr("tandem.certify.case.VARIATIONS", {})
+    defect.plant(monkeypatch)
+    found = failed(model, defect)
+    assert [part for part in defect.fails if not any(part in name for name in found)] == []
+
+
+def test_there_are_as_many_as_promised() -> None:
+    assert len(SIXTEEN) == 16
+    assert len(OWN) >= 20
+    assert len({defect.what for defect in [*SIXTEEN, *OWN]}) == len(SIXTEEN) + len(OWN)
+
+
+def recipes() -> list[Defect]:
+    """What the defects are planted in, each once and whole."""
+    by = {(defect.source, defect.recipe): defect for defect in [*SIXTEEN, *OWN]}
+    return list(by.values())
+
+
+@pytest.mark.parametrize("whole", recipes(), ids=lambda defect: " ".join([defect.source, *defect.recipe]))
+def test_without_a_defect_the_same_recipe_passes(whole: Defect, model: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("tandem.certify.case.VARIATIONS", {})
+    assert failed(model, whole) == []
