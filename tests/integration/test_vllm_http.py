@@ -211,6 +211,7 @@ def test_it_is_healthy_and_says_what_it_is(served: Served) -> None:
         True,
     )
     assert [worker["rank"] for worker in info["workers"]] == [0]
+    assert info["apart"], "no trainer started it"
     _, found = served.ask("/bridge/state_dict_info")
     assert found["num_params"] == len(found["param_names"])
     assert {"vllm_name", "shape", "dtype", "device"} <= set(found["param_mappings"][NORM])

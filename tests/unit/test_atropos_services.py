@@ -21,7 +21,7 @@ from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem.weights import bridge
 from tandem.weights.bridge import VllmBridge
 
-INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs"}
+INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs", "apart": True}
 
 
 @contextmanager
@@ -75,6 +75,12 @@ def test_an_engine_at_the_port_is_found(mode: str) -> None:
     assert running_engine(flags(port, mode), {}) is None, "it has ended"
 
 
+def test_the_engine_of_another_trainer_is_not_taken() -> None:
+    """It may be one that is used, or one that outlives a trainer that was killed for some minutes."""
+    with listening(200, {**INFO, "apart": False}) as port:
+        assert running_engine(flags(port), {}) is None
+
+
 def test_what_is_no_engine_is_left_to_whoever_starts_one() -> None:
     with listening(404, {}) as port:
         assert running_engine(flags(port), {}) is None
@@ -121,6 +127,8 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
     found = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
     assert found == Running(url="http://localhost:9")
+    lend(Path("last resort"), "http://127.0.0.1:9")  # of an engine that has ended
+    assert running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {}) == found
 
 
 # The engine of an environment

@@ -235,6 +235,16 @@ def test_another_method_is_told_the_right_one() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_engine_says_whether_it_was_started_alone(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_APART", "1" if apart else "")
+
+    async def body(c: Client) -> None:
+        assert (await c.get("/bridge/info")).json["apart"] is apart
+
+    run(body)
+
+
 def test_the_key_guards_all_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
 

@@ -55,11 +55,10 @@ def _named(flags: Flags, path: Path, url: str) -> Running:
     from tandem.compat.atropos import Running
     from tandem.weights.bridge import VLLM_FILE, VllmBridge, find
 
+    if not (path / VLLM_FILE if path.is_dir() else path).is_file():
+        return _lying_about(flags) or Running(url=url)
     try:
         file = find(path)
-    except TransportError:
-        return Running(url=url)
-    try:
         bridge = VllmBridge.read(file)
     except TransportError as error:
         raise ConfigError(f"--vllm-config-path: {error}") from error
@@ -98,9 +97,12 @@ def _same(one: str, other: str) -> bool:
 
 
 def _is_engine(url: str) -> bool:
-    """Whether one of Tandem's engines answers; one that wants a key answers too, and says so to the trainer."""
+    """Whether an engine that was started alone answers: one that another trainer started is that trainer's.
+
+    One that wants a key does not say which it is, and is taken for one: the trainer is then told of the key.
+    """
     status, found = asked(f"{url}/bridge/info")
-    return status == 401 or (isinstance(found, dict) and "engine" in found)
+    return status == 401 or (isinstance(found, dict) and found.get("apart") is True)
 
 
 def asked(url: str, key: str = "") -> tuple[int, Any]:

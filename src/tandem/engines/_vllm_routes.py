@@ -8,6 +8,7 @@ being proven; and adapters that vLLM's own route is told to load must lie where 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ from tandem.engines._vllm_probe import probe
 from tandem.engines._vllm_receiver import Receiver
 from tandem.engines._vllm_sleep import Sleeper
 from tandem.engines._vllm_stock import Stock
-from tandem.engines._vllm_watch import Watch
+from tandem.engines._vllm_watch import APART, Watch
 from tandem.engines._vllm_wire import Refused, parsed
 
 AWAKE = frozenset(
@@ -213,6 +214,7 @@ class _Live:
             logprobs=str(config.model_config.logprobs_mode),
             adapters=config.lora_config is not None,
             workers=[wire.Workers(**worker) for worker in await front.rpc("tandem_info")],
+            apart=os.environ.get(APART) == "1",
         )
 
     async def state_dict_info(self, _: bytes) -> Any:

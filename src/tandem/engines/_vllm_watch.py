@@ -19,6 +19,8 @@ TRAINER = "TANDEM_TRAINER"
 """Environment variable: ``pid:start time`` of the process that started the engine; unset where nobody is watched."""
 LINGER = "TANDEM_LINGER"
 """Environment variable: seconds that the engine outlives that process."""
+APART = "TANDEM_APART"
+"""Environment variable: 1 for an engine that was started alone, for trainers elsewhere."""
 
 GRACE = 60.0
 """Seconds that the server gets to end in order; then it is killed with its workers."""

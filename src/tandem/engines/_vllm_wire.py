@@ -359,6 +359,8 @@ class Info(msgspec.Struct, kw_only=True):
     adapters: bool
     """True if LoRA is enabled."""
     workers: list[Workers]
+    apart: bool = False
+    """True if it was started alone, for trainers elsewhere; else it is the engine of the trainer that started it."""
 
 
 def runs(steps: Sequence[int]) -> list[tuple[int, int]]:

@@ -221,7 +221,8 @@ class Vllm(EngineSpec):
         key = self._key()
         _separable(adapters)
         launch = self._launch(needs, context)
-        own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": str(adapters.absolute()), "TANDEM_LINGER": "0"}
+        folders = str(adapters.absolute())
+        own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
         fleet = Fleet(
             [self._server(i) for i in range(self.replicas)],
             launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **own}),
