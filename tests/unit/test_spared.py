@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plays import make_group, make_rollout
@@ -134,6 +135,26 @@ def test_a_sample_without_advantage_is_not_computed_and_all_else_stays(step: Ste
     assert float(expected.norm()) > 0
     assert distance(found, expected) <= 1e-6
     assert stats.logprobs.keys() == {"mixed@0/0", "mixed@0/2"}
+
+
+def test_clip_fractions_are_of_all_trained_tokens(step: Step) -> None:
+    """As numpy counts them, from every token's ratio, sign and bounds; the same whether all samples are computed."""
+    every = packed(step.policy, GROUPS)
+    _, stats = gradient(step, every)
+    (low, high), rollouts = (0.8, 1.28), {r.id: r for one in GROUPS for r in one.rollouts}
+    ratios, advantages = [], []
+    for name, logprobs in stats.logprobs.items():
+        (turn,) = rollouts[name].turns
+        ratios.append(np.exp(np.array(logprobs) - np.array(turn.completion.logprobs)))
+        advantages.append(np.full(len(logprobs), every.advantages[name]))
+    r, a = np.concatenate(ratios), np.concatenate(advantages)
+    assert (len(r), int((a == 0).sum())) == (12, 9)
+    below, above = (r < low) & (a < 0), (r > high) & (a > 0) | (r > 3.0) & (a < 0)
+    assert below.sum() + above.sum() > 0, "something is clipped"
+    wanted = {"": (below | above).mean(), "/low": below.mean(), "/high": above.mean()}
+    for batch in (every, packed(step.policy, GROUPS, skip_zero=True), packed(step.policy, GROUPS, budget=1)):
+        told = flatten(gradient(step, batch)[1].metrics)
+        assert {end: told[f"clip_fraction{end}"] for end in wanted} == pytest.approx(wanted)
 
 
 def test_a_step_without_any_advantage_has_a_gradient_of_zeros(step: Step) -> None:

@@ -73,9 +73,9 @@ class StepBatch:
     advantages: Mapping[str, float]
     """By rollout id; the mean over its tokens where the environment gave one for each."""
     num_loss_tokens: int
-    """Trained tokens in all micro-batches."""
+    """Trained tokens, those of samples that are not computed for want of an advantage among them."""
     num_samples: int
-    """Trained sequences in all micro-batches."""
+    """Trained sequences, likewise."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
     """What the batch says of itself."""
 

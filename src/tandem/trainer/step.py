@@ -98,7 +98,11 @@ class Step:
             for rollout, num in micro.places:
                 logprobs.setdefault(rollout, []).extend(of_micro[at : at + num])
                 at += num
-        return StepStats(metrics=merge(metrics), logprobs={k: tuple(v) for k, v in logprobs.items()}, known=kept)
+        return StepStats(
+            metrics=merge([*metrics, _never_clipped(batch, metrics)]),
+            logprobs={k: tuple(v) for k, v in logprobs.items()},
+            known=kept,
+        )
 
     async def apply(self, step: int, batch: StepBatch, first: StepStats) -> Mapping[str, Value]:
         """Update the weights in place, as often as the batch is to be used, and let the reference follow.
@@ -186,6 +190,13 @@ class Step:
             tile=self.tile,
             compile=self.policy.compile,
         )
+
+
+def _never_clipped(batch: StepBatch, metrics: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """Trained tokens that are not computed, for none has an advantage: no bound holds them, and shares count them."""
+    left_out = batch.num_loss_tokens - sum(len(micro.targets_N) for micro in batch.micro)
+    names = {name for found in metrics for name in found if name.startswith("clip_fraction")}
+    return {name: Mean(0.0, left_out) for name in names} if left_out else {}
 
 
 def _reused(metrics: Mapping[str, Value], norm: float) -> dict[str, Value]:
