@@ -24,6 +24,12 @@ from tandem.types import TEXT, Message, Rollout
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that reward functions get in another shape."""
 
+_MOST = 1e18
+"""Largest reward, either way: the square of a larger one does not fit into float32, where losses are computed."""
+
+_SHOWN_TEXT = 10_000
+"""Most characters of an exception's text that are kept."""
+
 _SHOWN_FRAMES = 2
 """Innermost places in the user's code that a message names."""
 
@@ -210,12 +216,14 @@ def traceback_of(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _GRADING and trace.tb_next is not None:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return "".join(line[: 2 * _SHOWN_TEXT] for line in traceback.format_exception(type(error), error, trace))
 
 
 def said(error: BaseException) -> str:
     """An exception's type and message."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = str(error)
+    shown = text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}... ({len(text)} characters)"
+    return f"{type(error).__name__}: {shown}" if text else type(error).__name__
 
 
 _TANDEM = str(Path(__file__).parents[1]) + os.sep
@@ -241,7 +249,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def _verdict(value: Any) -> Verdict:
-    """The value if it is a finite number, None or a failure, else what is wrong with it."""
+    """The value if it is a number, None or a failure, else what is wrong with it; one out of bounds ends the run."""
     if value is None or isinstance(value, Failure):
         return value
     if hasattr(value, "item") and not isinstance(value, numbers.Real):
@@ -249,6 +257,9 @@ def _verdict(value: Any) -> Verdict:
             value = value.item()  # a tensor or an array of one number
         except (ValueError, RuntimeError):
             return _bad(f"returned {_shown(value)}; expected a finite number or None")
+    size: Any = abs(value) if isinstance(value, numbers.Real) else 0
+    if _MOST < size < math.inf:
+        return Failure("bad_value", f"returned {_shown(value)}; expected a number from -1e18 to 1e18", costs="run")
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         return _bad(f"returned {_shown(value)}; expected a finite number or None")
     return float(value)
@@ -259,4 +270,6 @@ def _bad(text: str) -> Failure:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) > _MOST:
+        return f"a whole number of {value.bit_length()} bits"  # whose digits would take long to write, or are refused
     return f"{str(value)[:60]!r} ({type(value).__name__})" if not isinstance(value, float) else str(value)

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from tandem.errors import RewardError
@@ -78,14 +79,18 @@ class Answers:
     def __init__(self, pipe: int, wire: BinaryIO) -> None:
         self._pipe = pipe
         self._wire = wire
+        self._process = os.getpid()
         self._unread = 0
         self._number = 0
 
     def give(self, place: int, outcome: Outcome, *, tell: bool) -> None:
         """One call's, with its number and the moment at which it was done, from which the next call's time counts.
 
-        ``tell`` has the parent read it at once.
+        ``tell`` has the parent read it at once. A child that a reward forked, and that came back from it, ends here:
+        its answer is the grader's own.
         """
+        if os.getpid() != self._process:
+            os._exit(0)
         body = pickle.dumps((self._number, place, outcome, time.monotonic()))
         self._number += 1
         if len(body) > ROOM:
@@ -179,6 +184,8 @@ def main(pipe: int) -> None:
     os.set_inheritable(pipe, False)  # what graders start has nothing to do with it
     # Graders may print and read: the pipes move out of their way first.
     wire_in, wire_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Children that a reward forks must not keep them open: their end tells the parent of the grader's.
+    os.register_at_fork(after_in_child=partial(_close, wire_in.fileno(), wire_out.fileno(), pipe))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
@@ -203,6 +210,11 @@ def main(pipe: int) -> None:
         grader = _Grader(rewards, order.steps, Answers(pipe, wire_out), runner)
         while (job := jobs.get()) is not None:
             grader.serve(job)
+
+
+def _close(*handles: int) -> None:
+    for handle in handles:
+        os.close(handle)
 
 
 def _receive(wire: BinaryIO, jobs: queue.SimpleQueue[bytes | None]) -> None:

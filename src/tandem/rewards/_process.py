@@ -172,14 +172,22 @@ class Worker:
         self._let_go()
         async with waits.waiting(waits.actor("grading"), "its end by SIGKILL", on=self._name):
             await self._process.wait()
+        self._end_children()
 
     async def close(self) -> None:
-        """Let the process end by itself, or else kill it."""
+        """Let the process end by itself, or else kill it; what its graders started ends with it."""
         self._let_go()
         try:
             await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
         except TimeoutError:
             await self.kill()
+        self._end_children()
+
+    def _end_children(self) -> None:
+        """Kill what is left of the group that it led. Nobody gets its pid while one of them lives."""
+        if not Path(f"/proc/{self._process.pid}").exists():
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def _name(self) -> str:
