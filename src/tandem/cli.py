@@ -65,14 +65,19 @@ def check(
     tasks: Annotated[
         int, typer.Option(min=1, help="Tasks whose gold answer is scored and whose prompt is measured.")
     ] = 64,
+    sample: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Also load the model and play N groups: how many have signal.")
+    ] = 0,
 ) -> None:
     """Find what would go wrong, before loading weights.
 
     Resolves every option, reads the data, scores gold answers, measures prompts, and plans memory.
     """
     from tandem.verbs.check import check
+    from tandem.verbs.check_sample import check_sample
 
-    raise typer.Exit(check(recipe, overrides or [], tasks))
+    code = check(recipe, overrides or [], tasks)
+    raise typer.Exit(check_sample(recipe, overrides or [], sample) if sample and not code else code)
 
 
 @app.command()

@@ -36,7 +36,7 @@ from tandem.telemetry.completions import Completions
 from tandem.telemetry.emit import Telemetry
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
-from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.evaluate import evaluator
 from tandem.trainer.lock import Lock
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
@@ -102,14 +102,19 @@ async def _train(
 
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
+    async with playing(config, _first(config, players.tasks(config, "test")), weights) as streams:
+        return await evaluator(config, streams)(0)
+
+
+@asynccontextmanager
+async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None) -> AsyncIterator[list[Stream]]:
+    """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint."""
     with watchdog.watching(config.patience):
-        tasks = players.tasks(config, "test")
-        async with _policy(config) as policy, players.opened(config, config.sources, None) as playing:
+        async with _policy(config) as policy, players.opened(config, config.sources, None) as opened:
             if weights is not None:
                 await policy.compute(config.trains.load, policy.model, weights)
             async with _published(config, policy, fresh=weights is None) as engine:
-                streams = playing.streams(engine, _template(config, policy), _first(config, tasks))
-                return await _evaluator(config, streams, None, lambda record: None)(0)
+                yield opened.streams(engine, _template(config, policy), tasks)
 
 
 @asynccontextmanager
@@ -168,8 +173,7 @@ async def _assemble(
     checkpoints = _checkpoints(config, lock, policy, stepper, held, telemetry)
     await checkpoints.restore(state)
     template = _template(config, policy)
-    held_out = playing.streams(engine, template, _first(config, tasks.get("test", {})))
-    evaluator = _evaluator(config, held_out, telemetry, telemetry.evaluation)
+    held_out = evaluator(config, playing.streams(engine, template, _first(config, tasks.get("test", {}))), telemetry)
     reached = supply.Reached(state.step)
     pace = supply.pace(config, state.rate, telemetry)
     streams = playing.streams(engine, template, tasks.get("train", {}))
@@ -191,8 +195,8 @@ async def _assemble(
             fold=lambda: config.trains.fold(policy.model),
         ),
         checkpoints=checkpoints,
-        evaluate=evaluator.maybe,
-        evaluates=evaluator.wants,
+        evaluate=held_out.maybe,
+        evaluates=held_out.wants,
         telemetry=telemetry,
         records=lambda step, batch, stats: records(step, batch, stats, template),
         show=Completions(config.print_completions, telemetry),
@@ -367,31 +371,6 @@ def packer(config: RunConfig, policy: Policy) -> Packer:
         width=policy.config.hidden_size,
         skip_zero=only_by_advantage(config),
         penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
-    )
-
-
-def _evaluator(
-    config: RunConfig,
-    streams: Sequence[Stream],
-    telemetry: Telemetry | None,
-    record: Callable[[dict[str, Json]], None],
-) -> Evaluator:
-    asked = config.evaluate
-
-    def due(step: int) -> bool:
-        if telemetry is not None and telemetry.evaluated(step):
-            return False
-        if step == 0:
-            return asked.before
-        return (step == config.steps and asked.after) or (asked.every > 0 and step % asked.every == 0)
-
-    return Evaluator(
-        streams=streams,
-        samples=asked.samples,
-        sampling=asked.sampling(config.sampling),
-        due=due,
-        record=record,
-        started=lambda step: telemetry.event("eval_started", step=step) if telemetry else None,
     )
 
 

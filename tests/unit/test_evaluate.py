@@ -15,8 +15,8 @@ import pytest
 from tandem.config import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at
 from tandem.rollout.streams import Stream
-from tandem.run import _evaluator
 from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.evaluate import evaluator as of_recipe
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
 
@@ -115,7 +115,7 @@ def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tup
         sampling=Sampling(temperature=0.5),
         due=due,
         record=told.append,
-        started=told.append,
+        happened=lambda name, step: told.append((name, step)),
     )
     return made, told
 
@@ -190,7 +190,7 @@ def test_answers_are_sampled_as_those_that_are_trained_on_but_for_what_is_said(a
     options = {"model": "m", "steps": 1, "env": "arithmetic", "sampling": TRAINING, "evaluate": asked}
     config = from_options(options, [], Path("r.yaml")).config
     assert all(getattr(config.sampling, f.name) != f.default for f in dataclasses.fields(Sampling))
-    made = _evaluator(config, [], None, lambda record: None)
+    made = of_recipe(config, [])
     assert made.sampling == dataclasses.replace(config.sampling, **asked)
 
 
@@ -208,7 +208,7 @@ def test_nothing_is_done_unless_due() -> None:
     assert told == []
     assert player.asked == []
     asyncio.run(made.maybe(5))
-    assert [told[0], told[1]["step"]] == [5, 5]
+    assert [told[0], told[1]["step"], told[2]] == [("eval_started", 5), 5, ("eval_done", 5)]
     empty, told = evaluator(Player({}), 4)
     asyncio.run(empty.maybe(5))
     assert told == []

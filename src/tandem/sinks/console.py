@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem import progress
-from tandem.sinks import _bars, _board
+from tandem.sinks import _answers, _bars, _board
 from tandem.sinks.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
@@ -41,6 +41,11 @@ def shown() -> AbstractContextManager[None]:
     from rich.console import Console as Terminal
 
     return _bars.shown(Terminal(stderr=True))
+
+
+def answer_lines(sample: Mapping[str, Json], head: str) -> list[str]:
+    """An answer of the policy as the console shows it; ``sample`` as in the event ``completions``."""
+    return _answers.lines(sample, head)
 
 
 class _PlainWriter:

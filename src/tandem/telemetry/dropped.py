@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tandem.telemetry.completions import shortened, shown
@@ -21,6 +21,9 @@ MOST_ANSWERS = 8
 """Answers of such a group that are kept."""
 WARN = 5
 """Batches' worth of groups dropped for one step that are warned of."""
+LOOKED_AT = 64
+"""Dropped groups by which it is judged what to change, the latest ones."""
+ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
 AGAIN = 10
 """Steps after a warning in which the next ones are told without an example."""
 
@@ -44,9 +47,7 @@ class DroppedGroups:
     _any: bool = False
     _warned: int = -AGAIN - 1
     _why: Counter[str] = field(default_factory=Counter)
-    _answers: int = 0
-    _truncated: int = 0
-    _alike: int = 0
+    _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
     def __call__(self, reason: str, group: Group) -> None:
         """A group was dropped: flat, stale or failed."""
@@ -54,17 +55,15 @@ class DroppedGroups:
         if step != self._step:
             self._step = step
             self._why.clear()
-            self._answers = self._truncated = self._alike = 0
-        why = _why(reason, group)
-        self._why[why] += 1
-        self._answers += len(group.scored)
-        self._truncated += sum(rollout.truncated for rollout in group.scored)
-        self._alike += len(group.scored) > 1 and len({rollout.text for rollout in group.scored}) == 1
+            self._last.clear()
+        self._last.append((reason, group))
+        told = why(reason, group)
+        self._why[told] += 1
         rewards: Json = [rollout.reward for rollout in group.rollouts]
         self.telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
         count = self._why.total()
         if count <= KEPT and group.rollouts:
-            self.telemetry.dropped(_record(step, reason, why, group))
+            self.telemetry.dropped(_record(step, reason, told, group))
         if group.rollouts and (not self._any or self._due(count)):
             self._say(step, count, group)
 
@@ -80,43 +79,50 @@ class DroppedGroups:
         fields: dict[str, Json] = {"step": step, "dropped": count, "why": dict(self._why), "warning": warns}
         if warns and step > self._warned + AGAIN:
             self._warned = step
-            fields |= {"example": shown(_example(group)), "change": self._change(group)}
+            fields |= {"example": shown(_example(group)), "change": change(self._last, self.max_tokens)}
         elif not self._any:
             fields["example"] = shown(_example(group))
         self._any = True
         log.info("step %d: %d groups dropped so far: %s", step, count, dict(self._why))
         self.telemetry.event("groups_dropped", **fields)
 
-    def _change(self, group: Group) -> str:
-        """What usually helps, by the commonest reason."""
-        commonest = self._why.most_common(1)[0][0]
-        if commonest == FAILED:
-            error = next((rollout.error for rollout in group.rollouts if rollout.error), "")
-            return f"the environment or a reward fails: {shortened(error, 200) or 'answers have no reward'}"
-        if commonest == STALE:
-            return "raise max_lag, or let fewer environments run ahead"
-        if self._alike * 2 > self._why.total():
-            return "answers to a task are all alike, to the letter: raise sampling.temperature"
-        if self._truncated * 2 > self._answers:
-            cut = f"{self._truncated} of {self._answers} answers were cut at a length limit"
-            return f"{cut}: raise sampling.max_tokens ({self.max_tokens}), or ask for shorter answers"
-        if commonest == ZERO:
-            return (
-                "read the answer: if it is right, mend the reward; if not, use easier tasks, a stronger model, an "
-                "example in the prompt, or a larger group_size"
-            )
-        return "harder tasks, or a reward that tells a good answer from a better one"
 
-
-ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
-
-
-def _why(reason: str, group: Group) -> str:
-    """Why a group is dropped, in words that make groups of a kind countable."""
+def why(reason: str, group: Group) -> str:
+    """Why a group is not trained on, in words that make groups of a kind countable: ``every reward 0``."""
     if reason != "flat":
         return reason
     rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
     return ZERO if not any(rewards) else f"every reward {rewards[0]:.4g}"
+
+
+def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
+    """What usually helps where groups are dropped.
+
+    Args:
+        dropped: some of them, at least one, each with its reason: flat, stale or failed.
+        max_tokens: most tokens of an answer.
+    """
+    groups = [group for _, group in dropped]
+    commonest = Counter(why(reason, group) for reason, group in dropped).most_common(1)[0][0]
+    answers = [rollout for group in groups for rollout in group.scored]
+    cut = sum(rollout.truncated for rollout in answers)
+    alike = sum(len({rollout.text for rollout in group.scored}) == 1 for group in groups)
+    if commonest == STALE:
+        return "raise max_lag, or let fewer environments run ahead"
+    if commonest == FAILED:
+        error = next((rollout.error for group in groups for rollout in group.rollouts if rollout.error), "")
+        return f"the environment or a reward fails: {shortened(error, 200) or 'answers have no reward'}"
+    if alike * 2 > len(groups):
+        return "answers to a task are all alike, to the letter: raise sampling.temperature"
+    if cut * 2 > len(answers):
+        told = f"{cut} of {len(answers)} answers were cut at a length limit"
+        return f"{told}: raise sampling.max_tokens ({max_tokens}), or ask for shorter answers"
+    if commonest == ZERO:
+        return (
+            "read the answer: if it is right, mend the reward; if not, use easier tasks, a stronger model, an "
+            "example in the prompt, or a larger group_size"
+        )
+    return "harder tasks, or a reward that tells a good answer from a better one"
 
 
 def _example(group: Group) -> Rollout:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem import progress
+from tandem.config import RunConfig
 from tandem.rollout.measure import interval, pass_at
 from tandem.rollout.streams import Stream
 from tandem.telemetry import trace
+from tandem.telemetry.emit import Telemetry
 from tandem.types import Group, Json, Sampling, Task
 
 _SHOWN = 40
@@ -32,8 +34,8 @@ class Evaluator:
     """True for steps at which to evaluate."""
     record: Callable[[dict[str, Json]], None]
     """Where results go."""
-    started: Callable[[int], None]
-    """Told when an evaluation begins."""
+    happened: Callable[[str, int], None]
+    """Told ``eval_started`` when an evaluation begins and ``eval_done`` when it ends, however; and of which step."""
 
     def wants(self, step: int) -> bool:
         """True if ``maybe`` would evaluate."""
@@ -42,8 +44,11 @@ class Evaluator:
     async def maybe(self, step: int) -> None:
         """Evaluate if this step is due."""
         if self.wants(step):
-            self.started(step)
-            self.record(await self(step))
+            self.happened("eval_started", step)
+            try:
+                self.record(await self(step))
+            finally:
+                self.happened("eval_done", step)
 
     async def __call__(self, step: int) -> dict[str, Json]:
         """Evaluate now; an ``eval.jsonl`` record."""
@@ -79,6 +84,31 @@ class Evaluator:
             "envs": {name: _numbers(some, self.samples) for name, some in by_name.items()},
             "rollouts": [_shown(look) for some in by_name.values() for look in some[: _SHOWN // len(by_name)]],
         }
+
+
+def evaluator(config: RunConfig, streams: Sequence[Stream], telemetry: Telemetry | None = None) -> Evaluator:
+    """As the recipe asks; of a run it tells ``telemetry``, and evaluates no step twice."""
+    asked = config.evaluate
+
+    def due(step: int) -> bool:
+        if telemetry is not None and telemetry.evaluated(step):
+            return False
+        if step == 0:
+            return asked.before
+        return (step == config.steps and asked.after) or (asked.every > 0 and step % asked.every == 0)
+
+    def happened(name: str, step: int) -> None:
+        if telemetry is not None:
+            telemetry.event(name, step=step)
+
+    return Evaluator(
+        streams=streams,
+        samples=asked.samples,
+        sampling=asked.sampling(config.sampling),
+        due=due,
+        record=telemetry.evaluation if telemetry is not None else lambda record: None,
+        happened=happened,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Feed, FeedOptions
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
-from tandem.rollout.judges import as_is, penalise_truncated
+from tandem.rollout.judges import Judge, as_is, penalise_truncated
 from tandem.rollout.rate import Budget, Pace, RateState
 from tandem.rollout.streams import Stream
 from tandem.sinks.wandb import Wandb
@@ -56,6 +56,11 @@ def pace(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> Pa
     return Pace.auto(budget, state, lambda told: telemetry.event("rate_changed", **told))
 
 
+def judge(config: RunConfig) -> Judge:
+    """What has the last word on a group's rewards."""
+    return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is
+
+
 def played(
     config: RunConfig,
     streams: Sequence[Stream],
@@ -80,7 +85,7 @@ def played(
             curriculum=config.curriculum,
         ),
         version=reached.get,
-        judge=penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is,
+        judge=judge(config),
         on_drop=_dropped(config, reached, telemetry),
         pace=pace,
         happened=lambda name, told: telemetry.event(name, **told),

@@ -1,0 +1,64 @@
+"""A look ahead: the groups that a run would begin with, played before anything is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem import progress
+from tandem.config import RunConfig
+from tandem.rollout.cursor import Draw
+from tandem.rollout.streams import Stream, Timetable
+from tandem.trainer.supply import judge
+from tandem.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Groups that were played with the model as it is loaded."""
+
+    groups: tuple[Group, ...]
+    """In the order in which a run plays them."""
+    seconds: float
+    """How long playing them took."""
+
+    @property
+    def signal(self) -> tuple[Group, ...]:
+        """Groups with different rewards: what a step can learn from."""
+        return tuple(group for group in self.groups if not group.is_flat)
+
+
+async def forecast(config: RunConfig, streams: Sequence[Stream], count: int) -> Forecast:
+    """Play the first ``count`` groups, a batch's worth at a time."""
+    begun, wanted = time.monotonic(), _first(config, streams, count)
+    room, judged = asyncio.Semaphore(config.groups_per_step), judge(config)
+    with progress.under_way("sampling", total=count, unit="groups") as played:
+
+        async def play(index: int, stream: Stream, number: int) -> Group:
+            task, id = stream.of(Draw(stream=stream.name, number=number))
+            async with room:
+                group = await stream.worker.group(
+                    task, id=id, index=index, size=config.group_size, sampling=config.sampling
+                )
+            played.advance()
+            return judged(group)
+
+        groups = await asyncio.gather(*(play(i, stream, number) for i, (stream, number) in enumerate(wanted)))
+    return Forecast(groups=tuple(groups), seconds=time.monotonic() - begun)
+
+
+def _first(config: RunConfig, streams: Sequence[Stream], count: int) -> list[tuple[Stream, int]]:
+    """Stream and number of the first draws of a run without a curriculum."""
+    by_name = {stream.name: stream for stream in streams}
+    table = Timetable(streams, config.groups_per_step)
+    names = itertools.chain.from_iterable(table.batch(batch) for batch in itertools.count())
+    drawn: Counter[str] = Counter()
+    found = []
+    for name in itertools.islice(names, count):
+        found.append((by_name[name], drawn[name]))
+        drawn[name] += 1
+    return found

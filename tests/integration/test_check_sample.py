@@ -1,0 +1,82 @@
+"""``tandem check --sample``: the groups that a run would begin with, played before it is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.cli import main
+
+RECIPE: dict[str, Any] = {
+    "steps": 1,
+    "env": "arithmetic",
+    "groups_per_step": 2,
+    "group_size": 4,
+    "dtype": "float32",
+    "sampling": {"max_tokens": 6},
+    "evaluate": {"tasks": 0},
+    "sinks": [],
+    "threads": 1,
+    "name": "a",
+}
+REWARD = """
+def odd(completions, **columns):
+    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+
+def never(completions, **columns):
+    return [0.0] * len(completions)
+"""
+
+
+def tandem(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "marks.py").write_text(REWARD)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
+    return path
+
+
+def test_it_tells_the_share_of_groups_with_signal_which_is_that_of_the_run(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tandem("check", str(recipe), "rewards={marks:odd: 1.0}", "--sample", "2") == 0
+    told = capfd.readouterr().out
+    assert "played 2 groups of 4 answers" in told
+    assert "of 2 groups (" in told
+    assert tandem("train", str(recipe), "rewards={marks:odd: 1.0}", "flat_groups=keep") == 0
+    rows = [json.loads(line) for line in (tmp_path / "runs/a/rollouts/000001.jsonl").read_text().splitlines()]
+    groups: dict[str, set[float]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], set()).add(row["reward"])
+    assert f"signal: {sum(len(some) > 1 for some in groups.values())} of 2 groups" in told
+    assert not list(tmp_path.glob("runs/*/checkpoints/*.tmp"))
+
+
+def test_where_nothing_has_signal_it_says_what_to_change_and_shows_an_answer(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tandem("check", str(recipe), "rewards={marks:never: 1.0}", "--sample", "3") == 0
+    told = capfd.readouterr().out
+    assert "signal: 0 of 3 groups (0%) have different rewards; 3 with every reward 0" in told
+    assert "  change: " in told
+    assert "the best answer of a group without signal, reward 0" in told
+    assert not (tmp_path / "runs").exists(), "nothing is trained or kept"
+
+
+def test_a_recipe_that_is_wrong_is_told_before_anything_is_played(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tandem("check", str(recipe), "group_sise=3", "--sample", "2") == 2
+    assert "played" not in capfd.readouterr().out
