@@ -64,3 +64,34 @@ def test_ms_swifts_examples_train(what: str, here: Path) -> None:
     run = here / "output/run"
     assert list(metrics(run)) == [1, 2]
     assert len(lines(run / "completions.jsonl")) == 2
+
+
+SCHEDULER = """
+from swift.plugin import orms
+from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+
+class Again(MultiTurnScheduler):
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages.append({"role": "user", "content": "Are you sure?"})
+        return {"infer_request": infer_request}
+
+multi_turns["again"] = Again
+orms["asked"] = lambda completions, rollout_infos, **_: [
+    info["num_turns"] + len(text) / 100 for text, info in zip(completions, rollout_infos)
+]
+"""
+
+
+def test_a_scheduler_of_a_plug_in_plays_several_turns(here: Path) -> None:
+    build_tiny_model(here / "tiny")
+    swift_files(here)
+    (here / "turns.py").write_text(SCHEDULER)
+    line = (
+        "--model tiny --dataset rows.jsonl --external_plugins turns.py --multi_turn_scheduler again --max_turns 2 "
+        "--reward_funcs asked --num_generations 4 --per_device_train_batch_size 8 --max_completion_length 4 "
+        "--max_steps 2 --torch_dtype float32 --output_dir output --run_name run sampling.min_tokens=4"
+    )
+    tandem("swift", "rlhf", "--rlhf_type", "grpo", *shlex.split(line))
+    rows = [row for step in (1, 2) for row in lines(here / f"output/run/rollouts/{step:06d}.jsonl")]
+    for row in rows:  # an answer that is cut ends the conversation
+        assert row["rewards"]["asked"] // 1 == len(row["prompts"])

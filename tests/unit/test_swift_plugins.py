@@ -101,7 +101,7 @@ COLUMNS = """
             assert all(turns[0]["content"] == "Be brief." and len(turns) == 3 for turns in messages)
             assert columns["response_token_ids"] == [[0, 1], [10, 11]]
             assert (columns["finish_reason"], columns["is_truncated"]) == (["length"] * 2, [True] * 2)
-            assert (columns["request_id"], columns["rollout_infos"]) == (["g/0", "g/1"], [{}, {}])
+            assert (columns["request_id"], columns["rollout_infos"]) == (["g/0", "g/1"], [{"num_turns": 1}] * 2)
             assert columns["kind"] == ["sum", "sum"]
             return [float(turns[-1]["content"] == gold) for turns, gold in zip(messages, solution)]
 

@@ -63,7 +63,7 @@ _OWN = "Tandem has an attention, packing and kernels of its own"
 _GONE = "the engine's weights are the trainer's, so there is no second copy to move or release"
 _QUANTISED = "Tandem trains bfloat16 or float32 weights"
 _LORA = "Tandem trains PEFT's plain LoRA"
-_TURNS = "several turns are played by an environment (env: agent)"
+_TURNS = "gyms are played by an environment (docs/environments.md), or write a scheduler (multi_turn_scheduler)"
 _PLAYED = "the trainer plays, so give it to tandem swift rlhf"
 _RESUME = "to go on with a run: tandem train RUN"
 _SWANLAB = "numbers go to metrics.jsonl of the run's folder, and to wandb, trackio or tensorboard where named"
@@ -272,12 +272,13 @@ _SAMPLING: tuple[Argument, ...] = (
     _idle("offload_model", "truth", _GONE, where="colocate"),
     _idle("gc_collect_after_offload", "truth", _GONE, where="colocate"),
     _no("structured_outputs_regex", "text", GRAMMAR),
-    _no("multi_turn_scheduler", "text", _TURNS),
-    _no("multi_turn_func", "text", _TURNS),
+    _is("multi_turn_scheduler", "text", "env: conversations that a scheduler of external_plugins goes on with"),
+    _is("max_turns", "whole", "env.max_turns", where="scheduler"),
+    _no("multi_turn_func", "text", "write a scheduler (multi_turn_scheduler)"),
     _no("agent_template", "text", "tools are written by the tokenizer's chat template", None, "tools_prompt"),
-    _no("max_turns", "whole", _TURNS),
     _no("use_gym_env", "truth", _TURNS, False),
-    _no("vllm_server_pass_dataset", "truth", _TURNS, False),
+    _idle("vllm_server_pass_dataset", "truth", "rewards and schedulers get every column by name"),
+    _no("gym_env", "text", _TURNS),
     _no("use_lmdeploy", "truth", "engines are embedded and vllm", False),
 )  # fmt: skip
 
@@ -322,6 +323,7 @@ DEPLOY: tuple[Argument, ...] = (
     _no("served_model_name", "text", "an engine is known by its model, which is what a trainer asks for"),
     _idle("multi_turn_scheduler", "text", _PLAYED),
     _idle("max_turns", "whole", _PLAYED),
+    _no("use_gym_env", "truth", _TURNS, False),
     _idle("external_plugins", "texts", _PLAYED, "plugin", "custom_register_path"),
     _idle("max_new_tokens", "whole", "a trainer says how long answers may be"),
     _idle("temperature", "number", "a trainer says how it samples"),

@@ -24,7 +24,7 @@ from tandem.types import Completion, Json, Message, Rollout, Task, Turn
 Registry = dict[str, Callable[..., Any]]
 
 _TABLE = {name: argument for argument in RLHF for name in (argument.name, *argument.also)}
-_PARTS = frozenset({"llm", "orm", "plugin", "rewards", "utils"})
+_PARTS = frozenset({"llm", "multi_turn", "orm", "plugin", "rewards", "rollout", "utils"})
 """Modules that may be reached as attributes of others."""
 
 
@@ -55,6 +55,31 @@ class Orm:
 
     def __init__(self, args: Any = None, **_: Any) -> None:
         self.args = args
+
+
+class Scheduler:
+    """What schedulers of plug-ins derive from: after each answer they say whether and how it goes on."""
+
+    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, *_: Any, **options: Any) -> None:
+        self.infer_engine = infer_engine
+        self.max_turns = max_turns
+        self.tokenizer = options.get("tokenizer")
+
+    async def on_trajectory_start(self, requests: Sequence[Any]) -> None:
+        """Called before the first answer."""
+
+    async def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        """Called after each answer; may return ``done`` and ``rollout_infos``."""
+        return {}
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        """Whether an answer was the last: it was cut, or there were as many as may be."""
+        cut = response_choice.finish_reason == "length"
+        return cut or (self.max_turns is not None and current_turn >= self.max_turns)
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        """What is said after an answer: ``infer_request`` with more messages."""
+        raise NotImplementedError(f"{type(self).__name__} has no step, and a run of its own is not called here")
 
 
 class BuiltIn(Orm):
@@ -102,7 +127,19 @@ def orms() -> Registry:
         sys.meta_path.append(_Finder())  # last, so that whatever is installed is found first
     _ORMS.clear()  # those of other plug-ins are none of this one's business
     _ORMS.update(_BUILT_IN)
+    _TURNS.clear()
     return _ORMS
+
+
+def multi_turns() -> Registry:
+    """The same for schedulers; to be called after ``orms``."""
+    for name in ("swift.rollout.multi_turn", "swift.plugin.multi_turn"):
+        try:
+            found: Registry = importlib.import_module(name).multi_turns
+        except ImportError:
+            continue
+        return found
+    return _TURNS
 
 
 def _play(text: str, gold: str, tokens: tuple[int, ...]) -> Rollout:
@@ -175,14 +212,17 @@ _CLASSES: dict[str, type[BuiltIn]] = {
 }
 _BUILT_IN: Registry = {cls.reward: cls for cls in _CLASSES.values()}
 _ORMS: Registry = {}
-# ``rm_plugins`` and ``multi_turns`` may be written to in the same file; nothing reads them.
+_TURNS: Registry = {}
+# ``rm_plugins`` may be written to in the same file; nothing reads it.
 _HERE: dict[str, Any] = {
     **_CLASSES,
     "ORM": Orm,
     "AsyncORM": Orm,
     "orms": _ORMS,
     "rm_plugins": {},
-    "multi_turns": {},
+    "multi_turns": _TURNS,
+    "RolloutScheduler": Scheduler,
+    "MultiTurnScheduler": Scheduler,
     "get_logger": lambda *_, **__: logging.getLogger("swift"),
 }
 """What is there, whichever module it is imported from."""

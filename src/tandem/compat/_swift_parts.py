@@ -14,6 +14,8 @@ from tandem.compat._swift_given import Given
 from tandem.compat._swift_plugin import KIND as PLUGIN
 from tandem.compat._swift_plugin import registered
 from tandem.compat._swift_rewards import NAMES, built_in
+from tandem.compat._swift_turns import KIND as TURNS
+from tandem.compat._swift_turns import Scheduled
 from tandem.errors import RewardError
 from tandem.rewards._calls import raised
 from tandem.types import Json
@@ -63,7 +65,8 @@ def rows(env: Mapping[str, Json]) -> int:
     Raises:
         EnvError: it cannot be read.
     """
-    return len(Rows(**{name: value for name, value in env.items() if name != "kind"}).tasks("train"))
+    kind = Scheduled if env["kind"] == TURNS else Rows
+    return len(kind(**{name: value for name, value in env.items() if name != "kind"}).tasks("train"))
 
 
 def _system(given: Given) -> str:
@@ -92,7 +95,23 @@ def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
     env |= {"max_rows": int(count)} if count and int(count) else {}
     env |= {"columns": given["columns"]} if given["columns"] else {}
     env |= {"test_path": validation[0]} if validation else {"test_share": given["split_dataset_ratio"]}
-    return env | ({"gold_reply": TAGGED} if "format" in given["reward_funcs"] else {})
+    env |= {"gold_reply": TAGGED} if "format" in given["reward_funcs"] else {}
+    return env | (_turns(given) if given["multi_turn_scheduler"] else {})
+
+
+def _turns(given: Given) -> dict[str, Json]:
+    """What plays several turns."""
+    name, files = given["multi_turn_scheduler"], list(given["external_plugins"])
+    if not files:
+        given.wrong("multi_turn_scheduler", f"name the file that registers {name} by --external_plugins")
+    most = given["max_turns"]
+    return {
+        "kind": TURNS,
+        "scheduler": name,
+        "files": files,
+        "model": given["model"],
+        **({"max_turns": most} if most else {}),
+    }
 
 
 def rewards(given: Given) -> dict[str, Json]:
@@ -155,7 +174,7 @@ def _plugged(given: Given) -> Collection[str]:
         return names
     asked = {found[name].file for name in names if name in found}
     for file in files:
-        if file not in asked:
+        if file not in asked and not given["multi_turn_scheduler"]:
             own = ", ".join(name for name, one in found.items() if one.file == file) or "nothing"
             given.note("external_plugins", f"{file} registers none of --reward_funcs ({own}), so it changes nothing")
     return tuple(found)

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.compat._swift_library import Arguments, orms
+from tandem.compat._swift_library import Arguments, multi_turns, orms
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards._calls import Adapter, Called, said
 from tandem.types import Json, Rollout
@@ -100,6 +100,15 @@ def registered(files: Sequence[str]) -> Mapping[str, Registered]:
     Raises:
         RewardError: there is no such file.
     """
+    return _found(files)[0]
+
+
+def schedulers(files: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
+    """Every multi-turn scheduler that plug-in files register, by name; raises as ``registered``."""
+    return _found(files)[1]
+
+
+def _found(files: Sequence[str]) -> tuple[Mapping[str, Registered], Mapping[str, Callable[..., Any]]]:
     for file in files:
         if not Path(file).is_file():
             raise RewardError(f"there is no plug-in file {file}")
@@ -107,8 +116,10 @@ def registered(files: Sequence[str]) -> Mapping[str, Registered]:
 
 
 @cache
-def _run(files: tuple[tuple[str, str], ...]) -> Mapping[str, Registered]:
-    """By name, as given and in full: what they register; raises whatever they raise."""
+def _run(
+    files: tuple[tuple[str, str], ...],
+) -> tuple[Mapping[str, Registered], Mapping[str, Callable[..., Any]]]:
+    """By name, as given and in full: rewards and schedulers that they register; raises whatever they raise."""
     registry = orms()
     found: dict[str, Registered] = {}
     for file, place in files:
@@ -125,7 +136,7 @@ def _run(files: tuple[tuple[str, str], ...]) -> Mapping[str, Registered]:
         spec.loader.exec_module(module)
         own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
         found |= {key: Registered(file, thing) for key, thing in own.items()}
-    return found
+    return found, dict(multi_turns())
 
 
 def _made(thing: Callable[..., Any], given: Mapping[str, Json]) -> Callable[..., Any]:
@@ -156,5 +167,5 @@ def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "request_id": [r.id for r in rollouts],
         "finish_reason": [r.turns[-1].completion.finish if r.turns else None for r in rollouts],
         "is_truncated": [r.truncated for r in rollouts],
-        "rollout_infos": [{} for _ in rollouts],
+        "rollout_infos": [{**r.metrics, "num_turns": max(1, len(r.turns))} for r in rollouts],
     }

@@ -184,6 +184,7 @@ class Reading:
             "lora": "" if self._lora else f"with --train_type {given['train_type']}, which trains no adapter",
             "evaluation": "" if evaluates else "without --val_dataset or --split_dataset_ratio",
             "reward model": "" if given["reward_model"] else "without --reward_model",
+            "scheduler": "" if given["multi_turn_scheduler"] else "without --multi_turn_scheduler",
             "dynamic_sample": "" if given["dynamic_sample"] else "without --dynamic_sample true",
             **{
                 name: "" if name in names else f"without {name} among --reward_funcs"
@@ -238,7 +239,7 @@ class Reading:
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
                  "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps",
-                 "mini_batch_size", "num_infer_workers")  # fmt: skip
+                 "mini_batch_size", "num_infer_workers", "max_turns")  # fmt: skip
         if not given.positive(*names):
             return
         if "generation_batch_size" in given and "steps_per_generation" in given:
