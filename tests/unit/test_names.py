@@ -29,7 +29,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
     [
         ("learning_rate", "optimizer.lr"),
         ("num_generations", "group_size"),
-        ("beta", "reference: start"),
+        ("beta", "reference: {kind: start"),
         ("per_device_train_batch_size", "groups_per_step"),
         ("gradient_accumulation_steps", "groups_per_step"),
         ("report_to", "sinks"),
@@ -63,7 +63,7 @@ def test_names_of_verl_are_told_one_by_one(tmp_path: Path) -> None:
 
 def test_a_name_within_a_part(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, "loss: {epsilon: 0.2}\n")
-    assert "unknown option 'epsilon'; from TRL? here it is loss.clip_low" in line
+    assert "unknown option 'epsilon'; from TRL or Axolotl? here it is loss.clip_low" in line
 
 
 def test_what_is_near_to_an_option_here_is_that(tmp_path: Path) -> None:

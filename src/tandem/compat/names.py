@@ -13,6 +13,21 @@ from tandem.compat._swift_arguments import RLHF, Argument
 
 _TRL: Mapping[str, str] = {
     "model_name_or_path": "model",
+    "beta": "reference: {kind: start, beta: ...}, none for 0",
+    "ref_model_sync_steps": "reference.every",
+    "vllm_mode": "engine: vllm, started by the run (colocate) or at engine.urls (server)",
+    "vllm_max_model_len": "engine.max_model_len, or context for both engine and trainer",
+    "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "vllm_importance_sampling_cap": "high, of an entry of corrections",
+    "vllm_importance_sampling_clip_max": "high, of an entry of corrections",
+    "vllm_importance_sampling_clip_min": "low, of an entry of corrections",
+    "dataset": "env: dataset, with path",
+    "datasets": "env: dataset, with path; of several envs",
+    "rl": "nothing: GRPO is what Tandem trains by",
+    "trl": "nothing: its options have names of a recipe; a whole file of Axolotl has base_model, and no model",
+    "vllm": "engine: vllm, and its options",
+    "external_plugins": "rewards: functions by import path",
+    "plugin": "rewards: functions by import path",
     "torch_dtype": "dtype",
     "fp16": "dtype: bfloat16 or float32",
     "dataset_name": "env: dataset, with path",
@@ -131,7 +146,8 @@ def _tables() -> tuple[tuple[str, Mapping[str, str]], ...]:
     """System and its names; of two that have a name the first is looked at."""
     swift = {name: _said(argument) for argument in RLHF for name in (argument.name, *argument.also)}
     return (
-        ("TRL", {**{name: _said(option) for name, option in TRL.items()}, **_TRL}),
+        ("TRL", _TRL),
+        ("TRL or Axolotl", {name: _said(option) for name, option in TRL.items()}),
         ("verl", _VERL),
         ("TRL or ms-swift", swift),
         ("Axolotl", {name: _said(option) for name, option in TOP.items()}),
