@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -94,3 +95,40 @@ def test_a_client_that_goes_within_a_body_leaves_nothing(length: int) -> None:
         assert (await client.get("/status")).json["queue_size"] == 0
 
     play(scene)
+
+
+def test_pieces_are_counted_as_they_come_and_so_is_what_gzip_makes() -> None:
+    """Bodies that do not say how long they are, or how long they become, are within the bound of all all the same."""
+    plain = write(group(1, images="x" * 3_000_000))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(plain), 100_000):
+            yield plain[start : start + 100_000]
+
+    async def scene(client: Client) -> None:
+        headers = {"Content-Type": "application/json"}
+        async with client.session.post(client.url + "/scored_data", data=pieces(), headers=headers) as response:
+            assert response.status == 503
+            assert b"too many bodies" in await response.read()
+        reply = await client.post("/scored_data", plain, zipped=True)
+        assert (reply.status, b"too many bodies" in reply.body) == (503, True)
+        small = write(group(1, images="x" * 1_200_000))
+        for zipped in (True, False):
+            assert (await client.call("POST", "/scored_data", small, zipped)).json == {"status": "received"}
+        assert client.broker.bodies.pending == 0
+
+    play(scene, limits=Limits(pending_bytes=2_400_000, inflation=10_000))
+
+
+def test_a_body_that_comes_too_slowly_is_given_up() -> None:
+    async def scene(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        writer.write(HEAD.format(3 * INLINE_BYTES).encode())
+        answer = asyncio.ensure_future(reader.readline())
+        while not answer.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+        assert b" 408 " in answer.result()
+        writer.close()
+
+    play(scene, limits=Limits(slow_seconds=0.2))

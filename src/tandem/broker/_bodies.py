@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from tandem.broker._zlib import BROKEN, gunzip
 from tandem.broker.wire import Encoding
 
 T = TypeVar("T")
+Grow = Callable[[int], None]
 
 INLINE_BYTES = 1 << 20
 """Bodies up to this are decoded on the event loop, which takes milliseconds; larger ones in a thread."""
@@ -37,10 +40,16 @@ class Limits:
     """Most bytes that gzip may make of one byte, once they are more than a MiB. Real groups stay below 50."""
     pending_bytes: int = 512 << 20
     """Most bytes of all bodies that are being read; beyond it clients are asked to come back."""
+    large_bytes: int = 8 << 20
+    """Bodies above this are decoded one at a time: values take several times the room of their bytes."""
     list_groups: int = 10_000
     """Most groups of one submitted list."""
     idle_seconds: float = 30.0
     """How long a client may pause within a body."""
+    slow_seconds: float = 120.0
+    """After this a body must have come at ``slow_bytes`` a second."""
+    slow_bytes: int = 16 << 10
+    """Least bytes a second of a body that takes long."""
 
 
 class Answer(Exception):
@@ -72,17 +81,20 @@ class Bodies:
     limits: Limits
     """What they may be."""
     pending: int = 0
-    """Bytes of bodies that are being read or decoded."""
+    """Bytes of bodies that are being read, inflated or decoded."""
     received: int = 0
     """Bytes of bodies read since the start, as sent."""
+    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tandem-bodies"))
 
-    async def read(self, request: web.Request, parse: Callable[[bytes, Encoding], T]) -> T:
+    async def read(self, request: web.Request, parse: Callable[[bytes, Encoding], T], *, most: int | None = None) -> T:
         """A request's message.
 
         Args:
             request: with a body.
             parse: makes the message from plain bytes and their encoding.
+            most: bytes of the body; None: as the limits say.
 
         Raises:
             Malformed: it is no such message.
@@ -91,11 +103,15 @@ class Bodies:
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "gzip", "x-gzip"):
             raise Answer(400, f"Content-Encoding {coding[:40]} is not understood; send gzip, or plain bytes")
-        size = request.content_length
-        if size is not None and size > self.limits.body_bytes:
-            raise self._too_large(size)
-        with self._reserved(size or INLINE_BYTES):
-            data = await (self._collected(request) if size is None or size > INLINE_BYTES else self._whole(request))
+        size, most = request.content_length, min(most or self.limits.body_bytes, self.limits.body_bytes)
+        if size is not None and size > most:
+            raise _too_large(size, most)
+        with self._reserved() as grow:
+            grow(size or 0)
+            if size is None or size > INLINE_BYTES:
+                data = await self._collected(request, most, grow)
+            else:
+                data = await self._whole(request)
             self.received += len(data)
             if not data:
                 raise refuse("missing", (), "Field required", None)
@@ -104,10 +120,13 @@ class Bodies:
             if coding.endswith("gzip"):
                 plain = _inflated_inline(data) if len(data) <= INLINE_GZIP_BYTES else None
             if plain is None:  # a thread that inflates does not hold the interpreter
-                plain = await self._threaded(partial(self._inflated, data))
+                plain = await self._threaded(partial(self._inflated, data, most, grow))
             if len(plain) <= INLINE_BYTES:
                 return parse(plain, encoding)
-            return await self._threaded(partial(parse, plain, encoding))
+            if len(plain) <= self.limits.large_bytes:
+                return await self._threaded(partial(parse, plain, encoding))
+            async with self._large:
+                return await self._threaded(partial(parse, plain, encoding))
 
     def coming(self) -> bool:
         """True while a body is being read."""
@@ -122,7 +141,7 @@ class Bodies:
 
     async def _whole(self, request: web.Request) -> bytes:
         """A body that fits into what a connection may have unread: taken all at once, which wakes and copies once."""
-        content = request.content
+        content, began = request.content, time.monotonic()
         while not content.is_eof():
             if error := content.exception():
                 raise error
@@ -133,10 +152,12 @@ class Bodies:
             except TimeoutError:
                 if content.total_bytes == before:
                     raise self._idle() from None
+                self._unless_slow(began, content.total_bytes)
         return content.read_nowait()
 
-    async def _collected(self, request: web.Request) -> bytes:
-        chunks, size = [], 0
+    async def _collected(self, request: web.Request, most: int, grow: Grow) -> bytes:
+        """A body in pieces. Of one that does not say how long it is, each piece is reserved as it comes."""
+        chunks, size, began = [], 0, time.monotonic()
         while True:
             try:
                 async with asyncio.timeout(self.limits.idle_seconds):
@@ -147,44 +168,68 @@ class Bodies:
                 break
             chunks.append(chunk)
             size += len(chunk)
-            if size > self.limits.body_bytes:
-                raise self._too_large(size)
+            if size > most:
+                raise _too_large(size, most)
+            if request.content_length is None:
+                grow(len(chunk))
+            self._unless_slow(began, size)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @contextmanager
-    def _reserved(self, size: int) -> Iterator[None]:
-        if self.pending + size > self.limits.pending_bytes:
-            raise Answer(503, "too many bodies are being read; try again", retry_after=1)
-        self.pending += size
-        try:
-            yield
-        finally:
-            self.pending -= size
+    def _reserved(self) -> Iterator[Grow]:
+        """Room for a body: what is given reserves so many bytes more, in any thread, until the end."""
+        held = 0
 
-    def _inflated(self, data: bytes) -> bytes:
-        """A gzip body's bytes, member after member, never more than allowed."""
-        most = min(self.limits.body_bytes, max(INLINE_BYTES, len(data) * self.limits.inflation))
+        def grow(size: int) -> None:
+            nonlocal held
+            with self._lock:
+                if self.pending + size > self.limits.pending_bytes:
+                    raise Answer(503, "too many bodies are being read; try again", retry_after=1)
+                self.pending += size
+                held += size
+
+        try:
+            yield grow
+        finally:
+            with self._lock:
+                self.pending -= held
+
+    def _inflated(self, data: bytes, most: int, grow: Grow) -> bytes:
+        """A gzip body's bytes, member after member, never more than allowed, and reserved before they are there."""
+        most = min(most, max(INLINE_BYTES, len(data) * self.limits.inflation))
         parts, size = [], 0
         while data:
-            stream = gunzip()
-            try:
-                part = stream.decompress(data, most - size + 1)
-            except BROKEN:
-                raise _bad_gzip() from None
-            size += len(part)
-            if size > most:
-                raise Answer(413, f"the body inflates to more than {most} bytes")
-            if not stream.eof:
-                raise _bad_gzip()
-            parts.append(part)
+            stream, rest = gunzip(), data
+            while not stream.eof:
+                room = min(INLINE_BYTES, most - size + 1)
+                grow(room)
+                try:
+                    part = stream.decompress(rest, room)
+                except BROKEN:
+                    raise _bad_gzip() from None
+                grow(len(part) - room)
+                size += len(part)
+                if size > most:
+                    raise Answer(413, f"the body inflates to more than {most} bytes")
+                parts.append(part)
+                rest = stream.unconsumed_tail
+                if not stream.eof and not part and not rest:
+                    raise _bad_gzip()
             data = stream.unused_data.lstrip(b"\0")
         return b"".join(parts)
+
+    def _unless_slow(self, began: float, size: int) -> None:
+        """Raise Answer 408 for a body that has been coming for long, and slowly."""
+        seconds = time.monotonic() - began
+        if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
+            raise Answer(408, f"the body took {seconds:.0f} s for its first {size} bytes")
 
     def _idle(self) -> Answer:
         return Answer(408, f"nothing of the body came for {self.limits.idle_seconds:g} s")
 
-    def _too_large(self, size: int) -> Answer:
-        return Answer(413, f"a body of {size} bytes; at most {self.limits.body_bytes} are taken")
+
+def _too_large(size: int, most: int) -> Answer:
+    return Answer(413, f"a body of {size} bytes; at most {most} are taken")
 
 
 def _bad_gzip() -> Answer:

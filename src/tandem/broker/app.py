@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,7 +20,7 @@ from aiohttp import web
 from tandem import __version__, doors
 from tandem.broker import _openapi, wire
 from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
-from tandem.broker._bodies import Answer, Bodies, Limits, wants
+from tandem.broker._bodies import INLINE_BYTES, Answer, Bodies, Limits, wants
 from tandem.broker._kept import read
 from tandem.broker._keys import Keys, Role, may, scoped
 from tandem.broker._lax import Malformed
@@ -33,6 +33,7 @@ from tandem.telemetry.log import printable
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MOST_NAME = 200
@@ -163,6 +164,12 @@ class Broker:
             response.headers["Tandem"] = __version__
         return response
 
+    async def _message(self, request: web.Request, kind: type[T]) -> T:
+        """A request's body that is no group."""
+        return await self.bodies.read(
+            request, lambda body, encoding: wire.read(body, kind, encoding), most=INLINE_BYTES
+        )
+
     async def _root(self, request: web.Request) -> web.StreamResponse:
         if "text/html" in request.headers.get("Accept", ""):
             return page("broker.html")
@@ -175,7 +182,7 @@ class Broker:
         return encoded(wire.write(_openapi.document()), "json")
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.RunParameters))
+        body = await self._message(request, wire.RunParameters)
         uuid = self.store.register(Run(**msgspec.structs.asdict(body)), self._clock())
         await self._committed()
         if wants(request) == "msgpack":
@@ -194,7 +201,7 @@ class Broker:
         return told(request, wire.WandbInfo(group=group, project=project))
 
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.EnvRegistration))
+        body = await self._message(request, wire.EnvRegistration)
         spec = EnvSpec(
             name=printable(body.desired_name[:MOST_NAME]),
             max_token_length=body.max_token_length,
@@ -218,7 +225,7 @@ class Broker:
         return told(request, found)
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.EnvName))
+        body = await self._message(request, wire.EnvName)
         self._owned(request, body.env_id)
         if not self.store.disconnect(body.env_id, self._clock()):
             return told(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
@@ -226,7 +233,7 @@ class Broker:
         return told(request, {"status": "success"})
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.EnvName))
+        body = await self._message(request, wire.EnvName)
         self._owned(request, body.env_id)
         return told(request, self.store.status_env(body.env_id, self._clock()))
 
@@ -341,18 +348,18 @@ class Broker:
         self.store.delivered(batch.id)
 
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
+        body = await self._message(request, wire.BatchName)
         found = self.store.acknowledge(body.batch, self._clock())
         await self._committed()
         return told(request, done(bool(found), found.reason))
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
+        body = await self._message(request, wire.BatchName)
         found = self.store.renew(body.batch, self._clock())
         return told(request, done(found, f"no batch {body.batch} is leased"))
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        body = await self.bodies.read(request, partial(_read, kind=wire.BatchName))
+        body = await self._message(request, wire.BatchName)
         found = self.store.release(body.batch, self._clock())
         await self._committed()
         return told(request, done(found, f"no batch {body.batch} is leased"))
@@ -391,7 +398,3 @@ class Broker:
         self.store.reset(self._clock())
         await self._committed()
         return web.Response(text="Reset successful")
-
-
-def _read(body: bytes, encoding: wire.Encoding, *, kind: Any) -> Any:
-    return wire.read(body, kind, encoding)

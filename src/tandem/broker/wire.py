@@ -9,10 +9,9 @@ join of such payloads.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -20,10 +19,12 @@ from msgspec.structs import astuple
 
 from tandem.broker._checks import LEAST_LOGPROB, MOST, MOST_STEP, check
 from tandem.broker._complete import completed, flat_advantages
+from tandem.broker._decoding import Encoding as Encoding
+from tandem.broker._decoding import decoder, plain
 from tandem.broker._lax import Malformed, coerce, refuse
-from tandem.broker._skim import STAND_INS, cut
+from tandem.broker._skim import REALS, STAND_INS, cut
+from tandem.broker._weight import MOST_FREE, MOST_NUMBERS, check_weight
 
-Encoding = Literal["json", "msgpack"]
 T = TypeVar("T")
 
 MASKED = -100
@@ -173,8 +174,13 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
 FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
 """The 14 keys of a group, in the order in which answers give them."""
 _OPTIONAL = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if not field.required)
+_NUMBERS = ("tokens", "masks", "scores", *REALS, "distill_token_ids", "distill_logprobs")
 _LISTS = {name: FIELDS.index(name) for name in STAND_INS}
 _KEYS = tuple(f'{"," if place else "{"}"{name}":'.encode() for place, name in enumerate(FIELDS))
+WEIGH_BYTES = 1 << 20
+"""Of groups above this the values are counted before any is made."""
+LENIENT_BYTES = 8 << 20
+"""Groups above this are not read again leniently, which takes a second for each MiB."""
 SKIM_BYTES = 40 << 10
 """Groups below this are decoded sooner than looked at by their bytes."""
 
@@ -190,8 +196,6 @@ _Sent: Any = msgspec.defstruct(
     forbid_unknown_fields=True,
 )
 
-_BYTE = re.compile(r"byte (\d+)")
-_decoders: dict[tuple[Any, Encoding], Any] = {}
 _known: dict[Any, Any] = {}
 _TO_JSON, _TO_MSGPACK = msgspec.json.Encoder(), msgspec.msgpack.Encoder()
 
@@ -208,9 +212,9 @@ def read(body: bytes, kind: type[T], encoding: Encoding = "json") -> T:
         Malformed: it is none, or not of this type.
     """
     try:
-        made: T = _decoder(kind, encoding).decode(body)
+        made: T = decoder(kind, encoding).decode(body)
     except (ValueError, RecursionError):
-        made = msgspec.convert(coerce(_plain(body, encoding), kind, _known), kind)
+        made = msgspec.convert(coerce(plain(body, encoding), kind, _known), kind)
     return made
 
 
@@ -246,15 +250,43 @@ def read_group(body: bytes, encoding: Encoding = "json") -> Submission:
 
 def _read_group(body: bytes, encoding: Encoding) -> Submission:
     """The same with every number decoded: what decides where ``_skimmed`` does not."""
+    if len(body) > WEIGH_BYTES:
+        _weigh_all(body, encoding)
     try:
-        group = _decoder(_Sent, encoding).decode(body)
-    except (ValueError, RecursionError):
+        group = decoder(_Sent, encoding).decode(body)
+    except (ValueError, RecursionError) as error:
+        if len(body) > LENIENT_BYTES:
+            raise refuse("value_error", (), f"Value error, {error}") from None
         group = _understood(body, encoding)
         return _checked(group, write(group, encoding))
     missing = [name for name in _OPTIONAL if getattr(group, name) is UNSET]
     for name in missing:
         setattr(group, name, None)
     return _checked(group, completed(body, missing, encoding))
+
+
+def _weigh_all(body: bytes, encoding: Encoding) -> None:
+    """Count the values of a large group, of which nothing is known, without making them.
+
+    Raises:
+        Malformed: there are too many, or it is no group at all.
+    """
+    try:
+        slices = decoder(_Slices, encoding).decode(body)
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"{encoding}_invalid", (), f"Value error, {error}") from None
+    _weigh({name: getattr(slices, name) for name in FIELDS}, encoding)
+
+
+def _weigh(fields: Mapping[str, Any], encoding: Encoding) -> None:
+    numbers, free = MOST_NUMBERS, MOST_FREE
+    for name, raw in fields.items():
+        if raw is UNSET:
+            continue
+        if name in _NUMBERS:
+            numbers -= check_weight(raw, encoding, numbers, name)
+        else:
+            free -= check_weight(raw, encoding, free, name)
 
 
 def _checked(group: ScoredGroup, payload: bytes) -> Submission:
@@ -273,10 +305,12 @@ def _skimmed(body: bytes) -> Submission | None:
     if found is None:
         return None
     try:
-        slices = _decoder(_Slices, "json").decode(found.rest)
+        slices = decoder(_Slices, "json").decode(found.rest)
     except (ValueError, RecursionError):
         return None
     values: list[bytes | memoryview] = [b"null" if raw is UNSET else bytes(raw) for raw in astuple(slices)]
+    if len(body) > WEIGH_BYTES:
+        _weigh({name: values[place] for place, name in enumerate(FIELDS) if name not in found.lists}, "json")
     light = list(values)
     for name, place in _LISTS.items():
         if name in found.lists and values[place] == STAND_INS[name]:  # nowhere else is one: this is that list
@@ -284,7 +318,7 @@ def _skimmed(body: bytes) -> Submission | None:
         elif name in found.lists or values[place] not in (b"null", b"[]"):
             return None
     try:
-        group: ScoredGroup = _decoder(ScoredGroup, "json").decode(_object(light))
+        group: ScoredGroup = decoder(ScoredGroup, "json").decode(_object(light))
     except (ValueError, RecursionError):
         return None
     for name, rows in found.rows.items():
@@ -300,9 +334,9 @@ def _object(values: Sequence[bytes | memoryview]) -> bytes:
 def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:
     """A group that has unknown fields, or that says things in other words."""
     try:
-        group: ScoredGroup = _decoder(ScoredGroup, encoding).decode(body)
+        group: ScoredGroup = decoder(ScoredGroup, encoding).decode(body)
     except (ValueError, RecursionError):
-        fields = coerce(flat_advantages(_plain(body, encoding)), ScoredGroup, _known)
+        fields = coerce(flat_advantages(plain(body, encoding)), ScoredGroup, _known)
         group = msgspec.convert(fields, ScoredGroup)
     return group
 
@@ -314,9 +348,9 @@ def read_groups(body: bytes, encoding: Encoding = "json", *, most: int = 10_000)
         Malformed: one of them cannot be accepted; its place leads the problem's.
     """
     try:
-        raws = _decoder(list[msgspec.Raw], encoding).decode(body)
+        raws = decoder(list[msgspec.Raw], encoding).decode(body)
     except (ValueError, RecursionError):
-        coerce(_plain(body, encoding), list[Any], _known)  # says what is wrong
+        coerce(plain(body, encoding), list[Any], _known)  # says what is wrong
         raise
     if len(raws) > most:
         raise refuse("too_long", (), f"List should have at most {most} groups", len(raws))
@@ -339,7 +373,7 @@ def encoding_of(payload: bytes) -> Encoding:
 def recode(payload: bytes, encoding: Encoding) -> bytes:
     """A stored group in the encoding that is asked for, whatever bounds held when it was taken: its reader judges."""
     found = encoding_of(payload)
-    return payload if found == encoding else write(_decoder(Any, found).decode(payload), encoding)
+    return payload if found == encoding else write(decoder(Any, found).decode(payload), encoding)
 
 
 def write_batch(payloads: Sequence[bytes] | None, encoding: Encoding = "json", lease: Any = None) -> bytes:
@@ -357,27 +391,3 @@ def write_batch(payloads: Sequence[bytes] | None, encoding: Encoding = "json", l
         return b"".join((b'{"batch":[', b",".join(payloads), b"]", extra, b"}"))
     head = b"\x81" if lease is None else b"\x82\xa6tandem" + write(lease, encoding)
     return b"".join((head, b"\xa5batch\xdd", len(payloads).to_bytes(4, "big"), *payloads))
-
-
-def _decoder(kind: Any, encoding: Encoding) -> Any:
-    found = _decoders.get((kind, encoding))
-    if found is None:
-        module: Any = msgspec.json if encoding == "json" else msgspec.msgpack
-        found = _decoders[kind, encoding] = module.Decoder(kind)
-    return found
-
-
-def _plain(body: bytes, encoding: Encoding) -> Any:
-    """A message as plain values, or what keeps it from being one."""
-    name = "JSON" if encoding == "json" else "MessagePack"
-    try:
-        return _decoder(Any, encoding).decode(body)
-    except RecursionError:
-        raise refuse(f"{encoding}_invalid", (), f"{name} nested too deep") from None
-    except ValueError as error:
-        place = _BYTE.search(str(error))
-        loc = (int(place[1]),) if place else ()
-        why = str(error).removeprefix(f"{name} is malformed: ")
-        if encoding == "json" and (b"NaN" in body or b"Infinity" in body):
-            why += "; NaN and Infinity are no numbers of JSON, and every number must be finite"
-        raise refuse(f"{encoding}_invalid", loc, f"{name} decode error", {}, why) from None
