@@ -21,6 +21,17 @@ hypothesis.settings.register_profile("tandem", derandomize=True, deadline=None, 
 hypothesis.settings.load_profile("tandem")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests that fuzz and kill are bounded, unless this lets them go on."""
+    parser.addoption("--long", action="store_true", help="fuzz and kill for minutes instead of seconds")
+
+
+@pytest.fixture
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether ``--long`` was given."""
+    return bool(request.config.getoption("--long"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What processes that share a suite need of it.
 

@@ -55,6 +55,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
+    skip_special_tokens: bool = True
+    stop: Any = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     output_kind: Any = None

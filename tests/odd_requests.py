@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 OURS: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "Hi", **SAMPLING, "logprobs": 1}),
-    ("/generate", {"prompt": IDS, **SAMPLING, **PENALTIES, **STOPS, "prompt_logprobs": 1, "min_step": -1}),
+    ("/generate", {"prompt": IDS, **SAMPLING, **PENALTIES, **STOPS, "prompt_logprobs": 1}),
     ("/generate", {"prompt": IDS, "max_tokens": 2, "flat_logprobs": True, "logprobs": 0, "detokenize": False}),
     ("/generate/many", {"id": "a", "prompts": [SIBLINGS, SIBLINGS]}),
     ("/generate/take_back", {"id": "a", "numbers": [0]}),
@@ -45,7 +45,7 @@ OURS: list[tuple[str, Any]] = [
     ("/nccl/receive", {"manifest": [["w", [2, 3], "float32"]], "bucket_bytes": 1024, "config": None}),
     ("/nccl/stop_receiver", {}),
 ]
-"""Routes of ours, each with what somebody would send."""
+"""Routes of ours, each with what somebody would send; no ``min_step``, which may be waited for for ever."""
 
 THEIRS: list[tuple[str, Any]] = [
     ("/v1/completions", {**STOCK, "prompt": "Hi", "logprobs": 1, "echo": False}),
@@ -112,6 +112,20 @@ def damaged(body: bytes, draw: random.Random) -> bytes:
         lambda: body.replace(b":", b":" + b'{"a":' * draw.choice([2, 500, 90_000]), 1),
     ]
     return draw.choice(ways)()
+
+
+RESTORE: list[tuple[str, Any]] = [
+    ("/bridge/wake", {}),
+    ("/bridge/pause", {}),
+    ("/bridge/stamp", {"step": 1}),
+    ("/bridge/resume", {}),
+]
+"""What has an engine serve again, whatever it was told before."""
+
+
+def controls(path: str) -> bool:
+    """Whether a route may leave the engine otherwise than it was."""
+    return path.startswith(("/bridge/", "/nccl/"))
 
 
 def request(draw: random.Random, valid: list[tuple[str, Any]]) -> tuple[str, bytes]:

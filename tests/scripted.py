@@ -314,6 +314,9 @@ class Scripted(Engine):
         self._at("workers")
         return [[""], [""]]
 
+    async def addresses(self) -> Sequence[str]:
+        return ["127.0.0.1", "127.0.0.1"]
+
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Two workers of one rank each: the first writes the weights, the second looks on."""
         self._at("connect")

@@ -902,6 +902,43 @@ def test_the_backend_follows_from_where_the_members_are(accelerators: list[str],
     assert broadcast._backend(accelerators) == backend
 
 
+@pytest.mark.parametrize(
+    ("reached", "host"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["::1", "127.0.0.1"], "::1"),
+        (["10.0.0.4"], "10.0.0.4"),
+        (["127.0.0.1", "10.0.0.4", "10.0.0.4"], "10.0.0.4"),
+        (["fd00::4", "::1"], "fd00::4"),
+    ],
+)
+def test_a_broadcast_meets_engines_where_they_are_reached_from(reached: list[str], host: str) -> None:
+    assert broadcast._address(reached) == host
+
+
+def test_engines_that_are_reached_from_several_addresses_need_one_that_is_named() -> None:
+    with pytest.raises(TransportError, match=r"10\.0\.0\.4, 10\.1\.0\.4.*sync\.host"):
+        broadcast._address(["10.1.0.4", "10.0.0.4", "127.0.0.1"])
+
+
+def test_a_group_that_does_not_form_says_where_it_was_to_meet(
+    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        with scripted(tiny_model) as engine:
+
+            async def connect(rendezvous: dict[str, Any], first: list[int]) -> None:
+                pass  # as if it looked for the trainer on its own machine
+
+            monkeypatch.setattr(engine, "connect", connect)
+            with pytest.raises(TransportError, match=r"meet the trainer at 127\.0\.0\.1:\d+; .*sync\.host"):
+                async with Broadcast(seconds=1).open(policy, engine, START, Full()):
+                    raise AssertionError("it must not open")
+            await engine.close()
+
+    asyncio.run(work())
+
+
 def test_a_broadcast_that_breaks_off_says_why(
     policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

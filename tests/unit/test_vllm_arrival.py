@@ -69,6 +69,20 @@ async def serving(port: int, **changes: Any) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
+def test_the_trainer_knows_its_own_address_on_the_way_to_one() -> None:
+    port = free_port()
+
+    async def go() -> None:
+        (server,) = fleet(port).servers
+        with pytest.raises(EngineError, match="cannot be connected to"):
+            await server.address()
+        async with serving(port):
+            assert await server.address() == "127.0.0.1"
+        await server.close()
+
+    run(go())
+
+
 def test_one_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
 

@@ -51,6 +51,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 10**25}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"presence_penalty": 1e9}, "presence_penalty"),
     ({"logprobs": 2**40}, "logprobs"),
     ({"prompt_logprobs": -2}, "prompt_logprobs"),

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -99,6 +100,23 @@ class Server:
     async def info(self) -> wire.Info:
         """What it is and holds."""
         return await self.get("/bridge/info", wire.Info)
+
+    async def address(self) -> str:
+        """This machine's address on the way to it, by which it reaches us too unless something in between translates.
+
+        Raises:
+            Unreachable: nobody listens there.
+        """
+        parts = urlsplit(self.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(GONE_SECONDS):
+                _, way = await asyncio.open_connection(parts.hostname, port)
+        except OSError as error:
+            raise Unreachable(f"{self.name} cannot be connected to: {error}") from error
+        own = str(way.get_extra_info("sockname")[0])
+        way.close()
+        return own
 
     async def get(self, path: str, kind: type[T]) -> T:
         """Ask; see ``post``."""

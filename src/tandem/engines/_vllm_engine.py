@@ -361,6 +361,9 @@ class Vllm(Engine):
         """Accelerators of each server's ranks."""
         return [[worker.accelerator for worker in (await server.info()).workers] for server in self.servers]
 
+    async def addresses(self) -> Sequence[str]:
+        return [await server.address() for server in self.servers]
+
     async def connected(self) -> bool:
         found = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
         for server, answer in zip(self.servers, found, strict=True):

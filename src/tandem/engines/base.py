@@ -243,6 +243,10 @@ class CanReceive(Protocol):
         """For each engine the accelerator of each of its ranks: its UUID, or nothing on a host."""
         ...
 
+    async def addresses(self) -> Sequence[str]:
+        """For each engine the trainer's own address on the way to it."""
+        ...
+
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Begin to join a group whose rank 0 is the trainer; ``first`` is the rank of each engine's first worker."""
         ...

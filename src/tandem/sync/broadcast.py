@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -40,8 +41,8 @@ class Broadcast(Periodic):
 
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
-    host: str = "127.0.0.1"
-    """Address of the trainer, as the engines see it."""
+    host: str = ""
+    """Address of the trainer, as the engines see it; empty: the one by which the trainer reaches them."""
     port_number: int = 0
     """Port of the trainer's store; 0 takes a free one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -84,7 +85,7 @@ class Broadcast(Periodic):
         if backend == "auto":
             backend = _backend([accelerator(device), *chain.from_iterable(accelerators)])
         meeting = Rendezvous(
-            host=self.host,
+            host=self.host or _address(await engine.addresses()),
             port=self.port_number,
             world=1 + sum(ranks),
             backend=backend,
@@ -95,10 +96,17 @@ class Broadcast(Periodic):
         self._record(link, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
         late = 2 * self.seconds
-        async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
-            await _on_daemon(member.connect)
-            while not await engine.connected():
-                await asyncio.sleep(0.05)
+        try:
+            async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
+                await _on_daemon(member.connect)
+                while not await engine.connected():
+                    await asyncio.sleep(0.05)
+        except TransportError as error:
+            met = member.rendezvous
+            raise TransportError(
+                f"{error}. The engines were to meet the trainer at {met.host}:{met.port}; if that is not where they "
+                "reach it, name its address in sync.host, and a port that is let through in sync.port_number"
+            ) from error
 
     def _record(self, link: Link, meeting: Rendezvous) -> None:
         """Write where the group meets and what will travel, for a person or a program that looks into the run."""
@@ -164,6 +172,21 @@ async def _dismissed(engine: Any) -> None:
     with contextlib.suppress(TandemError):
         leaving = engine.disconnect()
         await waits.wait(leaving, owner="trainer", reason="them to leave it", on="engine workers", deadline=LEAVING)
+
+
+def _address(addresses: Sequence[str]) -> str:
+    """Where all engines reach the trainer: one on this machine by any of its addresses.
+
+    Raises:
+        TransportError: engines elsewhere are reached from several.
+    """
+    elsewhere = sorted({found for found in addresses if not ipaddress.ip_address(found).is_loopback})
+    if len(elsewhere) > 1:
+        raise TransportError(
+            f"the engines are reached from {', '.join(elsewhere)}, and the trainer waits for them at one address: name "
+            "the one that all of them reach in sync.host"
+        )
+    return elsewhere[0] if elsewhere else addresses[0]
 
 
 def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:

@@ -1,0 +1,176 @@
+"""Bodies that nobody would send, to a real engine: no 500, nothing hangs, it does not die, and its memory stays flat.
+
+A real engine beside the fake of the unit tests, for what no fake has: vLLM's own routes, its scheduler and its workers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import odd_requests as odd
+import pytest
+import yaml
+from conftest import build_tiny_model
+from integration.atropos_peers import free_port
+from integration.vllm_runs import HEAD_DIM, alive, engine, needs_engine, recipe, until
+
+pytestmark = [needs_engine, pytest.mark.slow]
+
+REQUESTS = 250
+"""Of each kind; on two cores they take a minute."""
+PATIENCE = 60.0
+"""Seconds for one request; on a free machine none takes 5."""
+GROWTH = 400
+"""MiB by which an engine may grow: caches fill, and what its libraries compile stays."""
+
+
+@dataclass
+class Engine:
+    """A keyless engine on loopback, in a process group of its own."""
+
+    port: int
+    model: str
+    process: subprocess.Popen[bytes]
+    said: Path
+
+    def ask(self, path: str, body: Any = None) -> tuple[int, bytes]:
+        """One call; status and body."""
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        way = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            way.request("GET" if body is None else "POST", path, raw, {"Content-Type": "application/json"})
+            answer = way.getresponse()
+            return answer.status, answer.read()
+        finally:
+            way.close()
+
+    def odd(self, draw: random.Random, valid: list[tuple[str, Any]]) -> None:
+        """One odd request."""
+        path, raw = odd.request(draw, valid)
+        controls = odd.controls(path)
+        if controls and draw.random() < 0.5:
+            assert self.ask("/bridge/pause", {"seconds": 60})[0] == 200
+        status, found = self.ask(path, raw)
+        assert status < 500, (path, raw[:1000], found[:1000])
+        if controls:
+            self.restore((path, raw[:1000]))
+
+    def restore(self, after: Any) -> None:
+        """Have it serve again."""
+        for path, body in odd.RESTORE:
+            status, found = self.ask(path, body)
+            assert status == 200, (after, path, found)
+
+    def family(self) -> list[int]:
+        """Its processes, the verb that started it among them."""
+        return _family(self.process.pid)
+
+    def resident(self) -> int:
+        """MiB that they hold, shared ones counted each time."""
+        rows = [Path(f"/proc/{pid}/status").read_text() for pid in self.family() if alive(pid)]
+        return sum(int(row.partition("VmRSS:")[2].split()[0]) for row in rows if "VmRSS:" in row) >> 10
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        tasks = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it ended in this moment
+        return []
+    return [pid, *(other for children in tasks for child in children for other in _family(int(child)))]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    place, port = tmp_path_factory.mktemp("fuzz"), free_port()
+    model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
+    own = {"engine": engine(forks=False, port=port, max_num_seqs=16), "sync": {"kind": "shared"}, "context": 256}
+    options = recipe(model, place / "runs", trains={"kind": "lora", "rank": 8}, rewards={"number": 1.0}, **own)
+    (place / "recipe.yaml").write_text(yaml.safe_dump(options))
+    said = place / "said.txt"
+    with said.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "serve", "engine", "recipe.yaml"], cwd=place, stdout=out, stderr=out
+        )
+
+    def up() -> bool:
+        assert process.poll() is None, said.read_text()
+        return "Ctrl-C ends it" in said.read_text()
+
+    try:
+        until(up, "the start of the engine", 240)
+        yield Engine(port, str(model), process, said)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def named(valid: list[tuple[str, Any]], model: str) -> list[tuple[str, Any]]:
+    """The same of the model that is served."""
+    return [(path, json.loads(json.dumps(body).replace('"tiny"', json.dumps(model)))) for path, body in valid]
+
+
+@pytest.mark.parametrize("whose", ["ours", "vLLM's"])
+def test_odd_requests_leave_an_engine_as_it_was(served: Engine, whose: str, long: bool) -> None:
+    valid = named(odd.OURS if whose == "ours" else odd.THEIRS, served.model)
+    before = json.loads(served.ask("/health")[1])["engine"]
+    for path, body in valid:  # what is compiled and cached once is there afterwards
+        served.ask(path, body)
+        served.restore(path)
+    first, draw = served.resident(), random.Random(7)
+    for _ in range(REQUESTS * (40 if long else 1)):
+        served.odd(draw, valid)
+    assert served.resident() < first + GROWTH
+    status, found = served.ask("/generate", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+    assert (status, len(json.loads(found)["token_ids"][0])) == (200, 2)
+    health = json.loads(served.ask("/health")[1])
+    assert (health["engine"], health["state"], health["running"], health["waiting"]) == (before, "serving", 0, 0)
+
+
+def test_one_request_takes_neither_the_memory_nor_the_engine(served: Engine) -> None:
+    """Each of these once took gigabytes, or ended the engine."""
+    first = served.resident()
+    join = {"init_method": f"tcp://127.0.0.1:{free_port()}", "world_size": 2, "seconds": 2}
+    metadata = {f"model.layers.{i}.weight": {"shape": [1, 1], "dtype": "float32"} for i in range(150_000)}
+    nested = b'{"init_method": "tcp://a:1", "world_size": 2, "param_metadata": {"w": [' + b"[]," * 4_000_000 + b"[]]}}"
+    for path, body, status in (
+        ("/nccl/start_receiver", {**join, "param_metadata": metadata}, 400),
+        ("/nccl/start_receiver", nested, 400),
+        ("/nccl/start_receiver", b" " * (20 << 20), 413),
+        ("/nccl/start_receiver", {**join, "world_size": 2**31}, 400),
+        ("/bridge/adopt", {"trainer": "4000000:1 boot"}, 404),
+        ("/generate", {"prompt": "a", "n": 10**6}, 400),
+        ("/v1/completions", {"model": served.model, "prompt": ["a"] * 1000, "n": 16}, 400),
+        ("/v1/completions", b'{"a":' + b"[" * 90_000, 400),
+    ):
+        assert served.ask(path, body)[0] == status, path
+        assert served.process.poll() is None
+    assert served.resident() < first + GROWTH
+    for _ in range(12):  # given up one after another, each by the next
+        assert served.ask("/nccl/start_receiver", {**join, "seconds": 600})[0] in (200, 429)
+    assert served.ask("/nccl/start_receiver", join)[0] == 429
+    assert served.ask("/generate", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_a_page_in_a_browser_does_not_pause_it(served: Engine) -> None:
+    for headers in (
+        {"Origin": "http://evil.example", "Content-Type": "text/plain"},
+        {"Host": "evil.example", "Content-Type": "application/json"},
+    ):
+        way = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
+        way.request("POST", "/bridge/pause", b"{}", headers)
+        assert way.getresponse().status == 403
+        way.close()
+    assert json.loads(served.ask("/health")[1])["state"] == "serving"
