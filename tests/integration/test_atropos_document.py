@@ -48,11 +48,11 @@ class Terminals(ExitStack):
     def say(self, line: str, *more: str) -> Process:
         """Run a line in a terminal of its own, ``more`` laid over it; it ends with the block."""
         asked = command(line.replace("/tmp/", f"{self.place}/tmp/"))
-        words = [self._here(word) for word in asked.words]
+        words = [self._here(word) for word in (*asked.words, *more)]
         path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
         start = [f"PYTHONPATH={path}", *(f"{name}={value}" for name, value in asked.environ.items())]
         log = self.place / f"{next(self._number)}-{asked.words[0]}.log"
-        process = Process(["env", *start, sys.executable, "-m", "tandem", *words, *more], log)
+        process = Process(["env", *start, sys.executable, "-m", "tandem", *words], log)
         self.callback(ended, process)
         return process
 
@@ -105,18 +105,25 @@ def trained(terminals: Terminals, trainer: Process, environment: Process) -> Pat
 
 
 @pytest.mark.parametrize(
-    ("engine_s", "trainer_s"), [("newest, LoRA", "newest, lora_only"), ("newest, shared", "newest, shared_vllm")]
+    ("engine_s", "trainer_s", "saved"),
+    [
+        ("newest, LoRA", "newest, lora_only", "lora_checkpoints/final_adapter"),
+        ("newest, shared", "newest, shared_vllm", "trained_model_checkpoints/final_model"),
+        # An engine that the document's trainer would kill and start again; here it gets the weights by broadcast.
+        ("2025-12", "2026-01-19", "tmp/logs/checkpoints_legacy/final_model"),
+        ("2026-01-19", "2026-02-11, lora_nccl", "trained_model_checkpoints/final_adapter"),
+    ],
+    ids=["lora_only", "shared_vllm", "none", "lora_nccl"],
 )
-def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: str, trainer_s: str) -> None:
+def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: str, trainer_s: str, saved: str) -> None:
     broker = terminals.say(BROKERS[1])
     served = terminals.say(ENGINES[engine_s], *here())
     until(lambda: served.status() is not None or "serving at" in served.said, "the engine", START)
     assert served.status() is None, served.said[-4000:]
     environment = terminals.say(ENVIRONMENTS["newest"], *PLAYED)
-    trainer = terminals.say(TRAINERS[trainer_s], *TRAINED)
+    trainer = terminals.say(TRAINERS[trainer_s], "--atropos-url", "http://localhost:8002", *TRAINED)
     folder = trained(terminals, trainer, environment)
-    kept = terminals.place / ("lora_checkpoints" if "lora" in trainer_s else "trained_model_checkpoints")
-    assert (kept / ("final_adapter" if "lora" in trainer_s else "final_model")).is_dir()
+    assert (terminals.place / saved).is_dir()
     assert served.status() is None, "it is not the trainer's to end"
     assert broker.status() is None
     assert not list((folder / "logs").glob("engine-*.log")), "no second engine was started"
@@ -129,15 +136,15 @@ def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: st
 
 def test_four_terminals_where_the_trainer_starts_its_engine(terminals: Terminals) -> None:
     """Its engine asks for no key, and the environment, which names no tokenizer, takes the engine's."""
-    terminals.say(f"{BROKERS[0]} --port 8000")
+    # Places are those of the defaults, said so that free ports can take their place.
+    terminals.say(BROKERS[0], "--port", "8000")
+    places = ["--vllm-port", "9001", "--atropos-url", "http://localhost:8000"]
+    trainer = terminals.say(TRAINERS["2025-12, quick test"], *places, *TRAINED, *here())
     port = terminals.port("9001")
-    places = "--vllm-port 9001 --atropos-url http://localhost:8000"  # the defaults, said so that they can be replaced
-    trainer = terminals.say(f"{TRAINERS['2025-12, quick test']} {places}", *TRAINED, *here())
     until(lambda: trainer.status() is not None or _answers(port), "the trainer's engine", START)
     assert trainer.status() is None, trainer.said[-4000:]
-    places = "--env.rollout_server_url http://localhost:8000 --openai.base_url http://localhost:9001/v1"
-    line = f"{ENVIRONMENTS['2025-12']} {places} --openai.api_key x"
-    environment = terminals.say(line, *PLAYED)
+    places = ["--env.rollout_server_url", "http://localhost:8000", "--openai.base_url", "http://localhost:9001/v1"]
+    environment = terminals.say(ENVIRONMENTS["2025-12"], *places, "--openai.api_key", "x", *PLAYED)
     trained(terminals, trainer, environment)
     assert "which the engine serves" in environment.said
     assert (terminals.place / "trained_model_checkpoints" / "final_model").is_dir()

@@ -15,6 +15,15 @@ from tandem.engines.vllm import Vllm
 from tandem.verbs._work_recipe import Work
 from tandem.weights import bridge
 
+SYNC = {
+    "none": "Restart",
+    "shared_vllm": "Shared",
+    "lora_only": "Hotswap",
+    "lora_restart": "Restart",
+    "lora_nccl": "Broadcast",
+}
+"""How weights travel, by --weight-bridge-mode."""
+
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +59,15 @@ def recipe(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    config = recipe(TRAINERS[name], monkeypatch, capsys)
+    line = TRAINERS[name]
+    config = recipe(line, monkeypatch, capsys)
     assert config.broker is not None
     assert isinstance(config.engine, Vllm)
     assert config.group_size in (4, 8)
+    mode = next((mode for mode in SYNC if f"mode {mode}" in line), "shared_vllm" if "trainer.run " in line else "none")
+    assert type(config.sync).__name__ == ("Broadcast" if "--use-shared-memory" in line else SYNC[mode])
+    assert bool(config.engine.urls) == ("--vllm-config-path" in line), "no engine serves here, but one was named"
+    assert config.engine.require_api_key == bool(config.engine.urls), "environments have no key of a started engine"
 
 
 @pytest.mark.parametrize("name", ENGINES)
