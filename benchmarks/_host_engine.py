@@ -41,7 +41,12 @@ class Client:
         self._answers = itertools.cycle([(one, Flat([-draw.random() for _ in one])) for one in whole])
         self.output_processor = SimpleNamespace(request_states={})
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="stand-in", max_model_len=8192, logprobs_mode="processed_logprobs"),
+            model_config=SimpleNamespace(
+                model="stand-in",
+                max_model_len=8192,
+                logprobs_mode="processed_logprobs",
+                get_vocab_size=lambda: 1 << 20,
+            ),
             lora_config=None,
             parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
             cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=True),
