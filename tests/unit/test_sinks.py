@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from tandem.compat.atropos_wandb import AtroposWandb
 from tandem.errors import ConfigError
 from tandem.sinks import _board
 from tandem.sinks._board import Board, duration, number, sparkline
-from tandem.sinks.base import COLUMNS, Activity, RunInfo, Writer, kind
+from tandem.sinks.base import COLUMNS, Activity, RunInfo, Writer, kind, phases
 from tandem.sinks.console import Console
 from tandem.sinks.tensorboard import Tensorboard
 from tandem.sinks.trackio import Trackio
@@ -190,13 +191,50 @@ def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) 
             "at most 1.00",
             "1,812",
             "1.2e-05",
-            "60 % wait, 40 % fwd+bwd",
+            "60 % waiting, 40 % training",
             "rollout workers (the next batch) 12 s",
             "25.0 % [19–31] step 0  →  50.0 % [44–56] step 30",
             "45.0 %  →  70.0 %",
             "checkpoint saved (step 30)",
         ):
             assert part in text, part
+
+
+def test_the_board_evaluates_no_longer_than_it_does(tmp_path: Path) -> None:
+    board = Board(info(tmp_path))
+    board.event("eval_started", {"step": 0})
+    assert "evaluating" in "\n".join(drawn(board, 80))
+    board.event("eval_done", {"step": 0})
+    assert "evaluating" not in "\n".join(drawn(board, 80))
+
+
+@pytest.mark.parametrize(("lag", "name"), [(0, "sampling"), (1, "waiting"), ("auto", "waiting")])
+def test_phases_have_the_names_that_a_user_gives_them(tmp_path: Path, lag: Any, name: str) -> None:
+    config = CONFIG | {"max_lag": lag}
+    spans = {"wait": 6.0, "forward_backward": 1.0, "pack": 0.5, "optimizer": 0.5, "sync": 2.0}
+    told = phases({f"seconds/{part}": seconds for part, seconds in spans.items()}, config)
+    assert told == {name: 6.0, "training": 2.0, "publish": 2.0}
+    opened = dataclasses.replace(info(tmp_path), config=config)
+    wait = Activity(phases=(("seconds/wait", 12.0),), waits=[Waiting()])
+    assert f"{name}  trainer waits for" in "\n".join(
+        drawn(Board(dataclasses.replace(opened, activity=lambda: wait)), 80)
+    )
+    step = Activity(phases=(("seconds/forward_backward", 3.0),))
+    assert "training 3.0 s" in "\n".join(drawn(Board(dataclasses.replace(opened, activity=lambda: step)), 80))
+
+
+def test_what_is_left_of_the_time_goes_on_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(_board.time, "monotonic", lambda: now)
+    board = Board(info(tmp_path))
+    told = []
+    for now in (110.0, 120.0):
+        board.write(int(now - 100) // 10, METRICS)
+    for now in (120.0, 124.0, 128.0, 132.0, 160.0):  # noqa: B007 - read by the clock
+        told.append(board.seconds_left())
+    assert told[:3] == [1980.0, 1976.0, 1972.0]
+    assert all(left is not None and left > 0 for left in told)
+    assert told[4] > told[0], "a step four times as long as those before says that the others may be, too"
 
 
 def test_an_alarm_is_told_in_full_and_stays_on_the_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 const S = DATA.summary;
 const TIME_COLORS = { wait: "sky", forward_backward: "blue", pack: "teal", optimizer: "violet", sync: "pink", checkpoint: "gold", evaluate: "orange" };
+const TIME_NAMES = { wait: DATA.sampling, forward_backward: "forward and backward", pack: "packing", sync: "publish", evaluate: "evaluation", record: "writing" };
 const drawn = new Set(["tokens/generated", "tokens/trained", "alarms"]);
 
 function head() {
@@ -92,7 +93,7 @@ function speedCard() {
 function timeParts() {
   return Object.keys(DATA.series.values).filter((name) => name.startsWith("seconds/") && name !== "seconds/step").map((name) => {
     const part = name.slice(8), y = column(name), total = y.reduce((sum, v) => sum + (v || 0), 0) * DATA.series.share;
-    return { name: part.replaceAll("_", " "), metric: name, color: TIME_COLORS[part] || "grey", y, total };
+    return { name: TIME_NAMES[part] || part.replaceAll("_", " "), metric: name, color: TIME_COLORS[part] || "grey", y, total };
   }).filter((part) => part.total > 0).sort((a, b) => b.total - a.total);
 }
 

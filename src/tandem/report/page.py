@@ -15,6 +15,7 @@ import msgspec
 from tandem.report import alarms, samples, series
 from tandem.report.folder import Row, RunFolder, load
 from tandem.report.summary import Summary, evaluations, summarise
+from tandem.sinks.base import phase
 
 SCRIPTS = ("charts.js", "page.js", "rollouts.js")
 """Inlined in this order."""
@@ -83,6 +84,7 @@ def payload(run: RunFolder, summary: Summary) -> Row:
         "answers": samples.answers(run),
         "rollouts": samples.collect(run),
         "config": run.config_text,
+        "sampling": phase("seconds/wait", run.config),
     }
 
 

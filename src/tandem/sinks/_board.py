@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.sinks import _answers, _lines
-from tandem.sinks.base import RunInfo, kind
+from tandem.sinks.base import RunInfo, kind, phases
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
 _ALARMS = ("alarm", "alarm_over")
-TIME_PARTS = ("wait", "forward_backward", "pack", "optimizer", "sync", "checkpoint", "evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +102,15 @@ class Board:
         return self._history.get(metric, [])
 
     def seconds_left(self) -> float | None:
-        """Estimate from the recent steps; None before there are two."""
-        ends = list(self._ends)
-        gaps = [b - a for a, b in itertools.pairwise(ends)]
-        return statistics.fmean(gaps) * (self.info.steps - self.step) if gaps else None
+        """Estimate from the recent steps, and how long the one under way has lasted; None before there are two."""
+        gaps = [b - a for a, b in itertools.pairwise(self._ends)]
+        if not gaps:
+            return None
+        gone, steps = time.monotonic() - self._ends[-1], self.info.steps - self.step
+        each = statistics.fmean(gaps)
+        if gone > each:  # it is a longer one than those before: what is left does not stand still, nor fall below 0
+            each = statistics.fmean([*gaps, gone])
+        return max(each * steps - gone, each * (steps - 1), 0.0)
 
     def _alarm(self, name: str, fields: Mapping[str, Json]) -> None:
         """An alarm opens, is told again, or is over."""
@@ -222,12 +226,11 @@ def largest_pass(record: Mapping[str, Json]) -> tuple[str, float] | None:
     return None if k is None or int(k) < 2 else (str(k), float(table[k]))
 
 
-def time_shares(scalars: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Where the time of a step went, as (part, share of all parts), largest first; under one percent is left out."""
-    seconds = {part: scalars.get(f"seconds/{part}", 0.0) for part in TIME_PARTS}
+def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> list[tuple[str, float]]:
+    """Where the time of a step went, as (phase, share of all), largest first; under one percent is left out."""
+    seconds = phases(scalars, config)
     total = sum(seconds.values())
-    shares = [(part, value / total) for part, value in seconds.items() if total > 0 and value / total >= 0.01]
-    return sorted(shares, key=lambda item: -item[1])
+    return [(name, value / total) for name, value in seconds.items() if value / total >= 0.01]
 
 
 def step_line(board: Board) -> str:

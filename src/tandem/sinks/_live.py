@@ -18,13 +18,12 @@ from tandem import progress
 from tandem.progress import LONG
 from tandem.sinks import _bars, _board
 from tandem.sinks._board import Board, duration, number, sparkline
-from tandem.sinks.base import RunInfo
+from tandem.sinks.base import RunInfo, phase
 from tandem.types import Json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_PARTS = {"forward_backward": "fwd+bwd"}
 BLUE, ORANGE = "dodger_blue2", "dark_orange"  # told apart with any colour vision
 
 
@@ -117,15 +116,13 @@ class Picture:
         board = self._board
         if board.closed:
             return Text("ended", style="bright_black")
-        activity = board.info.activity()
+        activity, config = board.info.activity(), board.info.config
         text = Text(no_wrap=True, overflow="ellipsis")
-        phases = [
-            f"{name.removeprefix('seconds/').replace('_', ' ')} {duration(seconds)}"
-            for name, seconds in activity.phases[-2:]
-            if not (activity.waits and name == "seconds/wait")  # the wait itself says more
-        ]
-        text.append(board.phase or "now", style="bold")
-        text.append("  " + (" › ".join(phases) or ("" if activity.waits else "between two phases")))
+        spans = [span for span in activity.phases if span[0] != "seconds/wait"]
+        waits = len(spans) < len(activity.phases)  # of samples: who delivers them is told behind
+        phases = [f"{phase(name, config)} {duration(seconds)}" for name, seconds in spans[-2:]]
+        text.append(board.phase or (phase("seconds/wait", config) if waits else "now"), style="bold")
+        text.append("  " + (" › ".join(phases) or ("" if activity.waits or waits else "between two phases")))
         for wait in list(activity.waits)[:1]:
             text.append("  " if phases else "")
             text.append(f"{wait.owner} waits for {wait.on}", style=ORANGE)
@@ -145,9 +142,9 @@ class Picture:
         table.add_column(width=12, no_wrap=True)
         table.add_column(width=9, justify="right", no_wrap=True)
         table.add_column(width=8, style="bright_black", no_wrap=True)
-        spark = max(8, min(48, width - 64))
+        spark = max(8, min(48, width - 67))
         table.add_column(width=spark, style=BLUE, no_wrap=True)
-        table.add_column(width=27, style="bright_black", no_wrap=True, overflow="ellipsis")
+        table.add_column(width=30, style="bright_black", no_wrap=True, overflow="ellipsis")
         scalars = self._board.scalars
         for row in _board.ROWS:
             if row.metric in scalars:
@@ -166,8 +163,8 @@ class Picture:
         if metric == "lag" and "lag/max" in scalars:
             return f"at most {number(scalars['lag/max'])}"
         if metric == "seconds/step":
-            shares = _board.time_shares(scalars)[:2]
-            return ", ".join(f"{100 * share:.0f} % {_PARTS.get(part, part)}" for part, share in shares)
+            shares = _board.time_shares(scalars, self._board.info.config)[:2]
+            return ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares)
         return ""
 
     def _evaluations(self) -> Iterator[RenderableType]:

@@ -117,6 +117,31 @@ def require(module: str, extra: str) -> Any:
         ) from error
 
 
+PHASES = {
+    "wait": "sampling", "pack": "training", "forward_backward": "training", "optimizer": "training", "sync": "publish",
+    "record": "writing", "checkpoint": "checkpoint", "evaluate": "evaluation",
+}  # fmt: skip
+"""What a person calls the part of a step that a span ``seconds/<part>`` measures; sampling is graded as it comes."""
+WAITING = "waiting"
+"""What ``seconds/wait`` is, for samples, where sampling goes on while a step is trained (``max_lag`` above 0)."""
+
+
+def phase(span: str, config: Mapping[str, Json]) -> str:
+    """What a person calls a span such as ``seconds/forward_backward`` in a run with this recipe."""
+    part = span.removeprefix("seconds/")
+    return WAITING if part == "wait" and config.get("max_lag") else PHASES.get(part, part.replace("_", " "))
+
+
+def phases(scalars: Mapping[str, float], config: Mapping[str, Json]) -> dict[str, float]:
+    """Seconds of each phase by the spans in ``scalars``, the longest first."""
+    found: dict[str, float] = {}
+    for part in PHASES:
+        if seconds := scalars.get(f"seconds/{part}"):
+            name = phase(part, config)
+            found[name] = found.get(name, 0.0) + seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 COLUMNS = ("step", "env", "task", "prompt", "answer", "completion", "reward", "rewards")
 """Columns of a logger's table of completions."""
 

@@ -17,6 +17,7 @@ from tandem import report
 from tandem.report import alarms
 from tandem.report.folder import Row, RunFolder, load
 from tandem.report.summary import column, headline_evaluations, summarise
+from tandem.sinks.base import PHASES, phases
 from tandem.verbs.train import recipe_of
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -49,6 +50,8 @@ def show(run: Path, write_report: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     _print_evaluations(console, headline_evaluations(folder))
     _print_curves(console, folder)
+    if line := _time(folder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in _events(folder):
         console.print(line, markup=False, highlight=False)
     if write_report:
@@ -107,6 +110,20 @@ def _alarms(folder: RunFolder) -> Iterator[str]:
         yield f"\nALARM {row['alarm']} since step {row['since']}: {row['seen']}"
         yield f"  usually: {row['means']}"
         yield f"  change:  {row['change']}"
+
+
+def _time(folder: RunFolder) -> str:
+    """How long each phase took over the whole run, and its share; empty before anything did."""
+    spans = {name: sum(column(folder, name)) for name in (f"seconds/{part}" for part in PHASES)}
+    spans["seconds/evaluate"] = sum(float(row.get("seconds") or 0.0) for row in folder.evaluations)
+    found, total = phases(spans, folder.config), summarise(folder)["seconds"]
+    if not found:
+        return ""
+    if (rest := total - sum(found.values())) > 0.01 * total:
+        found["start and the rest"] = rest
+    total = max(total, sum(found.values()))  # phases that overlap count in full
+    told = ", ".join(f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in found.items())
+    return f"\ntime: {told}"
 
 
 def _events(folder: RunFolder) -> Iterator[str]:

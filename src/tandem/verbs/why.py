@@ -21,6 +21,7 @@ from tandem import waits
 from tandem.engines._processes import alive_after
 from tandem.report.summary import failed
 from tandem.sinks import _lines
+from tandem.sinks.base import phase
 from tandem.telemetry import vitals
 from tandem.types import Json
 from tandem.verbs.show import duration
@@ -189,7 +190,7 @@ def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> S
         longest = story.chain[-1]
         head = f"{who} is alive; all waits for {longest.on}, since {duration(longest.seconds)} ({longest.reason})"
         return dataclasses.replace(story, headline=head)
-    doing = ", ".join(name.removeprefix("seconds/") for name, _ in story.doing)
+    doing = ", ".join(phase(name, {}) for name, _ in story.doing)
     return dataclasses.replace(
         story, headline=f"{who} is alive and waits for nobody" + f"; it is at: {doing}" * bool(doing)
     )
