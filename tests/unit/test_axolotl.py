@@ -176,6 +176,15 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch_compile": ({"torch_compile": True}, {"compile": True}),
     "gradient_checkpointing": ({"gradient_checkpointing": True}, {"checkpointing": "full"}),
     "output_dir": ({"output_dir": "o"}, {"runs": "o"}),
+    "logging_steps": (
+        {"logging_steps": 5, **trl(log_completions=True)},
+        {"print_completions": {"every": 5, "count": None}},
+    ),
+    "trl.log_completions": (trl(log_completions=True), {"print_completions": {"every": 1, "count": None}}),
+    "trl.num_completions_to_print": (
+        trl(log_completions=True, num_completions_to_print=3),
+        {"print_completions": {"every": 1, "count": 3}},
+    ),
     "save_steps": ({"save_steps": 9}, {"checkpoint": {"every": 9}}),
     "saves_per_epoch": ({"saves_per_epoch": 10}, {"checkpoint": {"every": 10}}),
     "save_total_limit": ({"save_total_limit": 3}, {"checkpoint": {"keep": 3}}),
@@ -608,6 +617,14 @@ def test_leftovers_are_told(read: Read) -> None:
         "trl.prefetch_depth: changes nothing without async_prefetch",
     ):
         assert start in told
+
+
+def test_answers_are_not_shown_where_the_file_says_so(read: Read) -> None:
+    assert at(read(trl(log_completions=False)).options, "print_completions") == {"every": 0}
+    loaded = read({"logging_steps": 5, **trl(num_completions_to_print=3)})
+    assert at(loaded.options, "print_completions") == "absent"
+    assert "trl.num_completions_to_print: changes nothing without log_completions: true" in loaded.notes
+    assert "logging_steps: changes nothing: every step is logged" in loaded.notes
 
 
 def test_what_is_sampled_together_is_of_an_older_policy(read: Read) -> None:

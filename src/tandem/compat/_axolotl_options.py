@@ -56,7 +56,6 @@ _ADAPTS = "it is read where use_adaptive_entropy is true"
 _SERVER = "tandem serve engine is the server"
 _TRUSTED = "Tandem runs no code from model repositories"
 _MEMORY = "memory is given back as it is freed, not every so many steps"
-_KEPT = "every rollout is in rollouts of the run's folder, and its report.html shows those of some steps"
 _COLUMNS = "name the columns in a transform: type: module.function"
 _LOADED = "what base_model is, its config.json says"
 
@@ -137,7 +136,7 @@ TOP: Mapping[str, Option] = {
     "tokenizer_config": _is("nothing: it must be base_model", "text"),
     "trust_remote_code": _no(_TRUSTED, False),
     "output_dir": _is("runs, the folder that the run's folder is made in", "text"),
-    "logging_steps": _idle("every step is logged", 1),
+    "logging_steps": _is("print_completions.every, with log_completions; numbers are logged every step", "number"),
     "save_steps": _is("checkpoint.every, divided by num_iterations; below 1 a share of all steps", "number"),
     "save_total_limit": _is("checkpoint.keep", "whole"),
     "save_strategy": _idle("checkpoints are written every save_steps and at the end", "steps"),
@@ -265,8 +264,8 @@ TRL: Mapping[str, Option] = {
     "sync_ref_model": _is("reference: average instead of start", "truth"),
     "ref_model_mixup_alpha": _is("reference.mixup", "number"),
     "ref_model_sync_steps": _is("reference.every, divided by num_iterations", "whole"),
-    "log_completions": _idle(_KEPT, False),
-    "num_completions_to_print": _idle(_KEPT),
+    "log_completions": _is("print_completions, in the console and in loggers; false: never", "truth"),
+    "num_completions_to_print": _is("print_completions.count; default: all of a step's", "whole"),
     "log_multimodal": _idle("there are no images", True, False),
     "use_liger_loss": _idle("logits are always computed chunk by chunk, which is what saves the memory", False),
 }

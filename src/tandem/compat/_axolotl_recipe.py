@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tandem.compat import _axolotl_engine as engine
+from tandem.compat import _axolotl_logging as logging
 from tandem.compat import _axolotl_objective as objective
 from tandem.compat import _axolotl_rollout as rollout
 from tandem.compat._axolotl_file import File
@@ -359,27 +360,4 @@ def _run(recipe: Recipe, steps: int) -> None:
     recipe.copy("seed", "seed")
     recipe.copy("wandb_name", "name")
     recipe.put("runs", file.get("output_dir", "model-out"), "output_dir")
-    _sinks(recipe)
-
-
-def _sinks(recipe: Recipe) -> None:
-    """Where numbers go."""
-    file = recipe.file
-    sinks: list[Json] = ["console"]
-    wandb = file.get("use_wandb") or file.get("wandb_project")
-    for option in ("wandb_entity", "wandb_mode"):
-        if file.get(option) and not wandb:
-            file.note(option, "changes nothing without wandb_project or use_wandb: true")
-    if wandb and file.get("wandb_mode") != "disabled":
-        named = {key: file.get(f"wandb_{key}") for key in ("project", "entity", "mode")}
-        sinks.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
-    if file.get("use_tensorboard"):
-        sinks.append("tensorboard")
-    if file.get("use_trackio"):
-        named = {"project": file.get("trackio_project_name"), "space": file.get("trackio_space_id")}
-        sinks.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
-    for option in ("trackio_project_name", "trackio_space_id"):
-        if option in file and not file.get("use_trackio"):
-            file.note(option, "changes nothing without use_trackio: true")
-    if len(sinks) > 1:
-        recipe.put("sinks", sinks, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")
+    logging.put(recipe, steps)
