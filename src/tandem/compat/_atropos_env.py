@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tandem.errors import ConfigError
 from tandem.types import Json
 
@@ -203,6 +201,8 @@ def from_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or has an option that there is not.
     """
+    import yaml  # which --help of the other verbs need not wait for
+
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
