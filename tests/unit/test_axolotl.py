@@ -588,6 +588,17 @@ def test_another_method_is_refused(changes: dict[str, Any], read: Read) -> None:
         read(changes)
 
 
+def test_ranks_of_a_launcher_are_never_ignored(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trainers of one run would each believe to be the only one; a server has nothing to do with them."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2, of the environment: the trainer is one process"):
+        read()
+    assert read(trl(**SERVER), serving=True).options
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert read().options
+
+
 def test_mistakes_name_their_lines(read: Read) -> None:
     """Also those that Tandem finds in what the file came to."""
     for option, changes in {"temperature": trl(temperature=0.0), "weight_decay": {"weight_decay": -1.0}}.items():

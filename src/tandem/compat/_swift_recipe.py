@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tandem.compat._ranks import several
 from tandem.compat._swift_given import Given
 from tandem.compat._swift_parts import datasets, engine, rewards, rows
 from tandem.compat._swift_running import (
@@ -31,8 +32,6 @@ _CORRECTIONS = {
     "sequence_truncate": ("sequence", "truncate"),
     "sequence_mask": ("sequence", "mask"),
 }
-_RANKS = {"NPROC_PER_NODE": "1", "NNODES": "1", "WORLD_SIZE": "1", "NODE_RANK": "0", "RANK": "0", "LOCAL_RANK": "0"}
-"""What the environment says where there is one process."""
 _SCALES = {
     "group": "grpo", "true": "grpo", "True": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo",
     "False": "dr_grpo", "gdpo": "gdpo",
@@ -228,14 +227,8 @@ class Reading:
 
     def _check_batch(self) -> None:
         given = self.given
-        for name, alone in _RANKS.items():
-            said = self.environ.get(name, "").strip()
-            if said not in ("", alone):
-                given.problems.add(
-                    f"{name}={said}, of the environment",
-                    "the trainer is one process, the same on every rank; unset it, start one, and multiply "
-                    "gradient_accumulation_steps by the number of GPUs instead",
-                )
+        for variable, message in several(self.environ):
+            given.problems.add(variable, message)
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
                  "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps",

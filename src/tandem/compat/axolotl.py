@@ -6,8 +6,11 @@ one that cannot matter is told to change nothing; none is accepted and ignored.
 
 from __future__ import annotations
 
+import os
+
 from tandem.compat._axolotl_file import File
 from tandem.compat._axolotl_recipe import Recipe
+from tandem.compat._ranks import several
 from tandem.recipe.dialects import Translated
 from tandem.recipe.tree import Branch, Leaf, Problems
 
@@ -27,6 +30,8 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated | N
         where = method.where if method else tree.where
         problems.add(where, "this is an Axolotl file, and of those Tandem trains the ones with rl: grpo or gdpo")
         return Translated(tree=Branch(where=tree.where))
+    for variable, message in () if serving else several(os.environ):
+        problems.add(variable, message)
     file = File(tree=tree, problems=problems)
     recipe = Recipe(file=file, serving=serving)
     recipe.make()
