@@ -147,7 +147,9 @@ def test_summary_counts_failed_answers_as_wrong() -> None:
     assert record["tokens"] == pytest.approx((4 * (len(answered) - 1) + 8) / len(answered))
     assert record["mean_ci"] == list(interval([1.0, 0.25, 0.25, 0.0]))
     assert record["pass_ci"] == list(interval([1.0, 1.0, 1.0, 0.0]))
-    assert record["rollouts"][1] == {"task": "b", "prompt": "b?", "answer": "7", "text": "wrong", "reward": 0.5}
+    told = {"task": "b", "prompt": "b?", "answer": "7", "text": "wrong", "reward": 0.5}
+    assert record["rollouts"][1] == told | {"truncated": False, "error": ""}
+    assert record["rollouts"][2]["error"] == "it broke"
 
 
 def test_several_environments_are_told_together_and_each_by_itself() -> None:

@@ -340,6 +340,26 @@ def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:
     assert sum(p["after"]["reward"] for p in pairs) > sum(p["before"]["reward"] for p in pairs)
 
 
+def test_held_out_answers_of_the_first_evaluation_are_shown_before_there_is_another(tmp_path: Path) -> None:
+    answer = {"task": "t", "prompt": "1 + 1?", "answer": "2", "text": "three", "reward": 0.0}
+    write(tmp_path / "eval.jsonl", [{"step": 0, "env": "e", "mean": 0.0, "rollouts": [answer]}])
+    (tmp_path / "config.yaml").write_text("steps: 4")
+    told = samples.answers(load(tmp_path))
+    assert [(one["task"], one["before"]["text"], one["after"]) for one in told] == [("t", "three", None)]
+    assert data_of(build(tmp_path))["answers"] == told
+
+
+def test_dropped_groups_are_shown_in_bounds(tmp_path: Path) -> None:
+    said = [{"text": "x" * 3000, "reward": 0.0, "truncated": False, "error": ""}] * 8
+    row = {"reason": "flat", "why": "every reward 0", "group": "g", "prompt": "?", "answer": "", "rollouts": said}
+    write(tmp_path / "dropped.jsonl", [{"step": step, **row} for step in range(1, 301)])
+    (tmp_path / "config.yaml").write_text("steps: 4")
+    told = data_of(build(tmp_path))["dropped"]
+    assert 10 < len(told) <= 40
+    assert told[0]["step"] == 1
+    assert len(json.dumps(told)) < 700_000
+
+
 def test_frequent_events_do_not_hide_rare_ones(tmp_path: Path) -> None:
     rows = [
         {"time": 0.0, "event": "run_started"},

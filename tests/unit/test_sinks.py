@@ -269,6 +269,17 @@ def test_answers_are_printed_with_what_they_earned_and_obey_no_terminal(
     assert "reward 0.25 " in capsys.readouterr().out
 
 
+def test_an_evaluation_shows_its_first_answer_unless_none_are_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {**evaluation(0, 0.0), "rollouts": [{"task": "t", "prompt": "1 + 1?", "text": "No.", "reward": 0.0}]}
+    Console(live="never").open(info(tmp_path)).evaluation(0, record, {})
+    assert capsys.readouterr().out.splitlines()[2:] == ["  its first answer, reward 0: task t", "  > 1 + 1?", "  < No."]
+    quiet = dataclasses.replace(info(tmp_path), config={**CONFIG, "print_completions": {"every": 0}})
+    Console(live="never").open(quiet).evaluation(0, record, {})
+    assert "No." not in capsys.readouterr().out
+
+
 def test_a_long_answer_is_cut_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = {**COMPLETIONS["samples"][0], "text": "\n".join(f"line {i} " + "x" * 5000 for i in range(500))}
     Console(live="never").open(info(tmp_path)).event("completions", {"step": 1, "samples": [long]})

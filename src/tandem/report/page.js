@@ -121,7 +121,7 @@ function toolbar() {
   const say = () => { const n = VIEW.smooth * DATA.series.share; text.textContent = n === 1 ? "none" : `mean of ${n} steps`; };
   const slider = el("input", { type: "range", min: 0, max: windows.length - 1, value: start, disabled: windows.length < 2, "aria-label": "smoothing", oninput: (e) => { VIEW.smooth = windows[e.target.value]; say(); VIEW.plots.forEach((plot) => plot.draw()); } });
   say();
-  const links = [["#curves", "Curves"], DATA.rollouts.steps.length && ["#rollouts", "Rollouts"], DATA.answers.length && ["#answers", "Held-out answers"], ["#numbers", "Numbers"], ["#recipe", "Recipe"]].filter(Boolean);
+  const links = [["#curves", "Curves"], DATA.rollouts.steps.length && ["#rollouts", "Rollouts"], DATA.answers.length && ["#answers", "Held-out answers"], DATA.dropped.length && ["#dropped", "Dropped groups"], ["#numbers", "Numbers"], ["#recipe", "Recipe"]].filter(Boolean);
   return el("div", { class: "bar row spread" }, el("nav", {}, links.map(([href, name]) => el("a", { href }, name))),
     el("div", { class: "row" }, el("label", {}, "Smoothing", slider, text), el("span", { id: "at", "aria-live": "off" })));
 }
@@ -222,9 +222,12 @@ function otherPlots() {
 
 // ---- held-out answers
 
+const said = (label, { reward, text, samples }) => el("div", {}, el("h4", {}, `${label}: reward ${format.number(reward)}${samples > 1 ? `, mean of ${samples}; first answer` : ""}`), el("pre", {}, text || "(empty)"));
+
 function answers() {
   if (!DATA.answers.length) return null;
-  const verdict = ({ before, after }) => (after.reward > before.reward ? "better" : after.reward < before.reward ? "worse" : "same");
+  const paired = DATA.answers[0].after !== null;
+  const verdict = ({ before, after }) => (!after ? "same" : after.reward > before.reward ? "better" : after.reward < before.reward ? "worse" : "same");
   const counts = { all: DATA.answers.length, better: 0, worse: 0, same: 0 };
   DATA.answers.forEach((row) => { counts[verdict(row)] += 1; });
   const host = el("div", { class: "pairs" });
@@ -234,14 +237,24 @@ function answers() {
     host.replaceChildren(...DATA.answers.filter((row) => filter === "all" || verdict(row) === filter).map(pair));
   }
   function pair(row) {
-    const side = (label, { reward, text, samples }) => el("div", {}, el("h4", {}, `${label}: reward ${format.number(reward)}${samples > 1 ? `, mean of ${samples}; first answer` : ""}`), el("pre", {}, text || "(empty)"));
     const kind = { better: "", worse: "down", same: "flat" }[verdict(row)];
+    const rewards = paired ? `${format.number(row.before.reward)} → ${format.number(row.after.reward)}` : format.number(row.before.reward);
     return el("details", { class: "card pair" },
-      el("summary", {}, el("span", {}, el("span", { class: `chip ${kind}` }, `${format.number(row.before.reward)} → ${format.number(row.after.reward)}`)), el("span", { class: "snippet" }, row.prompt), el("span", { class: "gold" }, row.answer)),
-      el("div", { class: "two" }, side("before", row.before), side("after", row.after)));
+      el("summary", {}, el("span", {}, el("span", { class: `chip ${kind}` }, rewards)), el("span", { class: "snippet" }, row.prompt), el("span", { class: "gold" }, row.answer)),
+      el("div", { class: "two" }, said(paired ? "before" : "its answer", row.before), paired ? said("after", row.after) : null));
   }
   show("all");
-  return el("section", { id: "answers" }, el("h2", {}, "Held-out answers, before and after"), el("p", { class: "lead" }, "The same unseen tasks, answered by the first and by the last policy."), el("div", { class: "group-of", style: { "margin-top": "12px" } }, buttons), host);
+  return el("section", { id: "answers" }, el("h2", {}, paired ? "Held-out answers, before and after" : "Held-out answers"), el("p", { class: "lead" }, paired ? "The same unseen tasks, answered by the first and by the last policy." : "Unseen tasks, answered once so far."), paired ? el("div", { class: "group-of", style: { "margin-top": "12px" } }, buttons) : null, host);
+}
+
+// ---- groups that were dropped
+
+function dropped() {
+  if (!DATA.dropped.length) return null;
+  const group = (row) => el("details", { class: "card pair" },
+    el("summary", {}, el("span", {}, el("span", { class: "chip flat" }, row.why)), el("span", { class: "snippet" }, row.prompt), el("span", { class: "gold" }, row.answer)),
+    el("div", { class: "two" }, row.rollouts.map((r, i) => said(`step ${row.step}, answer ${i + 1}${r.truncated ? ", cut" : ""}`, { reward: r.reward, text: r.error || r.text }))));
+  return el("section", { id: "dropped" }, el("h2", {}, "Dropped groups"), el("p", { class: "lead" }, "Some of the groups that were not trained on, with what was said and earned: where all answers earn the same there is nothing to learn."), el("div", { class: "pairs" }, DATA.dropped.map(group)));
 }
 
 // ---- numbers, events, recipe

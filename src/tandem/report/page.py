@@ -82,6 +82,7 @@ def payload(run: RunFolder, summary: Summary) -> Row:
         "events": events,
         "event_counts": counts,
         "answers": samples.answers(run),
+        "dropped": samples.dropped(run),
         "rollouts": samples.collect(run),
         "config": run.config_text,
         "sampling": phase("seconds/wait", run.config),

@@ -216,7 +216,7 @@ function rollouts() {
     el("p", { class: "keys", style: { "margin-top": "8px" } }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " siblings   ", el("kbd", {}, "↑"), " ", el("kbd", {}, "↓"), " groups   ", el("kbd", {}, "["), " ", el("kbd", {}, "]"), " steps   ", el("kbd", {}, "1"), " ", el("kbd", {}, "2"), " ", el("kbd", {}, "3"), " colours"));
 }
 
-document.getElementById("app").append(...[head(), cards(), toolbar(), curves(), rollouts(), answers(), numbers(), recipe(),
+document.getElementById("app").append(...[head(), cards(), toolbar(), curves(), rollouts(), answers(), dropped(), numbers(), recipe(),
   el("footer", {}, `Made by Tandem from the run folder on ${new Date(1000 * DATA.made).toLocaleString()}. This page loads nothing from the network.`)].filter(Boolean));
 VIEW.plots.forEach((plot) => plot.draw()); // at once: a page that is printed or saved may never get a frame of its own
 document.documentElement.dataset.ready = "yes";

@@ -9,6 +9,7 @@ from typing import TypedDict
 import msgspec
 
 from tandem.report.folder import Row, RunFolder
+from tandem.sinks import _lines
 from tandem.types import Json
 
 MOST_STEPS = 40
@@ -200,27 +201,37 @@ def _ends(own: list[int], said: list[Row], tokens: list[Row], turns: Sequence[in
 def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
     """Held-out answers of the first and the last evaluation, task by task: ``[{task, prompt, answer, before, after}]``.
 
-    ``before`` and ``after`` are ``{"reward": mean over its samples, "text": the first sample's}``.
+    ``before`` and ``after`` are ``{"reward": mean over its samples, "text": the first sample's}``; after a single
+    evaluation ``after`` is None.
     """
     rows = [row for row in run.evaluations if row.get("rollouts")]
     rows = [row for row in rows if row.get("env") == rows[0].get("env")]
-    if len(rows) < 2:
+    if not rows:
         return []
-    before, after = _by_task(rows[0]), _by_task(rows[-1])
+    before, after = _by_task(rows[0]), _by_task(rows[-1]) if len(rows) > 1 else {}
     out: list[Json] = []
     for task, (sample, then) in before.items():
-        if task in after:
+        if task in after or not after:
             out.append(
                 {
                     "task": task,
                     "prompt": sample.get("prompt", ""),
                     "answer": sample.get("answer", ""),
                     "before": then,
-                    "after": after[task][1],
+                    "after": after[task][1] if after else None,
                 }
             )
     while out and len(msgspec.json.encode(out)) > most_bytes:
         out = out[: len(out) // 2]
+    return out
+
+
+def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
+    """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
+    rows = list(_lines.read(run.path / "dropped.jsonl"))
+    out: list[Json] = [rows[i] for i in evenly(range(len(rows)), most)]
+    while out and len(msgspec.json.encode(out)) > most_bytes:
+        out = out[::2] if len(out) > 1 else []
     return out
 
 

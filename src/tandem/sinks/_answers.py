@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from tandem.sinks.base import parts
 from tandem.types import Json
@@ -19,6 +20,21 @@ def lines(sample: Mapping[str, Json], head: str) -> list[str]:
     out += [f"  > {line}" for line in _few_lines(str(sample.get("prompt") or ""), 4)]
     out += [f"  < {line}" for line in _few_lines(str(sample.get("text") or ""), 12) or ["(nothing)"]]
     return out + ([f"  failed: {_clean(str(sample['error']))}"] if sample.get("error") else [])
+
+
+def held_out_lines(record: Mapping[str, Json], config: Mapping[str, Json]) -> list[str]:
+    """The first answer of an evaluation: the same task each time. None where the recipe has answers not shown."""
+    shows = (config.get("print_completions") or {}).get("every", 1)
+    samples = record.get("rollouts") or []
+    return lines(samples[0], "  its first answer") if shows and samples else []
+
+
+def ends(samples: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
+    """The answer with the highest reward and the one with the lowest; one where all have the same."""
+    ranked = sorted(samples, key=lambda sample: -math.inf if sample.get("reward") is None else float(sample["reward"]))
+    if not ranked:
+        return []
+    return [ranked[0]] if ranked[0].get("reward") == ranked[-1].get("reward") else [ranked[-1], ranked[0]]
 
 
 def _few_lines(text: str, most: int, width: int = 240) -> list[str]:

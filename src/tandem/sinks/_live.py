@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tandem import progress
 from tandem.progress import LONG
-from tandem.sinks import _bars, _board
+from tandem.sinks import _answers, _bars, _board
 from tandem.sinks._board import Board, duration, number, sparkline
 from tandem.sinks.base import RunInfo, phase
 from tandem.types import Json
@@ -55,8 +55,11 @@ class LiveWriter:
         self.board.write(step, scalars)
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        """Show an evaluation from the next redraw on."""
+        """Show an evaluation from the next redraw on; an answer of it stays above the board."""
         self.board.evaluation(step, record)
+        if lines := _answers.held_out_lines(record, self.board.info.config):
+            for line in [_board.evaluation_line(self.board), *lines]:
+                self._live.console.print(Text(line), highlight=False)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Show an event from the next redraw on; answers of the policy stay above the board."""

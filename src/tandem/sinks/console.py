@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -48,6 +48,11 @@ def answer_lines(sample: Mapping[str, Json], head: str) -> list[str]:
     return _answers.lines(sample, head)
 
 
+def ends(samples: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
+    """Of answers the one with the highest and the one with the lowest reward, or one where all earn the same."""
+    return _answers.ends(samples)
+
+
 class _PlainWriter:
     """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
 
@@ -65,6 +70,8 @@ class _PlainWriter:
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
         self._board.evaluation(step, record)
         self._say(_board.evaluation_line(self._board))
+        for line in _answers.held_out_lines(record, self._board.info.config):
+            self._say(line)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         for line in _board.lines_of(name, fields) or [_board.event_text(name, fields)]:

@@ -148,4 +148,6 @@ def _shown(look: _Look) -> dict[str, Json]:
         "answer": first.task.answer,
         "text": first.text,
         "reward": first.reward,
+        "truncated": first.truncated,
+        "error": first.error,
     }

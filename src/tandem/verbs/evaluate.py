@@ -26,12 +26,16 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
     if not config.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
     from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
-    from tandem.sinks.console import shown
+    from tandem.sinks.console import answer_lines, ends, shown
 
     with shown():
         record = finish(run.evaluate(config, weights=weights))
     for line in _lines(str(weights or config.model), record):
         typer.echo(line)
+    if config.print_completions.every:
+        for sample in ends(record["rollouts"]):
+            for line in answer_lines(sample, "an answer"):
+                typer.echo(line)
 
 
 def _resolve(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
