@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from tandem import __version__
-from tandem.errors import TandemError
+from tandem.errors import TandemError, is_theirs, place_of, said
 from tandem.verbs._commands import Overrides, Show, register
 
 app = typer.Typer(
@@ -307,6 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         typer.echo(f"tandem: {error}", err=True)
         sys.exit(error.exit_code)
     except Exception as error:
+        if is_theirs(error) and not debug:
+            typer.echo(f"tandem: {said(error)}{place_of(error)}; it is your code, and --debug shows how", err=True)
+            sys.exit(1)
         traceback.print_exc()
         typer.echo(
             f"tandem: {type(error).__name__}: {error}\n"

@@ -32,6 +32,7 @@ from tandem.recipe.sections import (
     Rate,
     Replay,
     Reroll,
+    group_size_check,
     require,
     sampling_checks,
 )
@@ -167,7 +168,7 @@ class RunConfig:
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             steps=(self.steps >= 1, "at least 1"),
             groups_per_step=(self.groups_per_step >= 1, "at least 1"),
-            group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
+            group_size=group_size_check(self.group_size, self.groups_per_step),
             env=(
                 bool(self.env or self.envs or self.broker),
                 "given, such as gsm8k (tandem list envs), or envs, or broker, where environments are elsewhere",

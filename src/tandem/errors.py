@@ -23,6 +23,12 @@ HTTP request, one child process, the command line.
 
 from __future__ import annotations
 
+import inspect
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class TandemError(Exception):
     """Any failure that Tandem understands. ``exit_code`` is the process's."""
@@ -115,3 +121,46 @@ class Alarmed(TandemError):
     """An alarm ended the run (``alarms: stop``); everything is saved, and the message says how to go on."""
 
     exit_code = 12
+
+
+SHOWN_TEXT = 10_000
+"""Most characters of an exception's text that are kept."""
+
+_SHOWN_FRAMES = 2
+"""Innermost places in the user's code that a message names."""
+_TANDEM = str(Path(__file__).parent) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def raised(error: BaseException) -> str:
+    """An exception in words, with the last places in the user's own code that it came through."""
+    return f"raised {said(error)}{place_of(error)}"
+
+
+def said(error: BaseException) -> str:
+    """An exception's type and message."""
+    text = str(error)
+    shown = text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}... ({len(text)} characters)"
+    return f"{type(error).__name__}: {shown}" if text else type(error).__name__
+
+
+def is_theirs(error: BaseException) -> bool:
+    """True if it was raised in the user's own code, or by a library that this called."""
+    files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
+    innermost = [file for file in files if not file.startswith(("<", *_LIBRARIES)) or file.startswith(_TANDEM)]
+    return bool(innermost) and not innermost[-1].startswith(_TANDEM)
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception came through the user's own code, `` (file.py:12 in name)``; empty if it did not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # Neither Tandem's nor a library's.
+    own = [f for f in frames if not f.filename.startswith((_TANDEM, "<", *_LIBRARIES))][-_SHOWN_FRAMES:]
+    places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(own)]
+    return f" ({', from '.join(places)})" if places else ""
+
+
+def defined_at(function: object) -> str:
+    """Where a function is written, `` (file.py:12)``; empty where nobody knows."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""

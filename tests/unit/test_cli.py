@@ -214,8 +214,11 @@ def test_ctrl_c_says_what_the_run_says_and_exits_130(run: Run, trainer: types.Si
     assert run("train", "recipe.yaml") == (130, "", "tandem: interrupted\n")
 
 
-def test_what_nobody_expected_is_a_bug_with_its_traceback(run: Run, trainer: types.SimpleNamespace) -> None:
+def test_what_nobody_expected_is_a_bug_with_its_traceback(
+    run: Run, trainer: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("recipe.yaml").write_text(MINIMAL)
+    monkeypatch.setattr("tandem.cli.is_theirs", lambda error: False)  # this file is not Tandem's
     trainer.error = ZeroDivisionError("by zero")
     code, _, err = run("train", "recipe.yaml")
     assert code == 1

@@ -129,6 +129,21 @@ def test_rewards_by_name_by_kind_and_by_import_path(here: Path) -> None:
     assert list(again.rewards) == list(specs)
 
 
+@pytest.mark.parametrize("key", ["chat_template_kwargs", "nobody_knows_this"])
+def test_aliases_of_aliases_are_refused_at_once(here: Path, key: str) -> None:
+    lines = ["model: m", "steps: 1", "env: arithmetic", f"{key}:", "  a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (here / "recipe.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"recipe.yaml: it holds more than 100,000 values, those that its aliases"):
+        load(Path("recipe.yaml"))
+
+
+def test_yaml_that_is_nested_too_deep_is_said_so(here: Path) -> None:
+    (here / "recipe.yaml").write_text("model: m\nsteps: 1\nenv: arithmetic\nchat_template_kwargs: {a: " + "[" * 5000)
+    with pytest.raises(ConfigError, match=r"recipe.yaml: this is nested too deep to be read"):
+        load(Path("recipe.yaml"))
+
+
 def test_aliases_are_understood(here: Path) -> None:
     config = read(MINIMAL + "groups_per_step: &n 4\ngroup_size: *n\n")
     assert (config.groups_per_step, config.group_size) == (4, 4)
@@ -363,6 +378,11 @@ def test_a_recipe_that_is_no_mapping(here: Path) -> None:
     ("line", "message"),
     [
         ("group_size: 1", "recipe.yaml:4: group_size must be at least 2"),
+        (
+            "group_size: 1000000000",
+            "recipe.yaml:4: group_size must be smaller: groups_per_step times group_size is 8,000,",
+        ),
+        ("sampling: {max_tokens: 1000000000}", "recipe.yaml:4: sampling.max_tokens must be at most 16,777,216"),
         ("groups_per_step: 0", "recipe.yaml:4: groups_per_step must be at least 1"),
         ("max_lag: -1", "recipe.yaml:4: max_lag must be at least 0"),
         ("sampling: {temperature: 0}", "recipe.yaml:4: sampling.temperature must be at least 0.01"),

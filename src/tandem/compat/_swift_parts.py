@@ -16,8 +16,7 @@ from tandem.compat._swift_plugin import registered
 from tandem.compat._swift_rewards import NAMES, built_in
 from tandem.compat._swift_turns import KIND as TURNS
 from tandem.compat._swift_turns import Scheduled
-from tandem.errors import RewardError
-from tandem.rewards._calls import raised
+from tandem.errors import RewardError, raised
 from tandem.types import Json
 
 _STARTING = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.compat._swift_library import Arguments, multi_turns, orms
-from tandem.errors import ConfigError, RewardError
-from tandem.rewards._calls import Adapter, Called, said
+from tandem.errors import ConfigError, RewardError, said
+from tandem.rewards._calls import Adapter, Called
 from tandem.types import Json, Rollout
 
 KIND = f"{__name__}:Plugin"

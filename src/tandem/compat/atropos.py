@@ -18,7 +18,6 @@ from tandem.compat._atropos_flags import Flags as Flags
 from tandem.compat._atropos_flags import joined as joined
 from tandem.errors import CheckpointError, ConfigError
 from tandem.sinks.base import RunInfo, Sink, Writer
-from tandem.trainer.digests import steps_in
 from tandem.types import Json
 
 
@@ -87,6 +86,7 @@ def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
         ConfigError: what the run trains has no name in Atropos.
     """
     from tandem.report.folder import load
+    from tandem.trainer.digests import steps_in
 
     naming = _Naming.of(load(run_folder).config)
     folders = steps_in(run_folder / "checkpoints")

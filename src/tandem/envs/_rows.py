@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tandem import clone, hub
 from tandem.envs._split import check_share, split_of
@@ -19,6 +19,9 @@ from tandem.errors import ConfigError, EnvError
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
+
+_LONGEST = 64 << 20
+"""Bytes of one line of a file: it is held in memory several times over."""
 
 _INSTALL = "pip install 'tandem-rl[data]'"
 
@@ -154,13 +157,15 @@ def read_file(path: str) -> Iterator[Row]:
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
+        for number, raw in enumerate(_lines(lines, file), 1):
             where = f"{file}:{number}"
             line = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, where)
             if not line.strip():
                 continue
             try:
                 columns = json.loads(line)
+            except RecursionError as error:
+                raise EnvError(f"{where}: lists and objects are nested too deep to be read") from error
             except ValueError as error:
                 at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
                 raise EnvError(f"{where}: not valid JSON: {at}; each line must be one JSON object") from error
@@ -173,7 +178,7 @@ def _read_csv(file: Path) -> Iterator[Row]:
     with file.open("rb") as raw:
         lines = (
             _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, f"{file}:{number}")
-            for number, line in enumerate(raw, 1)
+            for number, line in enumerate(_lines(raw, file), 1)
         )
         reader = csv.reader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
         try:
@@ -239,6 +244,18 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
         ) from error
     for number, columns in enumerate(loaded, 1):
         yield Row(f"{name}[{split}] row {number}", number, _plain(columns))
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The lines of a file; raises EnvError for one that is too long, before it is all in memory."""
+    number = 0
+    while line := file.readline(_LONGEST + 1):
+        number += 1
+        if len(line) > _LONGEST:
+            raise EnvError(
+                f"{path}:{number}: the line is longer than {_LONGEST >> 20} MiB; each line should be one row"
+            )
+        yield line
 
 
 def _decoded(raw: bytes, where: str) -> str:

@@ -12,6 +12,11 @@ from tandem.alarms.base import Name
 from tandem.cores import cores
 from tandem.types import Sampling
 
+MOST_ANSWERS = 1 << 20
+"""Answers of one step: they are held in the trainer's memory, token by token."""
+MOST_TOKENS = 1 << 24
+"""Tokens of an answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
@@ -220,6 +225,16 @@ class Broker:
         )
 
 
+def group_size_check(size: int, groups: int) -> tuple[bool, str]:
+    """What ``require`` checks of how many answers there are to a task, and so to a step's tasks."""
+    if size < 2:
+        return False, "at least 2: an answer is judged against its siblings"
+    return size * groups <= MOST_ANSWERS, (
+        f"smaller: groups_per_step times group_size is {size * groups:,} answers in one step, and more than "
+        f"{MOST_ANSWERS:,} cannot be held in memory"
+    )
+
+
 def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
     """What ``require`` checks of how training answers are sampled."""
     two = "from -2 to 2"
@@ -233,7 +248,10 @@ def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
         "presence_penalty": (-2 <= sampling.presence_penalty <= 2, two),
         "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, two),
         "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "max_tokens": (
+            1 <= sampling.max_tokens <= MOST_TOKENS,
+            "at least 1" if sampling.max_tokens < 1 else f"at most {MOST_TOKENS:,}: no context is longer",
+        ),
         "stop": (all(sampling.stop), "texts that are not empty"),
         "stop_token_ids": (all(token >= 0 for token in sampling.stop_token_ids), "token ids, which are at least 0"),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import yaml
 
@@ -32,6 +33,9 @@ _Dumper.add_representer(str, _text)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
+
+MOST_VALUES = 100_000
+"""Values of one recipe. A few lines of aliases of aliases would be billions, and be written out one by one."""
 
 SHELL = "command line: "
 """What the location of an override starts with; the option's path follows."""
@@ -139,13 +143,19 @@ def _compose(text: str, locate: _Locate, problems: Problems) -> Tree | None:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            return None if node is None else _convert(node, _Reading(locate, loader, problems), ())
+            return None if node is None else _convert(node, _Reading(locate, loader, problems, count()), ())
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}")
-    except (yaml.YAMLError, RecursionError) as error:
+    except _TooMany:
+        problems.add(
+            locate(None), f"it holds more than {MOST_VALUES:,} values, those that its aliases repeat counted each time"
+        )
+    except RecursionError:
+        problems.add(locate(None), "this is nested too deep to be read")
+    except yaml.YAMLError as error:
         problems.add(locate(None), f"this is not YAML: {' '.join(str(error).split())}")
     return None
 
@@ -179,11 +189,18 @@ class _Reading:
     locate: _Locate
     loader: _Loader
     problems: Problems
+    values: Iterator[int]
+
+
+class _TooMany(Exception):
+    """More values than a recipe may have."""
 
 
 def _convert(node: yaml.Node, reading: _Reading, parents: tuple[yaml.Node, ...]) -> Tree | None:
     """One composed node as a tree."""
     where = reading.locate(node.start_mark)
+    if next(reading.values) >= MOST_VALUES:
+        raise _TooMany
     if any(node is parent for parent in parents):
         reading.problems.add(where, "an alias may not contain itself")
         return None

@@ -7,9 +7,7 @@ import functools
 import inspect
 import math
 import numbers
-import os
 import sys
-import sysconfig
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.errors import RewardError
+from tandem.errors import SHOWN_TEXT, RewardError
 from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
 from tandem.types import TEXT, Message, Rollout
 
@@ -26,12 +24,6 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 _MOST = 1e18
 """Largest reward, either way: the square of a larger one does not fit into float32, where losses are computed."""
-
-_SHOWN_TEXT = 10_000
-"""Most characters of an exception's text that are kept."""
-
-_SHOWN_FRAMES = 2
-"""Innermost places in the user's code that a message names."""
 
 
 class Outcome(NamedTuple):
@@ -205,36 +197,15 @@ def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
     return Called(call=function, shape="rollout", is_async=is_async)
 
 
-def raised(error: BaseException) -> str:
-    """An exception in words, with the last places in the user's own code that it came through."""
-    frames = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in _own_frames(error)][-_SHOWN_FRAMES:]
-    return f"raised {said(error)}" + (f" ({', from '.join(reversed(frames))})" if frames else "")
-
-
 def traceback_of(error: BaseException) -> str:
     """Its traceback without the frames of the grading process itself, as Python prints it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _GRADING and trace.tb_next is not None:
         trace = trace.tb_next
-    return "".join(line[: 2 * _SHOWN_TEXT] for line in traceback.format_exception(type(error), error, trace))
+    return "".join(line[: 2 * SHOWN_TEXT] for line in traceback.format_exception(type(error), error, trace))
 
 
-def said(error: BaseException) -> str:
-    """An exception's type and message."""
-    text = str(error)
-    shown = text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}... ({len(text)} characters)"
-    return f"{type(error).__name__}: {shown}" if text else type(error).__name__
-
-
-_TANDEM = str(Path(__file__).parents[1]) + os.sep
 _GRADING = frozenset({__file__, str(Path(__file__).with_name("_grader.py"))})
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Frames that are neither Tandem's nor a library's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f for f in frames if not f.filename.startswith((_TANDEM, "<", *_LIBRARIES))]
 
 
 def _is_async(function: Any) -> bool:

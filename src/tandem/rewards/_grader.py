@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from tandem.errors import RewardError
-from tandem.rewards._calls import Called, Outcome, called, raised, said, traceback_of
+from tandem.errors import RewardError, raised, said
+from tandem.rewards._calls import Called, Outcome, called, traceback_of
 from tandem.rewards.base import Failure, Reward
 from tandem.types import Rollout
 

@@ -6,8 +6,8 @@ import pkgutil
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.errors import ConfigError, RewardError
-from tandem.rewards._calls import Adapter, Called, plain, said
+from tandem.errors import ConfigError, RewardError, said
+from tandem.rewards._calls import Adapter, Called, plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from tandem.envs.base import Environment
-from tandem.errors import RewardError
+from tandem.errors import EnvError, RewardError, TandemError, defined_at, raised
 from tandem.rewards._workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
@@ -72,7 +72,7 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
     failures: list[GoldFailure] = []
     unknown = 0
     for task in islice(env.tasks("train"), tasks):
-        reply = env.check(task)
+        reply = _reply(env, task)
         if reply is None:
             unknown += 1
             continue
@@ -89,7 +89,7 @@ async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) ->
     A reward of all siblings at once that gives one number, or fails where there are several, is seen so; and one that
     gives any answer the same.
     """
-    known = [(task, reply) for task in tasks if (reply := env.check(task)) is not None]
+    known = [(task, reply) for task in tasks if (reply := _reply(env, task)) is not None]
     replies = list(dict.fromkeys(reply for _, reply in known))
     after = dict(zip(replies, [*replies[1:], *replies[:1]], strict=True))
     graded: list[Siblings] = []
@@ -137,6 +137,20 @@ async def require_full_marks(name: str, env: Environment, graders: Graders) -> N
             "check() replies (tandem check looks at more of them)"
         )
     graders.metrics()  # these are nobody's rollouts
+
+
+def _reply(env: Environment, task: Task) -> str | None:
+    """A task's gold reply; EnvError, of whoever wrote the environment, where there cannot be one."""
+    try:
+        reply: object = env.check(task)
+    except TandemError:
+        raise
+    except Exception as error:  # the boundary to somebody's environment
+        raise EnvError(f"environment {env.name}: check() of task {task.id} {raised(error)}") from error
+    if reply is None or isinstance(reply, str):
+        return reply
+    where = f"environment {env.name}: check(){defined_at(type(env).check)}"
+    raise EnvError(f"{where} returned a {type(reply).__name__} for task {task.id}; expected a text, or None")
 
 
 def gold_rollout(task: Task, reply: str, *, number: int = 0) -> Rollout:

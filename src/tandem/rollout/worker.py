@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from tandem import waits
 from tandem.engines.base import Engine
 from tandem.envs.base import Environment
-from tandem.errors import Deadline, EngineError, TandemError
+from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_at, place_of, said
 from tandem.rewards._workers import Graders
 from tandem.rollout.chat import EngineChat, Template, answered
 from tandem.types import Group, Rollout, Sampling, Task
@@ -56,19 +57,30 @@ class Worker:
         try:
             playing = self.env.play(task, chat)
             who = f"rollouts group {group}"
-            metrics = dict(await waits.wait(playing, owner=who, reason=f"rollout {id}", on=party))
+            metrics = self._metrics(await waits.wait(playing, owner=who, reason=f"rollout {id}", on=party))
         except EngineError:
             raise
         except Exception as error:
             if isinstance(error, Deadline) and error.on != party and not await self._answers(begun):
                 raise  # not this rollout's fault either
             # The boundary of one rollout: whatever the environment did wrong becomes data on it.
-            said = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-            log.warning("rollout %s: environment %s failed: %s", id, self.name, said, exc_info=True)
+            text = str(error) if isinstance(error, TandemError) else f"{said(error)}{place_of(error)}"
+            log.warning("rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
             return dataclasses.replace(
-                rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {said}"
+                rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {text}"
             )
         return dataclasses.replace(rollout, turns=chat.turns, messages=chat.messages, metrics=metrics)
+
+    def _metrics(self, metrics: object) -> dict[str, float]:
+        """What ``play`` returned, if it is numbers by name; what is wrong with it is told as of whoever wrote it."""
+        where = f"play(){defined_at(type(self.env).play)} returned"
+        if not isinstance(metrics, Mapping):
+            raise EnvError(f"{where} {type(metrics).__name__}; expected a mapping of metrics, such as {{}}")
+        for name, value in metrics.items():
+            if not isinstance(name, str) or not isinstance(value, Real):
+                shown = f"{str(name)[:60]!r}: {str(value)[:60]!r} ({type(value).__name__})"
+                raise EnvError(f"{where} the metric {shown}; expected a number by its name")
+        return {name: float(value) for name, value in metrics.items()}
 
     async def _answers(self, since: float) -> bool:
         """Whether the engine is well, and has answered anybody since."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Sized
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tandem import memory, waits
 from tandem.config import RunConfig
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
-from tandem.errors import EnvError
+from tandem.errors import EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.recipe.sources import Source
 from tandem.rewards._workers import Graders
@@ -50,10 +50,28 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
 
 def tasks_of(name: str, source: Source, split: Split) -> Sequence[Task]:
     """Tasks of one environment; raises as ``tasks``."""
-    found = source.env.tasks(split)
-    if not len(found):
+    try:
+        found: object = source.env.tasks(split)
+        fine = isinstance(found, Sized) and hasattr(found, "__getitem__") and not isinstance(found, (str, Mapping))
+        entries = cast(Sequence[object], found) if fine else ()
+        first = entries[0] if len(entries) else None
+    except TandemError:
+        raise
+    except Exception as error:  # the boundary to somebody's environment
+        raise EnvError(f"environment {name}: tasks({split!r}) {raised(error)}") from error
+    where = f"environment {name}: tasks({split!r}){defined_at(type(source.env).tasks)}"
+    if not fine:
+        fix = "; write list(...) around it" if isinstance(found, Iterable) else ""
+        raise EnvError(f"{where} returned {_kind(found)}; expected a sequence of Task, such as a list{fix}")
+    if first is not None and not isinstance(first, Task):
+        raise EnvError(f"{where} returned a sequence whose first entry is {_kind(first)}; expected Task")
+    if first is None:
         raise EnvError(f"{name} has no {split} tasks; look at the options of {source.env.name}: tandem list envs")
-    return found
+    return cast(Sequence[Task], found)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
