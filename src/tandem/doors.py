@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from urllib.parse import urlsplit
 
 PAGE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -37,7 +37,7 @@ def from_a_page(method: str, headers: Mapping[str, str], *, acts: bool = True, n
         names: hosts by which this service is known beside its addresses and this machine's name.
     """
     host, origin, site = (headers.get(name, "").strip() for name in ("host", "origin", "sec-fetch-site"))
-    if host and not _is_ours(host, names):
+    if host and not _is_ours(host, tuple(names)):
         return f"Host {host[:80]!r} is no name of this service; use its address, or set an API key"
     if origin and (urlsplit(origin).netloc.lower() != host.lower() or not host):
         return f"a page of {origin[:80]!r} asks, and without an API key none but this service's own may; set one"
@@ -55,7 +55,8 @@ def without_json(headers: Mapping[str, str]) -> str:
     return f"Content-Type {kind}; send application/json, or set an API key" if kind in PAGE_TYPES else ""
 
 
-def _is_ours(host: str, names: Collection[str]) -> bool:
+@lru_cache(256)
+def _is_ours(host: str, names: tuple[str, ...]) -> bool:
     """True for addresses and for names that no stranger can have point here: without a dot, or this machine's own."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")

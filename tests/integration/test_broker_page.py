@@ -49,13 +49,13 @@ def test_what_the_page_shows(tmp_path: Path) -> None:
         drawn, said = await opened(client.url, tmp_path, 5)
         shown = texts(drawn)
         assert said == "", "no script failed, and nothing was refused by the page's policy"
-        for part in ("planets", "batches of 8 sequences", "policy step 3", "of 7 steps", "up ", "Tandem"):
+        for part in ("planets", "batches of 8 sequences", "3 of 7", "up ", "Tandem"):
             assert part in shown
         assert "1 batch is with the trainer (2 groups)" in shown
         row = re.search(r"maths_0 connected (\d+) (\d+) (\d+) ([\d.]+) 1 25 %", shown)
         assert row, shown
         assert row.groups()[:3] == ("1", "0", "2")
-        for number, name in ((1, "step"), (1, "queued"), (1, "refused")):
+        for number, name in ((1, "batches served"), (1, "queued"), (1, "refused")):
             assert re.search(rf"\b{number} {name}\b", shown), (number, name)
         assert "<img" not in drawn
         assert "&lt;img" in drawn

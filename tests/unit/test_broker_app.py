@@ -560,6 +560,21 @@ def test_pages_load_nothing_from_elsewhere() -> None:
     play(scene)
 
 
+def test_the_page_fits_a_telephone_and_says_one_step() -> None:
+    """Nothing on it is wider than 358 px (390 less its margins) of itself, and long names break."""
+
+    async def scene(client: Client) -> None:
+        page = (await client.get("/", Accept="text/html")).body.decode()
+        assert "overflow-wrap: anywhere" in page
+        assert "header > *, section, #tiles div { min-width: 0; }" in page
+        for least in re.findall(r"minmax\((.*?), 1fr\)", page):
+            assert "100%" in least or float(least.removesuffix("rem")) * 16 <= 358 / 2
+        assert '[["step", steps], ["batches served",' in page
+        assert "policy step ${" not in page
+
+    play(scene)
+
+
 def test_openapi_names_every_route() -> None:
     async def scene(client: Client) -> None:
         found = (await client.get("/openapi.json")).json

@@ -158,6 +158,8 @@ class Broker:
         except BrokerError as error:
             log.error("%s", error)
             response = Answer(503, str(error), retry_after=RETRY_SECONDS).response()
+        except ConnectionError:  # whoever went away within a request is told nothing, and leaves no trace in the log
+            response = Answer(400, "the connection broke").response()
         resource = request.match_info.route.resource
         self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
         if not response.prepared:
@@ -171,9 +173,8 @@ class Broker:
         )
 
     async def _root(self, request: web.Request) -> web.StreamResponse:
-        if "text/html" in request.headers.get("Accept", ""):
-            return page("broker.html")
-        return told(request, {"message": "AtroposLib API"})
+        is_person = "text/html" in request.headers.get("Accept", "")
+        return page("broker.html") if is_person else told(request, {"message": "AtroposLib API"})
 
     async def _docs(self, request: web.Request) -> web.StreamResponse:
         return page("docs.html")
@@ -253,9 +254,8 @@ class Broker:
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         submission = await self.bodies.read(request, wire.read_group)
         (receipt,) = await self._put([submission], request)
-        if receipt.kind == "buffered":
-            return told(request, {"status": "buffered", "buffer_size": receipt.buffered})
-        return told(request, {"status": "received"})
+        more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
+        return told(request, {"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         most = self.bodies.limits.list_groups
