@@ -1,0 +1,132 @@
+"""An engine on another host: two network namespaces, each with a loopback of its own and a wire between them.
+
+What one side takes for 127.0.0.1 is not there for the other, so an address that only one host knows fails here as it
+does between machines.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import build_tiny_model
+from integration.vllm_runs import CUDA, HEAD_DIM, SLOW, engine, metrics, needs_engine, published, recipe, until
+
+pytestmark = [
+    needs_engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(CUDA, reason="NCCL between namespaces of one host needs a card for each"),
+]
+
+TRAINER, ENGINE = "10.213.7.1", "10.213.7.2"
+PORT = 8000
+
+
+@dataclass
+class Hosts:
+    """Two namespaces, each held open by a process that sleeps."""
+
+    trainer: subprocess.Popen[bytes]
+    engine: subprocess.Popen[bytes]
+
+    def run(self, host: subprocess.Popen[bytes], *command: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(_inside(host, *command), check=True, capture_output=True, timeout=60)
+
+
+def _inside(host: subprocess.Popen[bytes], *command: str) -> list[str]:
+    return ["nsenter", "--net", "--target", str(host.pid), *command]
+
+
+def _host() -> subprocess.Popen[bytes]:
+    """A namespace of its own; skipped where none may be made."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("network namespaces need unshare, nsenter and ip (util-linux, iproute2)")
+    held = subprocess.Popen(["unshare", "--net", "sleep", "3600"], stderr=subprocess.PIPE)
+    own = Path("/proc/self/ns/net").readlink()
+    deadline = time.monotonic() + 20
+    while held.poll() is None and time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{held.pid}/ns/net").readlink() != own:
+                return held
+        except OSError:  # it ended in this moment
+            break
+        time.sleep(0.02)
+    held.kill()
+    pytest.skip(f"no network namespaces here: {held.communicate()[1].decode().strip()}")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    made = [_host()]
+    try:
+        made.append(_host())
+        found = Hosts(*made)
+        try:
+            wire = ("ip", "link", "add", "wire0", "type", "veth", "peer", "name", "wire1", "netns", str(made[1].pid))
+            found.run(found.trainer, *wire)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no wire between network namespaces here: {error.stderr.decode().strip()}")
+        for host, name, address in ((found.trainer, "wire0", TRAINER), (found.engine, "wire1", ENGINE)):
+            found.run(host, "ip", "address", "add", f"{address}/30", "dev", name)
+            for each in (name, "lo"):
+                found.run(host, "ip", "link", "set", each, "up")
+        yield found
+    finally:
+        for host in made:
+            host.kill()
+            host.communicate()
+
+
+def _start(host: subprocess.Popen[bytes], place: Path, said: str, *command: str) -> subprocess.Popen[bytes]:
+    with (place / said).open("wb") as out:
+        whole = _inside(host, sys.executable, "-m", "tandem", *command)
+        return subprocess.Popen(whole, cwd=place, stdout=out, stderr=out)
+
+
+@pytest.mark.parametrize("trains", [{"kind": "full"}, {"kind": "lora", "rank": 8}], ids=["weights", "adapter"])
+def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trains: dict[str, Any]) -> None:
+    """Served there, named by its address here, and nothing said of the trainer's own."""
+    model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
+    there = recipe(model, tmp_path / "there", trains=trains, sync="broadcast", engine=engine(host=ENGINE, port=PORT))
+    urls = {"kind": "vllm", "urls": [f"http://{ENGINE}:{PORT}"], "start_seconds": 240.0}
+    here = recipe(
+        model, tmp_path / "runs", trains=trains, sync="broadcast", engine=urls, steps=2, rewards={"marks:letters": 1.0}
+    )
+    (tmp_path / "marks.py").write_text(SLOW)
+    for name, options in (("there", {**there, "rewards": {"number": 1.0}}), ("here", here)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(options))
+    served = _start(hosts.engine, tmp_path, "served.txt", "serve", "engine", "there.yaml")
+    trainer = None
+    try:
+
+        def up() -> bool:
+            assert served.poll() is None, (tmp_path / "served.txt").read_text()
+            return "Ctrl-C ends it" in (tmp_path / "served.txt").read_text()
+
+        until(up, "the start of the engine", 240)
+        trainer = _start(hosts.trainer, tmp_path, "said.txt", "train", "here.yaml")
+        assert trainer.wait(240) == 0, (tmp_path / "said.txt").read_text()
+        folder = tmp_path / "runs" / "run"
+        assert list(metrics(folder)) == [1, 2]
+        assert all(event["probe_gap"] is not None for event in published(folder).values())
+        meeting = json.loads((folder / "nccl_bridge_config.json").read_text())["nccl_init_method"]
+        assert meeting.startswith(f"tcp://{TRAINER}:")
+    finally:
+        for process in (trainer, served):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
