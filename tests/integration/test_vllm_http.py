@@ -311,7 +311,7 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
         ({"prompt": {"prompt_token_ids": [5] * 600}}, 400, "512"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"prompt": "a", "top_p": 2}, 400, "top_p"),
-        ({"prompt": "a", "n": 0}, 400, "n "),
+        ({"prompt": "a", "n": 0}, 400, "$.n"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
         ({"prompt": "a", "adapter": "nobody"}, 404, "nobody"),
@@ -542,7 +542,7 @@ def test_a_swap_leaves_requests_in_flight_alone(served: Served, adapters: dict[s
     first = served.step
     served.post("/bridge/stamp", {"step": first, "adapter": "one"})
     with ThreadPoolExecutor() as pool:
-        futures = flying(served, pool, 2, 100)
+        futures = flying(served, pool, 2, 300)
         served.post("/lora/load", {"adapter_path": str(adapters["two"]), "adapter_name": "two"})
         served.step += 1
         served.post("/bridge/stamp", {"step": served.step, "adapter": "two"})
@@ -551,7 +551,7 @@ def test_a_swap_leaves_requests_in_flight_alone(served: Served, adapters: dict[s
         assert kept["unloaded"] == []
         for i, future in enumerate(futures):
             found = future.result()
-            assert found["versions"] == [[[first, 100]]]
+            assert found["versions"] == [[[first, 300]]]
             expected = with_adapter(served, adapters["one"], [*PROMPT, i], found["token_ids"][0])
             assert near(given(found), expected)
         found = later.result()

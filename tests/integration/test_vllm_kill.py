@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +84,28 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path
         assert run.said().count("starting it again") == 1
         checked(run.folder, steps=STEPS)
         assert not (run.folder / "engine-0.json").exists()
+    finally:
+        run.clean()
+
+
+def test_an_engine_is_killed_at_any_moment_again_and_again(model: Path, tmp_path: Path, long: bool) -> None:
+    """Whatever the run is at: sampling, a publish, a checkpoint. ``--long`` kills it twenty times."""
+    kills, draw = 20 if long else 2, random.Random(1)
+    own = engine(forks=False, restarts=2 * kills)
+    run = Trainer.fresh(tmp_path, model, steps=100_000, trains={"kind": "full"}, sync="broadcast", engine=own)
+    try:
+        for _ in range(kills):
+            left = run.sampling(after=run.steps() + 2 if run.folder.exists() else 2)
+            which = draw.choice([left.pid, left.core()])
+            time.sleep(2 * draw.random())
+            os.kill(which, signal.SIGKILL)
+            run.until(lambda left=left: not alive(left.pid), "the end of what was left of the engine")
+        after = run.steps()
+        run.until(lambda: run.steps() >= after + 2, "steps after the last kill", 300)
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(120)
+        assert run.said().count("starting it again") == kills
+        checked(run.folder, steps=run.steps())
     finally:
         run.clean()
 
