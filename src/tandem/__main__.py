@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tandem.cli import main
+import sys
 
 if __name__ == "__main__":
+    try:
+        from tandem.cli import main
+    except KeyboardInterrupt:  # while Python still reads the files
+        sys.exit(130)
     main()

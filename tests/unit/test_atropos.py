@@ -719,7 +719,7 @@ def test_what_the_sink_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest
         "engine=embedded", "sync=shared", "max_lag=0", "seed=3",
     )  # fmt: skip
     assert (code, err) == (0, "")
-    assert out == "done: run (tandem show run); checkpoints: saved\n"
+    assert out == "done: run (tandem show run); report: run/report.html; checkpoints: saved\n"
     assert names(Path("saved")) == {"step_4", "final_model", "tokenizer"}
 
 

@@ -235,7 +235,7 @@ def test_what_nobody_expected_is_a_bug_with_its_traceback(
 def test_train_starts_a_run_by_its_recipe(run: Run, trainer: types.SimpleNamespace) -> None:
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("train", "recipe.yaml", "steps=5", "optimizer.lr=1e-4")
-    assert (code, out) == (0, "done: runs/x (tandem show runs/x)\n")
+    assert (code, out) == (0, "done: runs/x (tandem show runs/x); report: runs/x/report.html\n")
     ((config, resume),) = trainer.calls
     assert (config.steps, config.optimizer.lr, resume) == (5, 1e-4, None)
 
@@ -261,6 +261,17 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         )
         may = "alarms, broker, checkpoint, checkpointing, evaluate, grading, patience, print_completions, sinks, steps"
         assert f"these may change: {may}" in err
+
+
+def test_fewer_steps_than_a_run_has_taken_are_refused(run: Run, trainer: types.SimpleNamespace) -> None:
+    make_run(Path("runs/a"))
+    Path("runs/a/checkpoints/000003").mkdir(parents=True)
+    code, _, err = run("train", "runs/a", "steps=2")
+    assert code == 2
+    assert "command line: steps=2: runs/a is at step 3 already" in err
+    assert "name at least 3" in err
+    assert run("train", "runs/a", "steps=4")[0] == 0
+    assert [config.steps for config, _ in trainer.calls] == [4]
 
 
 def test_a_folder_that_is_no_run(run: Run) -> None:

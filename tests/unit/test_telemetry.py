@@ -23,6 +23,7 @@ from tandem.sinks import _lines
 from tandem.sinks.base import RunInfo, Sink, Writer
 from tandem.telemetry import trace
 from tandem.telemetry.emit import Telemetry, activity, evaluation_scalars
+from tandem.types import Json
 
 EVALUATION = {
     "step": 2,
@@ -130,6 +131,55 @@ def test_a_sink_that_cannot_open_stops_the_run_at_once_and_closes_the_others(tmp
     ):
         pytest.fail("opened")
     assert writer.calls == [("close", None)]
+
+
+class Misnamed(Writer):
+    """Has one method that nobody calls."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def evaluate(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None: ...
+
+
+class Partial(Writer):
+    """Leaves out what it does not want, and has more of its own."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.upload(step)
+
+    def upload(self, step: int) -> None: ...
+
+
+class Bare:
+    """Has not all that is called."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Opening(Sink):
+    writer: Any
+
+    def open(self, info: RunInfo) -> Writer:
+        return self.writer()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("writer", "said"),
+    [
+        (Misnamed, "Misnamed has a method 'evaluate', which nobody calls; did you mean 'evaluation'?"),
+        (Bare, "Bare has no method 'evaluation'; a writer's methods are: write, evaluation, event"),
+    ],
+)
+def test_a_method_of_a_sink_that_nobody_calls_is_named_at_once(tmp_path: Path, writer: type, said: str) -> None:
+    with pytest.raises(ConfigError) as caught, Telemetry(info(tmp_path), [Opening(writer)]):
+        pass
+    assert said in str(caught.value)
+
+
+def test_a_sink_may_leave_methods_out_and_have_others(tmp_path: Path) -> None:
+    with Telemetry(info(tmp_path), [Opening(Partial)]) as telemetry:
+        telemetry.emit(1, [{"a": Sum(1.0)}])
 
 
 def test_a_full_disk_loses_rows_but_not_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import math
 import threading
@@ -261,13 +262,37 @@ def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[
 
 def _open(sink: Sink, name: str, info: RunInfo) -> Writer:
     try:
-        return sink.open(info)
+        writer = sink.open(info)
     except TandemError:
         raise
     except Exception as error:
         raise ConfigError(
             f"sink {name} cannot be opened: {type(error).__name__}: {error}; repair that or take {name} out of sinks"
         ) from error
+    _check_methods(writer, name)
+    return writer
+
+
+def _check_methods(writer: Writer, name: str) -> None:
+    """A method of a writer that bears another name would never be called, and its numbers be lost in silence.
+
+    Raises:
+        ConfigError: one is missing; names the one that it may be.
+    """
+    expected = [method for method in vars(Writer) if not method.startswith("_")]
+    missing = [m for m in expected if not callable(found := getattr(type(writer), m, None)) or found is vars(Writer)[m]]
+    own = [m for m in dir(type(writer)) if not m.startswith("_") and m not in expected]
+    for method in missing:
+        if close := difflib.get_close_matches(method, own, n=1, cutoff=0.6):
+            raise ConfigError(
+                f"sink {name}: {type(writer).__name__} has a method {close[0]!r}, which nobody calls; did you mean "
+                f"{method!r}? A writer's methods are: {', '.join(expected)}"
+            )
+        if not hasattr(writer, method):
+            raise ConfigError(
+                f"sink {name}: {type(writer).__name__} has no method {method!r}; a writer's methods are: "
+                f"{', '.join(expected)} (derive from Writer to leave some out)"
+            )
 
 
 def _name(sink: Sink, taken: Mapping[str, object]) -> str:

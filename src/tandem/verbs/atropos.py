@@ -15,7 +15,7 @@ from tandem.compat._atropos_server import translate as translate_server
 from tandem.compat._atropos_services import require_broker, running_engine
 from tandem.compat.atropos import Flags, lay_out, translate
 from tandem.config import from_options
-from tandem.verbs.train import finish, translated
+from tandem.verbs.train import ended, finish, translated
 
 SOURCE = Path("tandem atropos-grpo")
 """What mistakes in the recipe are said to be in."""
@@ -52,7 +52,7 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
 
     folder = finish(run.train(config, resume=None))
     lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
-    told = f"done: {folder} (tandem show {folder}); checkpoints: {flags.save_path}"
+    told = f"{ended(folder)}; checkpoints: {flags.save_path}"
     return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
 
 

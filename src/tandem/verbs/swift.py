@@ -10,7 +10,7 @@ import typer
 
 from tandem.compat import swift
 from tandem.config import from_options
-from tandem.verbs.train import finish, translated
+from tandem.verbs.train import ended, finish, translated
 
 
 def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
@@ -34,7 +34,7 @@ def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: 
     from tandem import run  # only now: a mistake in the arguments is told before the rest has loaded
 
     folder = finish(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
-    return f"done: {folder} (tandem show {folder})"
+    return ended(folder)
 
 
 def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 from tandem.config import RESUMABLE, RESUMABLE_SYNC, RunConfig, from_options, load
 from tandem.errors import ConfigError, TandemError
 from tandem.recipe.tree import render
+from tandem.trainer import digests
 from tandem.types import Json
 
 T = TypeVar("T")
@@ -37,7 +38,12 @@ def train(target: Path, overrides: Sequence[str], *, show: bool) -> str:
     from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
 
     folder = finish(run.train(config, resume=resume, given=given))
-    return f"done: {folder} (tandem show {folder})"
+    return ended(folder)
+
+
+def ended(folder: Path) -> str:
+    """What is told of a run that is done: where it is, and its report."""
+    return f"done: {folder} (tandem show {folder}); report: {folder / 'report.html'}"
 
 
 def written(source: Path, overrides: Sequence[str]) -> str:
@@ -84,6 +90,12 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
                 f"{recipe})"
             )
     config = load(recipe, overrides).config
+    newest = max(digests.steps_in(folder / "checkpoints"), default=0)
+    if config.steps < newest and any(given.partition("=")[0] == "steps" for given in overrides):
+        raise ConfigError(
+            f"command line: steps={config.steps}: {folder} is at step {newest} already, and steps are those of the "
+            f"whole run: name at least {newest}, or take an earlier checkpoint out of it with tandem export --step"
+        )
     if config.optimizer.schedule != "constant" and any(o.partition("=")[0] == "steps" for o in overrides):
         raise ConfigError(
             f"command line: steps: the {config.optimizer.schedule} schedule of this run ends at its last step, so "
