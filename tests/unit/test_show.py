@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 from unit.report_run import make_run, write
 
+from tandem.engines._processes import identity
 from tandem.verbs.show import show
 
 
@@ -38,6 +41,18 @@ def test_a_run_of_steps_that_overlap_waits(tmp_path: Path, capsys: pytest.Captur
     assert "waiting " in found[1]
     assert "training " in found[1]
     assert "sampling" not in found[1]
+
+
+def test_a_live_run_says_what_it_is_doing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 2\nmax_lag: 0\n")
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 0.0, "event": "run_started"}) + "\n")
+    me = identity(os.getpid())
+    assert me is not None
+    signs = {"pid": me.pid, "started": me.started, "at": time.time() - 20, "doing": [["seconds/wait", 100.0]]}
+    (tmp_path / "vitals.json").write_text(json.dumps(signs))
+    told = shown(tmp_path, capsys)
+    assert "running, 0 of 2 steps" in told
+    assert "now: sampling for 2 min" in told
 
 
 def test_a_run_without_a_step_has_no_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

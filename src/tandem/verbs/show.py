@@ -17,7 +17,8 @@ from tandem import report
 from tandem.report import alarms
 from tandem.report.folder import Row, RunFolder, load
 from tandem.report.summary import column, headline_evaluations, summarise
-from tandem.sinks.base import PHASES, phases
+from tandem.sinks.base import PHASES, phase, phases
+from tandem.telemetry import vitals
 from tandem.verbs.train import recipe_of
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -50,8 +51,9 @@ def show(run: Path, write_report: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     _print_evaluations(console, headline_evaluations(folder))
     _print_curves(console, folder)
-    if line := _time(folder):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in (_time(folder), _now(folder)):
+        if line:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in _events(folder):
         console.print(line, markup=False, highlight=False)
     if write_report:
@@ -124,6 +126,17 @@ def _time(folder: RunFolder) -> str:
     total = max(total, sum(found.values()))  # phases that overlap count in full
     told = ", ".join(f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in found.items())
     return f"\ntime: {told}"
+
+
+def _now(folder: RunFolder) -> str:
+    """What a live run is doing, by its last sign of life; empty for others."""
+    signs = vitals.read(folder.path) if folder.process == "alive" else None
+    if signs is None:
+        return ""
+    age = max(0.0, time.time() - signs["at"])
+    doing = [f"{phase(name, folder.config)} for {duration(seconds + age)}" for name, seconds in signs["doing"]]
+    told = ", ".join(doing) or "starting, or between two phases"
+    return f"now: {told} (who waits for whom: tandem why {folder.path})"
 
 
 def _events(folder: RunFolder) -> Iterator[str]:
