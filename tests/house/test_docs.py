@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +111,38 @@ def test_files_and_links_exist(page: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text))]
     missing += [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
     assert not missing, f"{shown(page)} names what does not exist: {sorted(missing)}"
+
+
+def test_every_environment_is_in_its_table() -> None:
+    kinds = {path.stem for path in (ROOT / "src/tandem/envs").glob("[a-z]*.py")} - {"base"}
+    page = (ROOT / "docs/environments.md").read_text()
+    assert not [kind for kind in kinds if f"| `{kind}` |" not in page]
+    assert "kind: agent" in (ROOT / "README.md").read_text()
+
+
+def test_readmes_first_recipe_is_one_that_learns() -> None:
+    """What README says of its share of groups with signal was measured with that recipe."""
+    first = next(body for language, body in fences((ROOT / "README.md").read_text()) if language == "yaml")
+    recipe = yaml.safe_load((ROOT / "recipes/arithmetic.yaml").read_text())
+    assert {key: recipe[key] for key in yaml.safe_load(first)} == yaml.safe_load(first)
+
+
+def test_readmes_environment_tells_siblings_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reward differs between wrong answers, so a model that is never right has something to learn from."""
+    source = next(body for language, body in fences((ROOT / "README.md").read_text()) if body.startswith("# guess.py"))
+    (tmp_path / "readmes_guess.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("readmes_guess")
+    env = module.Guess()
+    task = env.tasks("train")[0]
+
+    def reward(said: str) -> float:
+        found: float = module.near(SimpleNamespace(messages=[SimpleNamespace(content=said)], task=task))
+        return found
+
+    assert env.default_rewards == {"guess:near": 1.0}
+    assert reward(env.check(task)) == 1.0
+    assert len({reward("no idea"), reward("I say 20."), reward("30"), reward(task.answer)}) == 4
 
 
 def test_the_rules_are_alive() -> None:

@@ -233,6 +233,13 @@ def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> lis
     return [(name, value / total) for name, value in seconds.items() if value / total >= 0.01]
 
 
+def kept_without_signal(scalars: Mapping[str, float]) -> int:
+    """Groups of a step whose rewards are all equal and that were not dropped (``flat_groups: keep``)."""
+    envs = [name.removesuffix("/flat") for name in scalars if name.startswith("env/") and name.endswith("/flat")]
+    flat = sum(scalars[f"{env}/flat"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
+    return max(0, round(flat - scalars.get("groups/dropped_flat", 0.0))) if math.isfinite(flat) else 0
+
+
 def step_line(board: Board) -> str:
     """One step in one line of about 80 columns."""
     metrics, steps = board.scalars, board.info.steps
@@ -245,6 +252,8 @@ def step_line(board: Board) -> str:
             parts.append(f"{label} {number(metrics[metric], metric)}")
     if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("flat", "stale", "failed")):
         parts.append(f"dropped {dropped:.0f} groups")
+    if kept := kept_without_signal(metrics):
+        parts.append(f"no signal in {kept} groups")
     for metric, label in (("kl_behavior", "kl"), ("grad_norm", "grad")):
         if metric in metrics:
             parts.append(f"{label} {number(metrics[metric], metric)}")
