@@ -104,9 +104,22 @@ def test_large_bodies_are_not_read_leniently(monkeypatch: pytest.MonkeyPatch) ->
                 wire.read_group(broken, encoding)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+def test_what_is_read_again_leniently_is_weighed_whole(
+    encoding: wire.Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fields that nobody knows, and bodies that are no lists at all, would become values too."""
+    monkeypatch.setattr(wire, "plain", lambda *_: pytest.fail("it was decoded"))
+    hidden = group(1, scores=["0.5"], unknown=[[]] * 2_500_000)
+    with pytest.raises(Malformed, match="more than 4000000 values"):
+        wire.read_group(wire.write(hidden, encoding), encoding)
+    with pytest.raises(Malformed, match="Input should be a valid list"):
+        wire.read_groups(wire.write(hidden, encoding), encoding)
+
+
 def test_messages_that_are_no_groups_are_short() -> None:
     async def scene(client: Client) -> None:
-        reply = await client.post("/register", b'{"x":"' + b"x" * (2 << 20) + b'"}')
+        reply = await client.post("/register", b'{"x":"' + b"x" * (1 << 16) + b'"}')
         assert reply.status == 413
 
     play(scene, limits=Limits())

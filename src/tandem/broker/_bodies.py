@@ -26,6 +26,8 @@ INLINE_BYTES = 1 << 20
 """Bodies up to this are decoded on the event loop, which takes milliseconds; larger ones in a thread."""
 INLINE_GZIP_BYTES = 1 << 14
 """Bodies up to this as compressed are inflated on the event loop, to INLINE_BYTES at most; larger ones in a thread."""
+MESSAGE_BYTES = 1 << 16
+"""Most bytes of a body that is no group."""
 JSON_TYPES = ("application/json", "text/json")
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 

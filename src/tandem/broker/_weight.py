@@ -41,14 +41,16 @@ def check_weight(raw: bytes | memoryview, encoding: str, most: int, name: str) -
         raw: well-formed.
         encoding: json or msgpack.
         most: more are refused.
-        name: of the field.
+        name: of the field; empty: it is all of the message.
 
     Raises:
         Malformed: there are more.
     """
     found = _json(bytes(raw), most) if encoding == "json" else _msgpack(bytes(raw), most)
     if found > most:
-        raise refuse("too_long", (name,), f"Value error, more than {most} values; send fewer, or several groups")
+        raise refuse(
+            "too_long", (name,) if name else (), f"Value error, more than {most} values; send fewer, or several groups"
+        )
     return found
 
 

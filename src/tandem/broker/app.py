@@ -20,7 +20,7 @@ from aiohttp import web
 from tandem import __version__, doors
 from tandem.broker import _openapi, wire
 from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
-from tandem.broker._bodies import INLINE_BYTES, Answer, Bodies, Limits, wants
+from tandem.broker._bodies import MESSAGE_BYTES, Answer, Bodies, Limits, wants
 from tandem.broker._kept import read
 from tandem.broker._keys import Keys, Role, may, scoped
 from tandem.broker._lax import Malformed
@@ -169,7 +169,7 @@ class Broker:
     async def _message(self, request: web.Request, kind: type[T]) -> T:
         """A request's body that is no group."""
         return await self.bodies.read(
-            request, lambda body, encoding: wire.read(body, kind, encoding), most=INLINE_BYTES
+            request, lambda body, encoding: wire.read(body, kind, encoding), most=MESSAGE_BYTES
         )
 
     async def _root(self, request: web.Request) -> web.StreamResponse:

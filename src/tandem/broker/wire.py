@@ -179,8 +179,8 @@ _LISTS = {name: FIELDS.index(name) for name in STAND_INS}
 _KEYS = tuple(f'{"," if place else "{"}"{name}":'.encode() for place, name in enumerate(FIELDS))
 WEIGH_BYTES = 1 << 20
 """Of groups above this the values are counted before any is made."""
-LENIENT_BYTES = 8 << 20
-"""Groups above this are not read again leniently, which takes a second for each MiB."""
+LENIENT_BYTES, LENIENT_VALUES = 8 << 20, 4_000_000
+"""Groups above this are not read again leniently, for which everything in them becomes a value."""
 SKIM_BYTES = 40 << 10
 """Groups below this are decoded sooner than looked at by their bytes."""
 
@@ -257,6 +257,8 @@ def _read_group(body: bytes, encoding: Encoding) -> Submission:
     except (ValueError, RecursionError) as error:
         if len(body) > LENIENT_BYTES:
             raise refuse("value_error", (), f"Value error, {error}") from None
+        if len(body) > WEIGH_BYTES:
+            check_weight(body, encoding, LENIENT_VALUES, "")
         group = _understood(body, encoding)
         return _checked(group, write(group, encoding))
     missing = [name for name in _OPTIONAL if getattr(group, name) is UNSET]
@@ -349,9 +351,10 @@ def read_groups(body: bytes, encoding: Encoding = "json", *, most: int = 10_000)
     """
     try:
         raws = decoder(list[msgspec.Raw], encoding).decode(body)
-    except (ValueError, RecursionError):
-        coerce(plain(body, encoding), list[Any], _known)  # says what is wrong
-        raise
+    except (ValueError, RecursionError) as error:
+        if len(body) <= WEIGH_BYTES:
+            coerce(plain(body, encoding), list[Any], _known)  # says what is wrong
+        raise refuse("list_type", (), f"Input should be a valid list, {error}") from None
     if len(raws) > most:
         raise refuse("too_long", (), f"List should have at most {most} groups", len(raws))
     made = []
