@@ -134,12 +134,13 @@ def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: st
     assert not bridge.exists(), "the memory that it names is gone"
 
 
-def test_four_terminals_where_the_trainer_starts_its_engine(terminals: Terminals) -> None:
+@pytest.mark.parametrize("trainer_s", ["2025-12, quick test", "newest, launcher"], ids=["none", "launcher"])
+def test_four_terminals_where_the_trainer_starts_its_engine(terminals: Terminals, trainer_s: str) -> None:
     """Its engine asks for no key, and the environment, which names no tokenizer, takes the engine's."""
     # Places are those of the defaults, said so that free ports can take their place.
     terminals.say(BROKERS[0], "--port", "8000")
     places = ["--vllm-port", "9001", "--atropos-url", "http://localhost:8000"]
-    trainer = terminals.say(TRAINERS["2025-12, quick test"], *places, *TRAINED, *here())
+    trainer = terminals.say(TRAINERS[trainer_s], *places, *TRAINED, *here())
     port = terminals.port("9001")
     until(lambda: trainer.status() is not None or _answers(port), "the trainer's engine", START)
     assert trainer.status() is None, trainer.said[-4000:]
@@ -149,6 +150,7 @@ def test_four_terminals_where_the_trainer_starts_its_engine(terminals: Terminals
     assert "which the engine serves" in environment.said
     assert (terminals.place / "trained_model_checkpoints" / "final_model").is_dir()
     assert not _answers(port), "it was the trainer's to end"
+    assert ("mean step" in trainer.said) == (trainer_s == "newest, launcher")
 
 
 def _answers(port: int) -> bool:
