@@ -142,7 +142,7 @@ class RunConfig:
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     evaluate: Evaluate = field(default_factory=Evaluate)
     """Measuring on held-out tasks."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata={"shorthand": "save"})
     """When the run is saved."""
     grading: Grading = field(default_factory=Grading)
     """Processes that compute rewards."""

@@ -96,7 +96,7 @@ async def _train(
             lock.check()
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
-        raise lifetime.stopped(state.step, alarms.ended, folder)
+        raise lifetime.stopped(state.step, alarms.ended, folder, config.checkpoint.save)
     return folder
 
 
@@ -213,6 +213,7 @@ def _checkpoints(
 ) -> Checkpoints:
     return Checkpoints(
         folder=lock.folder / "checkpoints",
+        contents=config.checkpoint.save,
         every=config.checkpoint.every,
         keep=config.checkpoint.keep,
         steps=config.steps,

@@ -40,12 +40,15 @@ def policy(tiny_model: Path) -> Iterator[Policy]:
 class Saver:
     """Checkpoints of a tiny model, called without an event loop."""
 
-    def __init__(self, policy: Policy, folder: Path, *, every: int = 1, keep: int = 2, steps: int = 100) -> None:
+    def __init__(
+        self, policy: Policy, folder: Path, *, every: int = 1, keep: int = 2, steps: int = 100, contents: Any = "all"
+    ) -> None:
         self.saved: list[int] = []
         self.policy = policy
         self.stepper = AdamW(lr=1e-2).bind(Full().parameters(policy.model))
         self.checkpoints = Checkpoints(
             folder=folder / "checkpoints",
+            contents=contents,
             every=every,
             keep=keep,
             steps=steps,
@@ -257,6 +260,23 @@ def test_saving_the_same_step_again_keeps_what_is_there(policy: Policy, tmp_path
     saver.train(3)
     assert content(saver.save(1)) == before
     assert saver.saved == [1]
+
+
+def test_weights_alone_can_be_used_and_not_gone_on_from(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path, contents="weights")
+    path = saver.save(1)
+    assert sorted(one.name for one in path.iterdir()) == ["digests.json", "model"]
+    policy.model.load_state_dict(type(policy.model).from_pretrained(path / "model").state_dict())
+    with pytest.raises(CheckpointError, match="holds weights alone"):
+        saver.restore()
+
+
+def test_where_nothing_is_saved_nothing_is_written(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path, contents="none", steps=3)
+    assert not any(saver.checkpoints.due(step) for step in (1, 2, 3))
+    assert not asyncio.run(saver.checkpoints.save(state(3)))
+    assert saver.saved == []
+    assert not (tmp_path / "checkpoints").exists()
 
 
 # Failures while writing

@@ -263,6 +263,16 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert f"these may change: {may}" in err
 
 
+@pytest.mark.parametrize("save", ["weights", "none"])
+def test_a_run_without_whole_checkpoints_cannot_go_on(run: Run, trainer: types.SimpleNamespace, save: str) -> None:
+    made = make_run(Path("runs/a"), f"checkpoint={save}")
+    assert made.checkpoint.save == save
+    code, _, err = run("train", "runs/a")
+    assert code == 2
+    assert f"runs/a saves {save} (checkpoint: {save}): it cannot be gone on with" in err
+    assert trainer.calls == []
+
+
 def test_fewer_steps_than_a_run_has_taken_are_refused(run: Run, trainer: types.SimpleNamespace) -> None:
     make_run(Path("runs/a"))
     Path("runs/a/checkpoints/000003").mkdir(parents=True)

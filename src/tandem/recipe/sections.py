@@ -68,8 +68,11 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What survives a crash. One is always written at the end."""
+    """What survives a crash. One is always written at the end, unless save is none."""
 
+    save: Literal["all", "weights", "none"] = "all"
+    """What is saved: all that a resume needs, the weights alone (to export and evaluate, at a third of the size or
+    less), or nothing; a run can go on from all of it only."""
     every: int = 50
     """Steps between checkpoints."""
     keep: int = 2
@@ -77,6 +80,10 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         require(every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+
+    def inert(self) -> Mapping[str, str]:
+        """Where nothing is saved, there is no when and how many."""
+        return dict.fromkeys(("every", "keep"), "save is none, so nothing is saved") if self.save == "none" else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

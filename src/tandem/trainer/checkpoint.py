@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +40,8 @@ class Checkpoints:
 
     folder: Path
     """The run's ``checkpoints`` folder."""
+    contents: Literal["all", "weights", "none"] = "all"
+    """What is saved; a run goes on from all of it only."""
     every: int
     """Steps between checkpoints."""
     keep: int
@@ -60,16 +63,20 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
-        return step % self.every == 0 or step >= self.steps
+        return self.contents != "none" and (step % self.every == 0 or step >= self.steps)
 
     async def save(self, state: TrainerState) -> bool:
         """Write a checkpoint of this state, unless its step has one, and prune old ones; True if it was written.
+
+        Nothing is written where nothing is to be saved.
 
         Raises:
             CheckpointError: it cannot be written; older checkpoints are untouched.
             TandemError: the run's folder is gone, and is not made anew for it.
         """
         self.still()
+        if self.contents == "none":
+            return False
         final = self.folder / f"{state.step:06d}"
         is_new = not final.exists()
         if is_new:
@@ -96,11 +103,8 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             self.trains.save(self.policy.model, self.policy.tokenizer, aside / self.trains.folder_name)
-            save_file(self.stepper.state_dict(), aside / "optimizer.safetensors")
-            if self.held is not None and (reference := self.held.state_dict()):
-                save_file(reference, aside / "reference.safetensors")
-            state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
-            (aside / "state.json").write_text(json.dumps(state.to_json()), encoding="utf-8")
+            if self.contents == "all":
+                self._write_state(state, aside)
             digests.write(aside)
             _flush(aside)
             aside.rename(final)
@@ -116,6 +120,13 @@ class Checkpoints:
                 f"checkpoint of step {state.step} cannot be written to {self.folder}: {error}; {kept}. "
                 f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
             ) from error
+
+    def _write_state(self, state: TrainerState, aside: Path) -> None:
+        save_file(self.stepper.state_dict(), aside / "optimizer.safetensors")
+        if self.held is not None and (reference := self.held.state_dict()):
+            save_file(reference, aside / "reference.safetensors")
+        state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
+        (aside / "state.json").write_text(json.dumps(state.to_json()), encoding="utf-8")
 
     async def restore(self, state: TrainerState) -> None:
         """Load the optimizer's states that belong to ``state``, once ``restore_weights`` has loaded its weights.
@@ -159,6 +170,11 @@ async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: T
     looking = policy.compute(digests.damage, path)
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
         raise CheckpointError(f"{damage}; {digests.remedy(path)}")
+    if not any((path / name).exists() for name in ("state.json", "optimizer.safetensors")):
+        raise CheckpointError(
+            f"{path} holds weights alone (checkpoint: weights), from which no run can go on; evaluate it with tandem "
+            "eval, take it out with tandem export, or start another run from the recipe"
+        )
     state = _read_state(path)
     if state.config_digest != fresh.config_digest:
         raise CheckpointError(

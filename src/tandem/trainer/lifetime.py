@@ -76,14 +76,28 @@ def writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def stopped(step: int, alarm: Notice | None, folder: Path) -> BaseException:
-    """Why a run ended before its last step, and how to go on: an alarm, or else a signal."""
+def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -> BaseException:
+    """Why a run ended before its last step, and how to go on: an alarm, or else a signal.
+
+    Args:
+        step: the last that was taken.
+        alarm: what ended it; None: a signal did.
+        folder: the run's.
+        saved: what its checkpoints hold.
+    """
+    kept = {
+        "all": "everything is saved",
+        "weights": "its weights are saved, and nothing else (checkpoint: weights), so it cannot go on",
+        "none": "nothing is saved (checkpoint: none), so it cannot go on",
+    }[saved]
     if alarm is None or alarm.finding is None:
-        return KeyboardInterrupt(f"stopped at step {step}, everything is saved; go on with: tandem train {folder}")
+        again = f"; go on with: tandem train {folder}" if saved == "all" else ""
+        return KeyboardInterrupt(f"stopped at step {step}, {kept}{again}")
     found = alarm.finding
+    again = f" To go on all the same: tandem train {folder} alarms=warn" if saved == "all" else ""
     return Alarmed(
-        f"alarm {alarm.alarm} stopped the run at step {step}, everything is saved: {found.seen}. {found.means} What to "
-        f"change: {found.change} To go on all the same: tandem train {folder} alarms=warn"
+        f"alarm {alarm.alarm} stopped the run at step {step}, {kept}: {found.seen}. {found.means} What to "
+        f"change: {found.change}{again}"
     )
 
 

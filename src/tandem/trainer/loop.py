@@ -155,7 +155,7 @@ async def _commit(
         async with link.commit(step, last=step == run.steps, recent=_texts(groups)) as handoff:
             yield handoff
     except SyncError as error:
-        if (version := handoff.unproven) is None:
+        if (version := handoff.unproven) is None or run.checkpoints.contents != "all":
             raise
         if not await run.policy.compute(link.trained.finite):
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)

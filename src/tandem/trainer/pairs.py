@@ -43,3 +43,8 @@ def _check_lag(config: RunConfig) -> None:
             "engine.sleep: an engine that sleeps while a step is trained samples nothing meanwhile; set max_lag to 0, "
             "or leave engine.sleep out"
         )
+    if config.broker is not None and config.checkpoint.save != "all":
+        raise UnsupportedPair(
+            f"checkpoint: {config.checkpoint.save} with a broker: it is told that groups were trained once a "
+            "checkpoint holds that, and would serve them again; set checkpoint.save to all"
+        )

@@ -325,6 +325,8 @@ class _Look:
         Raises:
             ConfigError: there is less.
         """
+        if self._config.checkpoint.save == "none":
+            return "nothing is saved (checkpoint: none)"
         if self._kept is not None:
             each = self._kept.checkpoint_bytes
         elif self._planner is not None:

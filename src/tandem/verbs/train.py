@@ -90,6 +90,11 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
                 f"{recipe})"
             )
     config = load(recipe, overrides).config
+    if config.checkpoint.save != "all":
+        raise ConfigError(
+            f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "
+            f"with; start a run anew from {recipe}"
+        )
     newest = max(digests.steps_in(folder / "checkpoints"), default=0)
     if config.steps < newest and any(given.partition("=")[0] == "steps" for given in overrides):
         raise ConfigError(
