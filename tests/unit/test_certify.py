@@ -151,7 +151,8 @@ def test_options_that_change_nothing_are_named(architectures: Path) -> None:
     clips = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
     assert inert(recipe("quickstart", architectures)) == ((), clips)
     assert inert(recipe("quickstart", architectures, ["max_lag=1"])) == ((), ())
-    assert inert(recipe("quickstart", architectures, ["old_logprobs=recomputed"]))[0] == clips
+    # What the loader refuses beside the others is not turned.
+    assert inert(recipe("quickstart", architectures, ["old_logprobs=recomputed"])) == ((), ())
     # A reference that follows is looked at after it did.
     assert inert(recipe("quickstart", architectures, ["reference={kind: average, every: 30}"]))[0] == ()
 
@@ -163,11 +164,26 @@ def test_every_option_of_the_objective_is_turned(architectures: Path) -> None:
         *("old_logprobs", "truncated", "updates"),
         *("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.reduction"),
         *("reference.beta", "reference.estimator", "reference.ratio_corrected"),
+        *(f"sampling.{name}" for name in ("top_p", "top_k", "min_p")),
+        *(f"sampling.{name}_penalty" for name in ("repetition", "presence", "frequency")),
+        "sampling.min_tokens",
+        *("optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule", "optimizer.max_grad_norm"),
+        *("optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay"),
         "corrections.opsm.threshold",
     ]
-    assert options.inert(config, lambda other: other.reference != config.reference)[3:] == [
-        *("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.reduction", "corrections.opsm.threshold")
-    ]
+    kept = options.inert(config, lambda other: other.reference != config.reference)
+    assert kept == [name for name in turned if not name.startswith("reference.")]
+
+
+def test_an_option_without_effect_fails_unless_it_is_named(architectures: Path) -> None:
+    config = recipe("quickstart", architectures, [f"loss={__name__}:Mine"])
+    dead = ("old_logprobs", "loss.clip_low", "loss.clip_high", "loss.dual_clip")
+    for named, passes in ((), False), (dead[:3], False), (dead, True):
+        found = certify(config, several=0, inert=named)
+        (line,) = [line for line in found.lines if line.name == OPTIONS]
+        assert found.inert == dead
+        assert (line.state == "pass") == found.passed == passes
+        assert all((name in line.note) == (name not in named) for name in dead)
 
 
 def test_a_part_of_ones_own_is_not_compared_but_varied(architectures: Path) -> None:

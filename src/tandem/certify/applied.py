@@ -141,6 +141,18 @@ def times(batch: StepBatch, factor: float) -> StepBatch:
     return dataclasses.replace(batch, micro=tuple(micro))
 
 
+def visible(optimizer: Optimizer) -> Optimizer:
+    """The same at a rate whose updates float32 weights show, and for such weights."""
+    float32: dict[str, Any] = {"gradients": "float32"} if hasattr(optimizer, "gradients") else {}
+    return dataclasses.replace(optimizer, lr=max(optimizer.lr, LEAST_RATE), **float32)
+
+
+def two(batch: StepBatch, optimizer: Optimizer, size: float) -> list[StepBatch]:
+    """Two steps on a batch whose gradient has this norm, the first clipped and the second not."""
+    most = optimizer.max_grad_norm or 1.0
+    return [times(batch, share * most / (size or 1.0)) for share in (CLIPPED, WHOLE)]
+
+
 def lines(
     setup: Setup,
     optimizer: Optimizer,
@@ -164,14 +176,11 @@ def lines(
         begin: as of ``updates``.
         bound: largest distance, rounding of the weights aside.
     """
-    kind, lr = known[0], max(optimizer.lr, LEAST_RATE)
-    float32: dict[str, Any] = {"gradients": "float32"} if hasattr(optimizer, "gradients") else {}
-    optimizer = dataclasses.replace(optimizer, lr=lr, **float32)
-    most, total = optimizer.max_grad_norm or 1.0, max(total, 2)
-    steps = [times(batch, share * most / (size or 1.0)) for share in (CLIPPED, WHOLE)]
+    kind, total = known[0], max(total, 2)
+    optimizer, steps = visible(optimizer), two(batch, optimizer, size)
     made, told = updates(setup, optimizer, steps, total=total, begin=begin)
-    expected = optimizers.moves((kind, {**known[1], "lr": lr}), made, total)
-    moved = [{n: one.after[n].double() - one.before[n].double() for n in one.gradients} for one in made]
+    expected = optimizers.moves((kind, {**known[1], "lr": optimizer.lr}), made, total)
+    moved = [one.moved for one in made]
     rounding = ROUNDING * norm([one.before for one in made]) / (norm(expected) or 1.0)
     yield judged(
         NAME,

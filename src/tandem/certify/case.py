@@ -19,6 +19,7 @@ from tandem.certify.made_up import Author
 from tandem.certify.variations import VARIATIONS, Variation, compiled
 from tandem.config import RunConfig
 from tandem.errors import ConfigError
+from tandem.optimizers.base import Optimizer
 from tandem.policy._compile import missing
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.types import Group
@@ -199,8 +200,7 @@ class Case:
             yield skipped(applied.NAME, f"no formula is known here for optimizer {kind}")
             return
         own, total = self.config.optimizer, self.config.steps
-        looked_at = range(1, total + 1, max(1, total // RATES))
-        off = [abs(own.rate(step, total) - optimizers.rate(known, step, total)) for step in looked_at]
+        off = [abs(own.rate(step, total) - optimizers.rate(known, step, total)) for step in _some(total)]
         yield judged(RATE, [max(off) / (own.lr or 1.0)], RATE_EXACT, "formula", f"{total:,} steps")
         self._live.place(-1)
         yield from applied.lines(
@@ -228,25 +228,51 @@ class Case:
         config, on_policy = self.config, list[str]()
         never = options.inert(config, self._differs(self.groups))
         if not config.max_lag and config.updates == 1 and config.broker is None:
-            on_policy = [name for name in options.inert(config, self._differs(self._on_policy)) if name not in never]
+            others = options.inert(config, self._differs(self._on_policy), options.SLOTS)
+            on_policy = [name for name in others if name not in never]
         return tuple(never), tuple(on_policy)
 
     def _differs(self, groups: Sequence[Group]) -> Callable[[RunConfig], bool]:
-        """Whether another recipe's step on the groups is another, or where its reference goes."""
+        """Whether another recipe's step on the groups is another, where its reference goes, or its optimizer."""
+        own = self.config
+        pack, base = self._as(own), self._live.gradients(self._as(own)(groups, version=0))
+        walked = [] if own.reference is None else self._walked(pack)
+        few = pack(groups[:1], version=0)
+        size = norm(self._live.gradients(few))
 
-        def seen(config: RunConfig) -> Iterator[list[Gradient]]:
-            self._setup.objective, self._setup.updates = run.objective(config), config.updates
-            pack = self._pack(config)
-            yield self._live.gradients(pack(groups, version=0))
-            if config.reference is not None:
-                yield self._walked(pack)
+        def other(found: Sequence[Gradient], to: Sequence[Gradient]) -> bool:
+            return not distance(found, to) <= OTHERWISE
 
-        base = list(seen(self.config))
+        @functools.cache
+        def moved(optimizer: Optimizer) -> list[Gradient]:
+            self._as(own)
+            self._live.place(-1)
+            total, begin = own.steps, self._live.placed(0)
+            steps = applied.two(few, own.optimizer, size)
+            made, _ = applied.updates(self._setup, applied.visible(optimizer), steps, total=total, begin=begin)
+            return [one.moved for one in made]
 
         def differs(config: RunConfig) -> bool:
-            return any(not distance(one, to) <= OTHERWISE for one, to in zip(seen(config), base, strict=True))
+            if config.optimizer != own.optimizer:
+                rates = [[one.optimizer.rate(step, own.steps) for step in _some(own.steps)] for one in (config, own)]
+                return rates[0] != rates[1] or other(moved(config.optimizer), moved(own.optimizer))
+            pack = self._as(config)
+            if other(self._live.gradients(pack(groups, version=0)), base):
+                return True
+            return config.reference != own.reference and other(self._walked(pack), walked)
 
         return differs
+
+    def _as(self, config: RunConfig) -> Packer:
+        """Compute by another recipe's objective from now on; what packs for it."""
+        self._setup.objective, self._setup.updates = run.objective(config), config.updates
+        self._setup.sampling = config.sampling
+        return self._pack(config)
+
+
+def _some(total: int) -> range:
+    """Steps of a run of which the learning rate is looked at."""
+    return range(1, total + 1, max(1, total // RATES))
 
 
 def _without_advantage(group: Group) -> Group:

@@ -161,7 +161,8 @@ class Live:
         self.place(-1)
         reference = setup.objective.reference
         step.held = None if reference is None else reference.hold(self.changing())
-        step.objective, step.updates, step.tile = setup.objective, setup.updates, setup.tile
+        step.objective, step.sampling = setup.objective, setup.sampling
+        step.updates, step.tile = setup.updates, setup.tile
         self.place(0)
         self.recorder.start(self._loaded)
 

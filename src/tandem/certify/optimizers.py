@@ -34,6 +34,11 @@ class Update:
     norm: float
     """Of the gradients, as the optimizer told it."""
 
+    @property
+    def moved(self) -> dict[str, Tensor]:
+        """How far every weight went, float64."""
+        return {name: self.after[name].double() - self.before[name].double() for name in self.gradients}
+
 
 def rate(options: Options, step: int, total: int) -> float:
     """Learning rate of a step of so many: a linear rise, then constant or down along a line or half a cosine."""

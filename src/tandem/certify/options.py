@@ -12,9 +12,21 @@ from typing import Any, Literal
 from tandem import resolve
 from tandem.config import RunConfig
 from tandem.recipe.build import hints
+from tandem.recipe.build import inert as declared
 
 SLOTS = ("advantage", "loss", "reference")
 """Options of a recipe that hold one part of the objective."""
+AROUND = ("sampling", "optimizer")
+"""Those that hold what the objective is of, and what is done with its gradient."""
+ELSEWHERE = frozenset(
+    f"{part}.{name}"
+    for part, names in (
+        ("sampling", ("temperature", "max_tokens", "stop", "stop_token_ids")),
+        ("optimizer", ("precision", "gradients")),
+    )
+    for name in names
+)
+"""Options of these that engines read, or weights narrower than float32."""
 OWN = ("old_logprobs", "truncated", "updates")
 """Options of a recipe that are the objective's themselves."""
 FACTORS = (1.1, 0.9, 0.5, 2.0, 0.01, 100.0)
@@ -26,27 +38,37 @@ Differs = Callable[[RunConfig], bool]
 """Whether the step computes something else by this recipe."""
 
 
-def inert(config: RunConfig, differs: Differs) -> list[str]:
-    """Options by dotted path of which no other value changes anything.
+def inert(config: RunConfig, differs: Differs, slots: Sequence[str] = (*SLOTS, *AROUND)) -> list[str]:
+    """Options by dotted path, of these slots and the recipe's ``OWN``, of which no other value changes anything.
 
-    One of which no other value is allowed is none of them.
+    One of which no other value is allowed is none of them, nor one that may not be given beside the recipe's others.
     """
-    found = []
-    for name, others in _options(config):
+    found, refused = [], _refused(config)
+    for name, others in _options(config, slots):
+        if name in refused:
+            continue
         allowed = list(itertools.islice(others, 1))
         if allowed and not any(differs(other) for other in itertools.chain(allowed, others)):
             found.append(name)
     return found
 
 
-def _options(config: RunConfig) -> Iterator[tuple[str, Iterator[RunConfig]]]:
+def _refused(config: RunConfig) -> set[str]:
+    """Options that are refused where a recipe gives them, since they would change nothing."""
+    parts = {slot: getattr(config, slot) for slot in (*SLOTS, *AROUND)}
+    parts |= {f"corrections.{resolve.kind_of('corrections', one)}": one for one in config.corrections}
+    return {*config.inert(), *(f"{place}.{name}" for place, part in parts.items() for name in declared(part))}
+
+
+def _options(config: RunConfig, slots: Sequence[str]) -> Iterator[tuple[str, Iterator[RunConfig]]]:
     """Every option with recipes in which it alone is another."""
     for name in OWN:
         yield name, _recipes(config, config, name, lambda part: {}, itself=True)
-    for slot in SLOTS:
+    for slot in slots:
         part = getattr(config, slot)
-        if dataclasses.is_dataclass(part):
-            for field in resolve.options(type(part)):
+        fields = resolve.options(type(part)) if dataclasses.is_dataclass(part) else []
+        for field in fields:
+            if f"{slot}.{field.name}" not in ELSEWHERE:
                 yield f"{slot}.{field.name}", _recipes(config, part, field.name, _placed(slot))
     for i, correction in enumerate(config.corrections):
         for field in resolve.options(type(correction)):
