@@ -67,7 +67,7 @@ def eager(overrides: Sequence[str]) -> list[str]:
 def lines(config: RunConfig) -> list[Line]:
     """Every line of a recipe's certificate, for tests that do not ask which options change nothing."""
     with contextlib.closing(Case(config, real=False)) as case:
-        return list(case.lines(0))
+        return [*case.lines(0), *case.later()]
 
 
 def inert(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -24,7 +24,7 @@ from tandem.losses import grpo as loss_grpo
 from tandem.losses.base import MicroBatch
 from tandem.losses.sapo import Sapo
 from tandem.metrics import Sum
-from tandem.optimizers import _adam, _slots, adafactor
+from tandem.optimizers import _adam, _narrow, _slots, adafactor
 from tandem.optimizers.base import Optimizer
 from tandem.references import average
 from tandem.references.base import Held, Reference
@@ -49,6 +49,7 @@ WEIGHTS, TOKENS, ADVANTAGES, COUNTS = (
 )
 LOGPROBS, BEFORE, LOSS, CORRECTIONS, PENALTY = "of the policy", "of the reference", "loss of", "corrections", "penalty"
 GRADIENT, FOLLOWS, RATES, APPLIED, NORMS = "whole gradient", "reference as", "rates", "two optimizer", "gradient norms"
+NARROW = "bfloat16 weights"
 
 AVERAGE = "reference={kind: average, every: 3, beta: 0.01}"
 START = "reference={kind: start, beta: 0.01}"
@@ -78,7 +79,7 @@ def failed(model: Path, defect: Defect) -> list[str]:
     overrides = [f"model={model}", "compile=false", *defect.recipe]
     config = load(Path(f"recipes/{defect.source}.yaml"), overrides).config
     with contextlib.closing(Case(config, real=False)) as case:
-        lines = list(case.lines(0))
+        lines = [*case.lines(0), *case.later()]
     assert [line.name for line in lines if line.state == "skipped"] in ([], ["layers compiled"])
     return [line.name for line in lines if line.state == "fail"]
 
@@ -291,6 +292,15 @@ def not_counted(whole: Any) -> Any:
 
 def not_forgotten(self: Any) -> None:
     """The last update's gradient is in the next one's."""
+
+
+def masters_rounded(whole: Any) -> Any:
+    def wrong(self: Any, slots: Any) -> None:
+        whole(self, slots)
+        for slot in slots:
+            slot.master.detach().copy_(slot.parameter.detach())
+
+    return wrong
 
 
 def told_clipped(whole: Any) -> Any:
@@ -525,6 +535,24 @@ OWN = [
         attribute(adafactor, "_rms", lambda w: lambda values: torch.ones(())),
         (APPLIED,),
         ("optimizer=adafactor",),
+    ),
+    Defect(
+        "the master is rounded with its weight",
+        attribute(_adam.FloatMoments, "write", masters_rounded),
+        (NARROW,),
+        ("dtype=bfloat16",),
+    ),
+    Defect(
+        "what rounding took off a weight is forgotten",
+        attribute(_narrow, "join", lambda w: lambda weight, rest: w(weight, torch.zeros_like(rest))),
+        (NARROW,),
+        ("dtype=bfloat16", "optimizer.precision=kahan"),
+    ),
+    Defect(
+        "rounding at random always rounds to zero",
+        attribute(_narrow, "random_bits", lambda w: lambda key, like: torch.zeros_like(like)),
+        (NARROW,),
+        ("dtype=bfloat16", "optimizer.precision=stochastic"),
     ),
     Defect("only the last turn is trained", samples(last_turn_alone), (TOKENS, COUNTS, GRADIENT)),
     Defect("what stands between turns is trained", samples(with_replies), (TOKENS, GRADIENT)),

@@ -179,7 +179,7 @@ def lines(
     kind, total = known[0], max(total, 2)
     optimizer, steps = visible(optimizer), two(batch, optimizer, size)
     made, told = updates(setup, optimizer, steps, total=total, begin=begin)
-    expected = optimizers.moves((kind, {**known[1], "lr": optimizer.lr}), made, total)
+    expected = list(optimizers.moves((kind, {**known[1], "lr": optimizer.lr}), made, total))
     moved = [one.moved for one in made]
     rounding = ROUNDING * norm([one.before for one in made]) / (norm(expected) or 1.0)
     yield judged(

@@ -11,7 +11,7 @@ import torch
 
 from tandem import config as recipes
 from tandem import run
-from tandem.certify import applied, models, optimizers, options, parts, plain, ranks, reference
+from tandem.certify import applied, models, narrow, optimizers, options, parts, plain, ranks, reference
 from tandem.certify.formula import Spoken, formula, part
 from tandem.certify.gradients import MOVES, Gradient, Live, Setup, differing, distance, norm
 from tandem.certify.line import Line, judged, skipped
@@ -84,6 +84,7 @@ class Case:
         author = Author(
             sampling=config.sampling,
             vocabulary=self._live.policy.head.weight.shape[0],
+            ends=self._formula.ends,
             weights=weights,
             foreign=config.broker is not None,
             given=config.broker is not None and config.broker.given_advantages,
@@ -117,7 +118,7 @@ class Case:
         return run.packer(config, self._live.policy)
 
     def lines(self, several: int) -> Iterator[Line]:
-        """Every check; ``several``: as of ``certify``."""
+        """What the gradient is; ``several``: as of ``certify``."""
         pack = self._pack(self.config)
         base = self._live.gradients(pack(self.groups, version=0))
         size = norm(base)
@@ -137,9 +138,14 @@ class Case:
             ways = [ranks.gradients(self._setup, small(self.groups, version=0), several)]
             yield self._judged(f"{several} processes", ways, base, SAME, "one process", 1)
         yield from self._against_formulas(base, pack(self.groups, version=0))
+
+    def later(self) -> Iterator[Line]:
+        """What comes after the gradient: where a reference goes, and what the optimizer does."""
+        pack = self._pack(self.config)
         if self._formula.reference is not None:
             yield self._followed(pack)
-        yield from self._applied(small(self.groups, version=0), norm(base[:1]))
+        batch = dataclasses.replace(pack, budget=SMALL)(self.groups, version=0)
+        yield from self._applied(batch, self._live.gradients(batch)[0])
 
     def _can(self, variation: Variation) -> None:
         """Compiling takes ten times as long as all else, so it is done where the run will do it.
@@ -193,8 +199,8 @@ class Case:
         line = self._judged(FOLLOWS, [self._walked(pack)], expected, PENALTY, "float64 formula", 1)
         return dataclasses.replace(line, note=f"steps {numbers}{f'; {line.note}' if line.note else ''}")
 
-    def _applied(self, batch: StepBatch, size: float) -> Iterator[Line]:
-        """What the recipe's own optimizer does with a batch whose gradient has this norm."""
+    def _applied(self, batch: StepBatch, gradient: Gradient) -> Iterator[Line]:
+        """What the recipe's own optimizer does with a batch of this gradient."""
         kind, known = part(self._plain["optimizer"])
         if kind not in optimizers.RULES:
             yield skipped(applied.NAME, f"no formula is known here for optimizer {kind}")
@@ -208,11 +214,13 @@ class Case:
             own,
             (kind, known),
             batch,
-            size,
+            norm([gradient]),
             total=total,
             begin=self._live.placed(0),
             bound=EXACT * self._slack,
         )
+        if self.config.dtype == "bfloat16":
+            yield narrow.line(own, (kind, known), self._live.placed(0), gradient)
 
     def _judged(
         self, name: str, found: Sequence[Sequence[Gradient]], to: Sequence[Gradient], bound: float, what: str, ways: int

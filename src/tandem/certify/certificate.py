@@ -62,14 +62,21 @@ def certify(config: RunConfig, *, real: bool = False, several: int = RANKS, iner
     began = time.monotonic()
     with contextlib.closing(Case(config, real=real)) as case:
         lines, described = list(case.lines(several)), case.described
-        never, on_policy = ((), ()) if real else case.inert()
-    if real:  # which options are read does not depend on how large the model is
+        if not real:
+            never, on_policy = _rest(case, lines)
+    if real:  # neither what an optimizer does nor which options are read depends on how large the model is
         with contextlib.closing(Case(config, real=False)) as case:
-            never, on_policy = case.inert()
+            never, on_policy = _rest(case, lines)
     lines.append(_options(never, inert))
     return Certificate(
         model=described, lines=tuple(lines), inert=never, inert_on_policy=on_policy, seconds=time.monotonic() - began
     )
+
+
+def _rest(case: Case, lines: list[Line]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Add what a tiny model shows as well; returns options that change nothing, ever and on-policy."""
+    lines.extend(case.later())
+    return case.inert()
 
 
 def _options(never: Collection[str], named: Collection[str]) -> Line:

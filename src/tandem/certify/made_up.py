@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count, islice
 
 from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -124,6 +124,8 @@ class Author:
     """The recipe's; its temperature."""
     vocabulary: int
     """Token ids are below it."""
+    ends: tuple[int, ...]
+    """None of them is drawn: an answer that goes on after one, or has one too early, was never sampled."""
     weights: Mapping[str, Mapping[str, float]]
     """Of the rewards, by environment and by name."""
     foreign: bool
@@ -193,7 +195,8 @@ class Author:
         )
 
     def _tokens(self, length: int) -> tuple[int, ...]:
-        return tuple(self.draw.randrange(self.vocabulary) for _ in range(length))
+        drawn = (self.draw.randrange(self.vocabulary) for _ in count())
+        return tuple(islice((token for token in drawn if token not in self.ends), length))
 
 
 def _silent(rollout: Rollout) -> Rollout:

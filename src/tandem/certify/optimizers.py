@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,35 +56,25 @@ def size(gradients: Mapping[str, Tensor]) -> float:
     return math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
-def moves(optimizer: tuple[str, Options], updates: Sequence[Update], total: int) -> list[dict[str, Tensor]]:
+def moves(optimizer: tuple[str, Options], updates: Iterable[Update], total: int) -> Iterator[dict[str, Tensor]]:
     """How far each update moves every weight, float64, given the weights before it.
 
     Args:
         optimizer: kind and options.
-        updates: what was made, in order; states are carried from one to the next.
+        updates: what is made, in order; states are carried from one to the next.
         total: steps of the run.
     """
     kind, options = optimizer
     states: dict[str, State] = {}
-    found = []
     for count, update in enumerate(updates, 1):
         norm, most = size(update.gradients), options["max_grad_norm"]
         clip = most / norm if 0 < most < norm else 1.0
         lr = rate(options, update.step, total)
-        found.append(
-            {
-                name: RULES[kind](
-                    states.setdefault(name, {}),
-                    gradient.double() * clip,
-                    update.before[name].double(),
-                    lr,
-                    count,
-                    options,
-                )
-                for name, gradient in update.gradients.items()
-            }
-        )
-    return found
+        found = {}
+        for name, gradient in update.gradients.items():
+            state, before = states.setdefault(name, {}), update.before[name].double()
+            found[name] = RULES[kind](state, gradient.double() * clip, before, lr, count, options)
+        yield found
 
 
 State = dict[str, Tensor]
@@ -158,3 +148,5 @@ RULES: Mapping[str, Callable[[State, Tensor, Tensor, float, int, Options], Tenso
 }
 """How far a weight moves, given what is kept of it, its clipped gradient, itself, the rate, the count of its updates
 from 1 and options."""
+RELATIVE = ("adafactor",)
+"""Those whose rate is a share of the weights."""

@@ -32,13 +32,13 @@ class Exact:
         causal: Any = self.model
         causal.set_attn_implementation("sdpa")
         self._parameters = dict(self.model.named_parameters())
-        self._first = {name: weight.detach().clone() for name, weight in self._parameters.items()}
         self.kind, options = trains
         self._merged = bool(options.get("merged"))
         self._scale = options["alpha"] / options["rank"] if self.kind == "lora" else 0.0
         self._factors = self._adapted(options) if self.kind == "lora" else {}
         wanted = options.get("layers")
-        whole = [name for name in self._first if wanted is None or _layer(name) in wanted]
+        self._first = {name: self._parameters[name].detach().clone() for name in self._factors}
+        whole = [name for name in self._parameters if wanted is None or _layer(name) in wanted]
         self.names = (
             frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
         )
