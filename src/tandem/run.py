@@ -372,6 +372,7 @@ def packer(config: RunConfig, policy: Policy) -> Packer:
         width=policy.config.hidden_size,
         skip_zero=only_by_advantage(config),
         penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
+        skip_forced=bool(config.sampling.regex),
     )
 
 

@@ -85,6 +85,9 @@ class Sampling:
     """Texts that end a completion; the text stays in it."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion beside the model's own; the token stays in it."""
+    regex: str = ""
+    """Regular expression that a whole completion matches, by the engine's grammar; empty: none. Where it leaves one
+    token alone, that is not trained; elsewhere the policy's logprobs are of the whole vocabulary."""
 
     @property
     def penalised(self) -> bool:

@@ -280,6 +280,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         trl(top_p=0.9, generation_kwargs={"stop": "END", "top_p": 0.8, "presence_penalty": 0.5, "seed": 3}),
         {"sampling/stop": ["END"], "sampling/top_p": 0.8, "sampling/presence_penalty": 0.5},
     ),
+    "trl.vllm_guided_decoding_regex": (
+        trl(**SERVER, vllm_guided_decoding_regex="[0-9]+"),
+        {"sampling/regex": "[0-9]+", "old_logprobs": "recomputed"},
+    ),
     "trl.chat_template_kwargs": (
         trl(chat_template_kwargs={"enable_thinking": False}),
         {"chat_template_kwargs": {"enable_thinking": False}},

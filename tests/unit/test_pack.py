@@ -286,6 +286,21 @@ def test_a_turn_that_does_not_continue_starts_a_sample(second: list[int], temper
     assert first.rollout == other.rollout == "t@0/0"
 
 
+def test_what_a_grammar_forced_is_not_trained() -> None:
+    """Tokens of probability 1, to whoever asks; and a sequence of nothing else is none."""
+    rollout = make_rollout("t@0/0", [([1, 2], [3, 4, 5], [-0.1, 0.0, -2e-7])], 1.0)
+    group = make_group("t@0", [rollout])
+    (sample,) = samples_of(rollout, group, 2.0, skip_forced=True)
+    assert sample.mask == (False, False, True, False, False)
+    assert (sample.logprobs, sample.advantages) == ((0.0, 0.0, -0.1, 0.0, 0.0), (0.0, 0.0, 2.0, 0.0, 0.0))
+    (plain,) = samples_of(rollout, group, 2.0)
+    assert plain.mask == (False, False, True, True, True)
+    forced = make_rollout("t@0/1", [([1, 2], [3], [0.0])], 1.0)
+    assert list(samples_of(forced, make_group("t@0", [forced]), 1.0, skip_forced=True)) == []
+    batch = packer(skip_forced=True, reduction="sequence")([make_group("t@0", [rollout, forced])], version=0)
+    assert (batch.num_loss_tokens, batch.num_samples) == (1, 1)
+
+
 def test_a_turn_without_tokens_is_no_sample() -> None:
     rollout = make_rollout("t@0/0", [([1, 2], [], []), ([1, 2], [3], [-0.1])], 1.0)
     (sample,) = samples_of(rollout, make_group("t@0", [rollout]), 1.0)

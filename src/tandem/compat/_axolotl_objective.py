@@ -103,6 +103,8 @@ def _sampling(recipe: Recipe) -> None:
         recipe.copy(f"trl.{option}", f"sampling.{option}")
     if "trl.top_k" in file:
         recipe.put("sampling.top_k", max(0, file.get("trl.top_k")), "trl.top_k")
+    if file.get("trl.use_vllm"):
+        recipe.copy("trl.vllm_guided_decoding_regex", "sampling.regex")
     # As in TRL, these come before the options that have names of their own.
     found = translated(file.get("trl.generation_kwargs", {}))
     for option, value in found.sampling.items():

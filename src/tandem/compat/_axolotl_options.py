@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.compat._generation import GRAMMAR
-
 Takes = Literal["number", "whole", "truth", "text", "list", "mapping", "anything"]
 
 
@@ -226,7 +224,7 @@ TRL: Mapping[str, Option] = {
         "sampling, before the options above; what the trainer cannot account for is refused", "mapping"
     ),
     "chat_template_kwargs": _is("chat_template_kwargs", "mapping"),
-    "vllm_guided_decoding_regex": _no(GRAMMAR, ""),
+    "vllm_guided_decoding_regex": _is("sampling.regex, with use_vllm", "text"),
     "use_data_producer": _is(
         "the defaults of importance sampling are then those of Axolotl's asynchronous trainer", "truth"
     ),

@@ -44,7 +44,8 @@ _UNSEEN = "it changes probabilities by what the trainer does not see, so they wo
 
 GRAMMAR = (
     "what a grammar forces has probability 1 and teaches nothing, and the trainer would have to know which tokens the "
-    "engine's grammar allowed at each place; reward the form instead (rewards: format, with pattern or tags)"
+    "engine's grammar allowed at each place; of a regular expression sampling.regex can be had, else reward the form "
+    "(rewards: format, with pattern or tags)"
 )
 
 FIELDS: Mapping[str, Field] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.compat._generation import GRAMMAR
 from tandem.types import Json
 
 Takes = Literal["text", "whole", "number", "truth", "texts", "numbers", "mapping"]
@@ -271,7 +270,7 @@ _SAMPLING: tuple[Argument, ...] = (
     _idle("move_model_batches", "whole", _GONE, where="colocate"),
     _idle("offload_model", "truth", _GONE, where="colocate"),
     _idle("gc_collect_after_offload", "truth", _GONE, where="colocate"),
-    _no("structured_outputs_regex", "text", GRAMMAR),
+    _is("structured_outputs_regex", "text", "sampling.regex", None, "vllm_structured_outputs_regex", where="vllm"),
     _is("multi_turn_scheduler", "text", "env: conversations that a scheduler of external_plugins goes on with"),
     _is("max_turns", "whole", "env.max_turns", where="scheduler"),
     _no("multi_turn_func", "text", "write a scheduler (multi_turn_scheduler)"),

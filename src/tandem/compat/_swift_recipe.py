@@ -143,9 +143,14 @@ class Reading:
         return max(1, (size or self._completions) // max(1, self._completions))
 
     @cached_property
+    def _regex(self) -> str:
+        """What the engine's grammar holds answers to; empty: nothing."""
+        return (self.given["structured_outputs_regex"] or "") if self.mode != "none" else ""
+
+    @cached_property
     def _at_ratio_one(self) -> bool:
         """True if every ratio to the old policy is 1, which is then the policy itself."""
-        corrected = self.given["rollout_importance_sampling_mode"] is not None
+        corrected = self.given["rollout_importance_sampling_mode"] is not None or bool(self._regex)
         return bool(corrected and self.given["num_iterations"] == 1 and self._rounds == 1)
 
     def _places(self) -> dict[str, str]:
@@ -275,6 +280,7 @@ class Reading:
         found |= {"min_p": given["min_p"]} if given["min_p"] else {}
         penalty = given["repetition_penalty"]
         found |= {"repetition_penalty": penalty} if penalty != 1 else {}
+        found |= {"regex": self._regex} if self._regex else {}
         found |= {"max_tokens": given["max_completion_length"]}
         return found | ({"stop": given["stop_words"]} if given["stop_words"] else {})
 
@@ -323,7 +329,7 @@ class Reading:
         if delta is not None:
             corrections.append({"kind": "opsm", "threshold": delta})
         return {
-            **({"old_logprobs": "recomputed"} if recomputed else {}),
+            **({"old_logprobs": "recomputed"} if recomputed or self._regex else {}),
             **({"corrections": corrections} if corrections else {}),
         }
 

@@ -55,8 +55,8 @@ _TRL: Mapping[str, str] = {
     "save_steps": "checkpoint.every",
     "eval_steps": "evaluate.every",
     "use_liger_kernel": "nothing: logits are always computed chunk by chunk",
-    "vllm_guided_decoding_regex": "nothing: no grammar; reward the form (rewards: format, with pattern)",
-    "vllm_structured_outputs_regex": "nothing: no grammar; reward the form (rewards: format, with pattern)",
+    "vllm_guided_decoding_regex": "sampling.regex",
+    "vllm_structured_outputs_regex": "sampling.regex",
 }
 _VERL: Mapping[str, str] = {
     "data.train_files": "env: dataset, with path",

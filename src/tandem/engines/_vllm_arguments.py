@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 _OURS = frozenset((
@@ -36,3 +37,13 @@ def not_free(name: str, value: Any) -> str:
     if any(option.startswith(f"--{plain}") for option in _OURS):  # it takes the beginning of a name for the whole
         return "is set by Tandem or is an option of its own; remove it from args"
     return ""
+
+
+def with_grammar(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of vLLM's SamplingParams, ``regex`` among them as what it makes a grammar of."""
+    if "regex" not in given:
+        return given
+    from vllm.sampling_params import StructuredOutputsParams
+
+    rest = {name: value for name, value in given.items() if name != "regex"}
+    return {**rest, "structured_outputs": StructuredOutputsParams(regex=given["regex"])}

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.engines._vllm_answers import Answer, Answers
+from tandem.engines._vllm_arguments import with_grammar
 from tandem.engines._vllm_lease import Lease
 from tandem.engines._vllm_pausing import Room, Scheduler
 from tandem.engines._vllm_places import PROBES, Places
@@ -329,6 +330,7 @@ class Frontend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        given = with_grammar(given)
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
         whole = kind is RequestOutputKind.FINAL_ONLY and not given.get("detokenize", True)  # so no text ends it either

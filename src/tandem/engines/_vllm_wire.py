@@ -105,6 +105,8 @@ class Generate(Body):
     stop: str | Stops | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool = False
+    regex: Text | None = None
+    """What an answer must match, by vLLM's grammar."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: Likeliest | None = None
@@ -160,6 +162,7 @@ def asked(
         stop=list(sampling.stop) or None,
         stop_token_ids=[*ends, *sampling.stop_token_ids],
         include_stop_str_in_output=True,
+        regex=sampling.regex or None,
         logprobs=0,
         flat_logprobs=flat,
         min_step=min_step,

@@ -52,6 +52,7 @@ CPU_CACHE_GB = 1.0
 class Vllm(EngineSpec):
     """vLLM, started by us on this machine, or already running at ``urls`` (by: tandem serve engine RECIPE)."""
 
+    has_grammars: ClassVar[bool] = True
     ports: ClassVar[frozenset[type]] = frozenset({CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest})
 
     urls: tuple[str, ...] = ()

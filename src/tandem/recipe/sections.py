@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -242,6 +243,14 @@ def group_size_check(size: int, groups: int) -> tuple[bool, str]:
     )
 
 
+def _compiles(regex: str) -> bool:
+    try:
+        re.compile(regex)
+    except re.error:
+        return False
+    return True
+
+
 def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
     """What ``require`` checks of how training answers are sampled."""
     two = "from -2 to 2"
@@ -260,6 +269,7 @@ def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
             "at least 1" if sampling.max_tokens < 1 else f"at most {MOST_TOKENS:,}: no context is longer",
         ),
         "stop": (all(sampling.stop), "texts that are not empty"),
+        "regex": (_compiles(sampling.regex), "a regular expression"),
         "stop_token_ids": (all(token >= 0 for token in sampling.stop_token_ids), "token ids, which are at least 0"),
     }
     return {f"sampling.{name}": check for name, check in checks.items()}

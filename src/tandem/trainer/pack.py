@@ -31,6 +31,8 @@ from tandem.trainer._balance import Balance, Family
 from tandem.trainer._tree import Ints, Kin, Row
 from tandem.types import Group, Rollout, Sample
 
+_FORCED = -1e-6
+"""Logprobs above this are of tokens that nothing could have been sampled in place of."""
 WIDTHS_TO_EQUAL = 6
 """Context, in widths of the model, at which a token's attention costs as much as all else in its layer: 4 operations
 for each token seen and each of w channels, against 2 for each of a layer's 12 w² weights."""
@@ -100,6 +102,8 @@ class Packer:
     """The model's hidden size: how long a context must be for attention to count."""
     penalties: Penalties | None = None
     """What the tokens were sampled with."""
+    skip_forced: bool = False
+    """Train no token that the sampler had no choice about: its probability was 1 to whoever the grammar asked."""
     skip_zero: bool = False
     """Compute no sample whose every advantage is 0: there the objective has no gradient. What the step divides by and
     its other samples stay as they are."""
@@ -114,7 +118,7 @@ class Packer:
                 given = rollout.advantages
                 by_rollout[rollout.id] = value if given is None else math.fsum(given) / len(given)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
-                    mine.extend(samples_of(rollout, group, value))
+                    mine.extend(samples_of(rollout, group, value, skip_forced=self.skip_forced))
             samples.append(mine)
         counts = [sum(sample.mask) for mine in samples for sample in mine]
         weigh = self._weights(sum(counts), len(counts))
@@ -250,10 +254,11 @@ class _Arrays:
         )
 
 
-def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sample]:
+def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
     """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
 
-    ``advantage`` is that of every sampled token, unless the environment gave each its own.
+    ``advantage`` is that of every sampled token, unless the environment gave each its own. With ``skip_forced`` tokens
+    that were sampled with probability 1 are not trained, and a sequence of none else is left out.
     """
     tokens: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
@@ -284,7 +289,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
             continue
         first, count = completion.version_min, len(completion.tokens)
         if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
-            if tokens:
+            if any(mask):
                 yield sample()
             tokens, mask, logprobs, advantages, begins = (), (), (), (), ()
             oldest, temperature, prompt_len = first, turn.temperature, len(turn.prompt)
@@ -292,11 +297,13 @@ def samples_of(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sam
         none = (0.0,) * len(new)
         begins += (len(turn.prompt),)
         tokens += new + completion.tokens
-        mask += (False,) * len(new) + (True,) * count
-        logprobs += none + completion.logprobs
-        advantages += none + ((advantage,) * count if given is None else tuple(islice(given, count)))
+        free = tuple(not skip_forced or logprob < _FORCED for logprob in completion.logprobs)
+        own = (advantage,) * count if given is None else tuple(islice(given, count))
+        mask += (False,) * len(new) + free
+        logprobs += none + tuple(p if it else 0.0 for p, it in zip(completion.logprobs, free, strict=True))
+        advantages += none + tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))
         oldest = min(oldest, first)
-    if tokens:
+    if any(mask):
         yield sample()
 
 

@@ -21,6 +21,13 @@ def check_pairs(config: RunConfig) -> None:
         from tandem.policy import float8
 
         float8.check()
+    if config.sampling.regex and not getattr(config.engine, "has_grammars", False):
+        raise UnsupportedPair("sampling.regex: vLLM alone has grammars; choose engine: vllm, or reward the form")
+    if config.sampling.regex and config.old_logprobs != "recomputed":
+        raise UnsupportedPair(
+            "sampling.regex: the sampler's logprobs are of the tokens that the grammar allows, the policy's of all; "
+            "set old_logprobs to recomputed"
+        )
     config.sync.check(trains=config.trains, engine=config.engine)
     _check_lag(config)
 
