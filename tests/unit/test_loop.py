@@ -59,6 +59,7 @@ class Scene:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     least: int = 0
     folder: Path = Path("runs/here/checkpoints")
+    contents: str = "all"
 
     def note(self, what: str) -> None:
         self.log.append(what)
@@ -163,6 +164,9 @@ class Scene:
 
     def emit(self, step: int, values: Any) -> None:
         self.note(f"emitted {step}")
+
+    def still(self) -> None:
+        """The run's folder is there."""
 
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step == STEPS
