@@ -67,6 +67,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         return {
             "env": "arithmetic", "tasks": 40, "samples": 4, "mean": 0.25, "mean_ci": [0.2, 0.3], "tokens": 12.4,
             "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05, "envs": {"arithmetic": {}},
+            "rollouts": [],
         }  # fmt: skip
 
     fake.train, fake.evaluate = train, evaluate
