@@ -175,7 +175,7 @@ class Client:
                 model=options.served_model_name or options.model,
                 max_model_len=options.max_model_len,
                 logprobs_mode="processed_logprobs",
-                get_vocab_size=lambda: int(model.config.vocab_size),
+                get_vocab_size=lambda: len(model.model.embed_tokens.weight),
             ),
             lora_config=None,
             parallel_config=parallel,
