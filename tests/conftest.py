@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("tandem")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Tests that fuzz and kill are bounded, unless this lets them go on."""
-    parser.addoption("--long", action="store_true", help="fuzz and kill for minutes instead of seconds")
+    parser.addoption("--long", action="store_true", help="fuzz and kill for minutes, and tests marked long")
 
 
 @pytest.fixture
@@ -40,6 +40,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if wrong := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{wrong[0]} is named by an object's address; give its parameters ids=")
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes about a minute; pytest --long runs it"))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("learns")}
         items.sort(key=lambda item: item.path not in slow)

@@ -107,13 +107,22 @@ def trained(terminals: Terminals, trainer: Process, environment: Process) -> Pat
 @pytest.mark.parametrize(
     ("engine_s", "trainer_s", "saved"),
     [
-        ("newest, LoRA", "newest, lora_only", "lora_checkpoints/final_adapter"),
-        ("newest, shared", "newest, shared_vllm", "trained_model_checkpoints/final_model"),
+        pytest.param("newest, LoRA", "newest, lora_only", "lora_checkpoints/final_adapter", id="lora_only"),
+        pytest.param(
+            "newest, shared", "newest, shared_vllm", "trained_model_checkpoints/final_model", id="shared_vllm"
+        ),
         # An engine that the document's trainer would kill and start again; here it gets the weights by broadcast.
-        ("2025-12", "2026-01-19", "tmp/logs/checkpoints_legacy/final_model"),
-        ("2026-01-19", "2026-02-11, lora_nccl", "trained_model_checkpoints/final_adapter"),
+        pytest.param(
+            "2025-12", "2026-01-19", "tmp/logs/checkpoints_legacy/final_model", id="none", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "2026-01-19",
+            "2026-02-11, lora_nccl",
+            "trained_model_checkpoints/final_adapter",
+            id="lora_nccl",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["lora_only", "shared_vllm", "none", "lora_nccl"],
 )
 def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: str, trainer_s: str, saved: str) -> None:
     broker = terminals.say(BROKERS[1])
@@ -134,7 +143,13 @@ def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: st
     assert not bridge.exists(), "the memory that it names is gone"
 
 
-@pytest.mark.parametrize("trainer_s", ["2025-12, quick test", "newest, launcher"], ids=["none", "launcher"])
+@pytest.mark.parametrize(
+    "trainer_s",
+    [
+        pytest.param("2025-12, quick test", id="none"),
+        pytest.param("newest, launcher", id="launcher", marks=pytest.mark.long),
+    ],
+)
 def test_four_terminals_where_the_trainer_starts_its_engine(terminals: Terminals, trainer_s: str) -> None:
     """Its engine asks for no key, and the environment, which names no tokenizer, takes the engine's."""
     # Places are those of the defaults, said so that free ports can take their place.

@@ -88,6 +88,7 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path
         run.clean()
 
 
+@pytest.mark.long
 def test_an_engine_is_killed_at_any_moment_again_and_again(model: Path, tmp_path: Path, long: bool) -> None:
     """Whatever the run is at: sampling, a publish, a checkpoint. ``--long`` kills it twenty times."""
     kills, draw = 20 if long else 2, random.Random(1)
