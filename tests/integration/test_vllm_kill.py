@@ -156,7 +156,11 @@ async def _fresh(model: Path, weights: Path, step: int, folder: Path) -> tuple[l
         await fresh.stamp(PolicyVersion(step=step, digest=""))
         left = Left.of(folder)
         found = [(await asyncio.to_thread(left.greedy, prompt))["token_ids"][0] for prompt in PROMPTS]
-        left.ask("/bridge/adopt", {"trainer": _somebody_dead()})
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+            me = identity(stranger.pid)
+            assert me is not None
+            left.ask("/bridge/adopt", {"trainer": f"{me.pid}:{me.started}"})
+            stranger.kill()
         await asyncio.to_thread(until, lambda: not alive(left.pid), "the end of an engine without a trainer")
     return before, found
 
@@ -174,14 +178,6 @@ def _by_transformers(model: Path) -> list[list[int]]:
                 tokens.append(int(policy(torch.tensor([tokens])).logits[0, -1].argmax()))
         out.append(tokens[len(prompt) :])
     return out
-
-
-def _somebody_dead() -> str:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        me = identity(process.pid)
-        assert me is not None
-        process.kill()
-    return f"{me.pid}:{me.started}"
 
 
 def test_resumed_trainer_adopts_the_engine_and_finishes(orphaned: tuple[Trainer, Left, int]) -> None:
