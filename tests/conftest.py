@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         for item in items:
             if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes about a minute; pytest --long runs it"))
+                item.add_marker(pytest.mark.skip(reason="pytest --long runs it"))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("learns")}
         items.sort(key=lambda item: item.path not in slow)

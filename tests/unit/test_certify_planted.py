@@ -604,7 +604,13 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("defect", [*SIXTEEN, *OWN], ids=lambda defect: defect.what)
+@pytest.mark.parametrize(
+    "defect",
+    [
+        *(pytest.param(defect, id=defect.what) for defect in SIXTEEN),
+        *(pytest.param(defect, id=defect.what, marks=pytest.mark.long) for defect in OWN),
+    ],
+)
 def test_a_defect_is_found_and_named(defect: Defect, model: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
     if not any("micro" in name for name in defect.fails):
@@ -626,6 +632,7 @@ def recipes() -> list[Defect]:
     return list(by.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whole", recipes(), ids=lambda defect: " ".join([defect.source, *defect.recipe]))
 def test_without_a_defect_the_same_recipe_passes(whole: Defect, model: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
