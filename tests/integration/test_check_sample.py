@@ -42,7 +42,7 @@ def tandem(*words: str) -> int:
 @pytest.fixture
 def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "marks.py").write_text(REWARD)
+    (tmp_path / "sampled_marks.py").write_text(REWARD)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
     return path
@@ -51,11 +51,11 @@ def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_it_tells_the_share_of_groups_with_signal_which_is_that_of_the_run(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert tandem("check", str(recipe), "rewards={marks:odd: 1.0}", "--sample", "2") == 0
+    assert tandem("check", str(recipe), "rewards={sampled_marks:odd: 1.0}", "--sample", "2") == 0
     told = capfd.readouterr().out
     assert "played 2 groups of 4 answers" in told
     assert "of 2 groups (" in told
-    assert tandem("train", str(recipe), "rewards={marks:odd: 1.0}", "flat_groups=keep") == 0
+    assert tandem("train", str(recipe), "rewards={sampled_marks:odd: 1.0}", "flat_groups=keep") == 0
     rows = [json.loads(line) for line in (tmp_path / "runs/a/rollouts/000001.jsonl").read_text().splitlines()]
     groups: dict[str, set[float]] = {}
     for row in rows:
@@ -67,7 +67,7 @@ def test_it_tells_the_share_of_groups_with_signal_which_is_that_of_the_run(
 def test_where_nothing_has_signal_it_says_what_to_change_and_shows_an_answer(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert tandem("check", str(recipe), "rewards={marks:never: 1.0}", "--sample", "3") == 0
+    assert tandem("check", str(recipe), "rewards={sampled_marks:never: 1.0}", "--sample", "3") == 0
     told = capfd.readouterr().out
     assert "signal: 0 of 3 groups (0%) have different rewards; 3 with every reward 0" in told
     assert "  change: " in told

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import config, run
+from tandem.trainer import digests
 
 MOST = 2
 GROUPS = 2
@@ -59,6 +60,7 @@ def test_the_lag_is_told_held_within_the_budget_and_gone_on_with(tiny_model: Pat
     saved = json.loads(state.read_text())
     saved["rate"] = {"ahead": MOST * GROUPS, "settling": 9, "why": "ess"}  # it stays there for the steps to come
     state.write_text(json.dumps(saved))
+    digests.write(state.parent)
     asyncio.run(run.train(dataclasses.replace(asked, steps=8), resume=folder))
     told = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
     assert [row["rate/ahead"] for row in told[4:]] == [MOST * GROUPS] * 4

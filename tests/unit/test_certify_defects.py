@@ -79,8 +79,8 @@ def samples_rewritten(monkeypatch: Patch, change: Callable[[Sample], Sample]) ->
     """Plant something in every sample."""
     whole = pack.samples_of
 
-    def wrong(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sample]:
-        return map(change, whole(rollout, group, advantage))
+    def wrong(rollout: Rollout, group: Group, advantage: float, **options: bool) -> Iterator[Sample]:
+        return map(change, whole(rollout, group, advantage, **options))
 
     monkeypatch.setattr(pack, "samples_of", wrong)
 

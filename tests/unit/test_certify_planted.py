@@ -111,8 +111,8 @@ def samples(change: Callable[[Sample, Rollout], Sample]) -> Plant:
     """Change every sample."""
 
     def make(whole: Any) -> Any:
-        def wrong(rollout: Rollout, group: Group, advantage: float) -> Iterator[Sample]:
-            return (change(sample, rollout) for sample in whole(rollout, group, advantage))
+        def wrong(rollout: Rollout, group: Group, advantage: float, **options: bool) -> Iterator[Sample]:
+            return (change(sample, rollout) for sample in whole(rollout, group, advantage, **options))
 
         return wrong
 
