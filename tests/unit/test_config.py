@@ -165,7 +165,7 @@ def test_an_unknown_option_of_a_part(here: Path) -> None:
 
 def test_an_option_nobody_could_have_meant_lists_those_there_are(here: Path) -> None:
     message = wrong(MINIMAL + "checkpoint: {zzz: 1}\n")
-    assert message == "recipe.yaml:4: unknown option 'zzz' of checkpoint; known: every, keep"
+    assert message == "recipe.yaml:4: unknown option 'zzz' of checkpoint; known: save, every, keep"
 
 
 def test_an_option_of_a_part_at_the_top_is_sent_to_its_place(here: Path) -> None:
