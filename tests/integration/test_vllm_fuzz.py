@@ -8,9 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.atropos_peers import free_port
-from integration.vllm_runs import HEAD_DIM, alive, engine, needs_engine, recipe, until
+from integration.vllm_runs import HEAD_DIM, alive, engine, needs_engine, recipe, serving
 
 pytestmark = [needs_engine, pytest.mark.slow]
 
@@ -95,26 +93,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     own = {"engine": engine(forks=False, port=port, max_num_seqs=16), "sync": {"kind": "shared"}, "context": 256}
     options = recipe(model, place / "runs", trains={"kind": "lora", "rank": 8}, rewards={"number": 1.0}, **own)
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
-    said = place / "said.txt"
-    with said.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "serve", "engine", "recipe.yaml"], cwd=place, stdout=out, stderr=out
-        )
-
-    def up() -> bool:
-        assert process.poll() is None, said.read_text()
-        return "Ctrl-C ends it" in said.read_text()
-
-    try:
-        until(up, "the start of the engine", 240)
-        yield Engine(port, str(model), process, said)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with serving(place) as process:
+        yield Engine(port, str(model), process, place / "said.txt")
 
 
 def named(valid: list[tuple[str, Any]], model: str) -> list[tuple[str, Any]]:

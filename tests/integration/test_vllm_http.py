@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -24,7 +23,19 @@ import pytest
 import torch
 import yaml
 from conftest import build_tiny_model
-from integration.vllm_runs import CUDA, DTYPE, GAP, HEAD_DIM, alive, engine, needs_engine, published, recipe, until
+from integration.vllm_runs import (
+    CUDA,
+    DTYPE,
+    GAP,
+    HEAD_DIM,
+    alive,
+    engine,
+    needs_engine,
+    published,
+    recipe,
+    serving,
+    until,
+)
 from plays import make_group, make_rollout
 from tiny import live_policy, reference
 
@@ -125,33 +136,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
     environment = {**os.environ, "SERVE_KEY": KEY, "LOGDIR": str(place / "logdir")}
-    with (place / "said.txt").open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "serve", "engine", "recipe.yaml"],
-            cwd=place,
-            stdout=said,
-            stderr=said,
-            env=environment,
-        )
-
-    def text() -> str:
-        return (place / "said.txt").read_text()
-
-    def up() -> bool:
-        assert process.poll() is None, text()
-        return "Ctrl-C ends it" in text()
-
-    try:
-        until(up, "the start of the engine", 240)
+    with serving(place, environment) as process:
+        text = (place / "said.txt").read_text
         url = text().partition("serving at ")[2].partition(";")[0].strip()
         yield Served(url, place, model, process, said=text)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 @pytest.fixture(scope="module")

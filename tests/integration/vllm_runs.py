@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,30 @@ def letters(completions, **columns):
     said = [completion[-1]["content"] for completion in completions]
     return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in said]
 '''
+
+
+@contextmanager
+def serving(place: Path, environment: Mapping[str, str] = os.environ) -> Iterator[subprocess.Popen[bytes]]:
+    """``tandem serve engine recipe.yaml`` in a folder while the block lasts; what it says goes to said.txt there."""
+    said = place / "said.txt"
+    command = [sys.executable, "-m", "tandem", "serve", "engine", "recipe.yaml"]
+    with said.open("wb") as out:
+        process = subprocess.Popen(command, cwd=place, stdout=out, stderr=out, env=environment)
+
+    def up() -> bool:
+        assert process.poll() is None, said.read_text()
+        return "Ctrl-C ends it" in said.read_text()
+
+    try:
+        until(up, "the start of the engine", 240)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 class Trainer:

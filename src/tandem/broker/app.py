@@ -29,15 +29,13 @@ from tandem.broker._resent import Resent
 from tandem.broker.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
 from tandem.broker.store import Store
 from tandem.errors import BrokerError
-from tandem.telemetry.log import printable
+from tandem.printable import named
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MOST_NAME = 200
-"""Characters of an environment's name."""
 ACTING = ("/batch", "/reset_data")
 """Paths whose GET changes something."""
 RETRY_SECONDS = 5.0
@@ -204,7 +202,7 @@ class Broker:
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, wire.EnvRegistration)
         spec = EnvSpec(
-            name=printable(body.desired_name[:MOST_NAME]),
+            name=named(body.desired_name),
             max_token_length=body.max_token_length,
             weight=body.weight,
             group_size=body.group_size,

@@ -21,7 +21,7 @@ from tandem.broker._connection import ALWAYS, MIME, Connection, Fate, Lost, Refu
 from tandem.broker._http import Answer, Backoff, Unreachable
 from tandem.broker.convert import group_to_wire
 from tandem.errors import BrokerError
-from tandem.telemetry.log import printable
+from tandem.printable import printable
 from tandem.types import Group, Json
 
 __all__ = [

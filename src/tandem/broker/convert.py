@@ -22,15 +22,13 @@ from tandem.broker._checks import LEAST_LOGPROB, MOST
 from tandem.broker.sequences import Wired, sequences
 from tandem.broker.wire import MASKED, NO_LOGPROB, ScoredGroup
 from tandem.errors import BrokerError
-from tandem.telemetry.log import printable
+from tandem.printable import named
 from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
 
 LEAST_SCORE = 1.1754943508222875e-38
 """Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""
 TEMPERATURES = (1e-6, 1e6)
 """Between these a temperature leaves logits finite in float32."""
-MOST_NAME = 200
-"""Characters of a task's or an environment's name."""
 _UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
 """Lists of the wire that no objective here reads."""
 
@@ -353,11 +351,6 @@ class _Reading:
 
     def _wrong_ids(self, tokens: Sequence[int]) -> bool:
         return any(token < 0 or token >= (self._rules.vocabulary or math.inf) for token in tokens)
-
-
-def named(text: str) -> str:
-    """A name that a stranger gave, as it may stand in a log, on a terminal and in a metric's name."""
-    return printable(text[:MOST_NAME])
 
 
 def _row(rows: Any, at: int, rows_expected: int | None) -> Any:

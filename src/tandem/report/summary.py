@@ -167,24 +167,28 @@ def _mixture(envs: Json) -> str:
     return " + ".join(told)
 
 
+def last_mark(events: Sequence[Mapping[str, Json]]) -> Mapping[str, Json] | None:
+    """The event by which a run last began or ended; None if it never did."""
+    return next((event for event in reversed(events) if event.get("event") in (*_STARTS, *_ENDS)), None)
+
+
 def failed(events: Sequence[Mapping[str, Json]]) -> tuple[float, str] | None:
     """When and by what a run failed; None if what it was last told to do did not end by an error."""
-    marks = [event for event in events if event.get("event") in (*_STARTS, *_ENDS)]
-    if not marks or _ENDS.get(marks[-1]["event"]) != "failed":
+    last = last_mark(events)
+    if last is None or _ENDS.get(last["event"]) != "failed":
         return None
-    last = marks[-1]
     return float(last.get("time", 0.0)), str(last.get("message") or last.get("why") or "")
 
 
 def _status(run: RunFolder, steps: int, planned: Json) -> str:
     if run.process == "alive":
         return "running"
-    marks = [event["event"] for event in run.events if event.get("event") in (*_STARTS, *_ENDS)]
-    if marks and marks[-1] in _ENDS:
-        return _ENDS[marks[-1]]
+    last = last_mark(run.events)
+    if last is not None and last["event"] in _ENDS:
+        return _ENDS[last["event"]]
     if isinstance(planned, int) and steps >= planned > 0:
         return "finished"
-    return _GOING[run.process] if marks or steps else "not started"
+    return _GOING[run.process] if last or steps else "not started"
 
 
 def _running(run: RunFolder) -> tuple[list[float], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from tandem.printable import printable
 from tandem.sinks.base import parts
 from tandem.types import Json
 
@@ -49,7 +50,7 @@ def _few_lines(text: str, most: int, width: int = 240) -> list[str]:
 
 def _clean(text: str) -> str:
     """A text of somebody else's without what a terminal would obey; white space is one space."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
 def dropped_lines(fields: Mapping[str, Json]) -> list[str]:

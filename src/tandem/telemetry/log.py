@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from tandem.printable import printable
+
 FILE_ONLY = {"file_only": True}
 """``extra`` of a record that is for run.log alone, since the terminal is told otherwise."""
 
@@ -50,11 +52,6 @@ def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
         for handler in (to_file, to_terminal):
             root.removeHandler(handler)
             handler.close()
-
-
-def printable(text: str) -> str:
-    """A text without what a terminal would obey: control characters, also those of other scripts' directions."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _utc(pattern: str) -> logging.Formatter:

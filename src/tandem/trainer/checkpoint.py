@@ -159,13 +159,13 @@ async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: T
     """
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
-    steps = saved_steps(folder)
+    steps = digests.steps_in(folder)
     for other in folder.glob("*"):
-        if other.name.isdigit() and other not in digests.steps_in(folder).values():
+        if other.name.isdigit() and other not in steps.values():
             log.warning("%s is not a checkpoint: its name is not a step of six digits; it is let be", other)
     if not steps:
         return fresh
-    path = folder / f"{steps[-1]:06d}"
+    path = steps[max(steps)]
     reader = f"the checkpoint reader at {path}"
     looking = policy.compute(digests.damage, path)
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from tandem import machine
 from tandem.errors import ConfigError
+from tandem.report.summary import last_mark
 from tandem.sinks import _lines
 from tandem.trainer import digests
 from tandem.trainer.lock import Lock
-
-_STATES = ("run_started", "resumed", "run_done", "interrupted", "run_failed")
 
 
 def clean(folder: Path, *, yes: bool) -> Iterator[str]:
@@ -47,8 +46,8 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
 
 
 def _finished(run: Path) -> bool:
-    states = [row["event"] for row in _lines.read(run / "events.jsonl") if row.get("event") in _STATES]
-    return bool(states) and states[-1] == "run_done"
+    last = last_mark(list(_lines.read(run / "events.jsonl")))
+    return last is not None and last["event"] == "run_done"
 
 
 def _remove(run: Path, checkpoints: list[Path]) -> None:
