@@ -21,9 +21,21 @@ hypothesis.settings.register_profile("tandem", derandomize=True, deadline=None, 
 hypothesis.settings.load_profile("tandem")
 
 
+ROOT = Path(__file__).parent
+FAST = tuple(ROOT / name for name in ("unit", "contract", "house", "wire"))
+"""Folders of the fast tier, which is what they hold less what is marked ``slow`` or ``long``."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Tests that fuzz and kill are bounded, unless this lets them go on."""
-    parser.addoption("--long", action="store_true", help="fuzz and kill for minutes, and tests marked long")
+    """The tiers: ``--quick`` is the fast one, ``--long`` is everything, neither is all but what is marked ``long``."""
+    parser.addoption("--quick", action="store_true", help="the fast tier alone: no test marked slow, no integration")
+    parser.addoption("--long", action="store_true", help="also tests marked long; fuzz and kill for minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run has one tier."""
+    if config.getoption("--quick") and config.getoption("--long"):
+        raise pytest.UsageError("--quick and --long are two tiers: give one of them")
 
 
 @pytest.fixture
@@ -32,21 +44,35 @@ def long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What processes that share a suite need of it.
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier does not import what is outside its folders."""
+    if not config.getoption("--quick") or ROOT not in collection_path.parents:
+        return None
+    return None if any(folder in (collection_path, *collection_path.parents) for folder in FAST) else True
 
-    They must call a test by one name; an object's address is another in each. And files with slow tests come first, so
-    that at the end none is left alone with one.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not of the tier, and put files with slow tests first.
+
+    Processes that share a suite must call a test by one name, and an object's address is another in each. Slow files
+    come first so that at the end no process is left alone with one.
     """
     if wrong := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{wrong[0]} is named by an object's address; give its parameters ids=")
-    if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="pytest --long runs it"))
+    others = {item for item in items if not _is_of_the_tier(item, config)}
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("learns")}
+        slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def _is_of_the_tier(item: pytest.Item, config: pytest.Config) -> bool:
+    if config.getoption("--long"):
+        return True
+    left_out = ("slow", "long") if config.getoption("--quick") else ("long",)
+    return not any(item.get_closest_marker(name) for name in left_out)
 
 
 CHAT_TEMPLATE = (

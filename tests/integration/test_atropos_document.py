@@ -23,7 +23,7 @@ from conftest import build_tiny_model
 from integration.atropos_peers import Process, ask, free_port, until
 from integration.vllm_runs import CUDA, HEAD_DIM, REPOSITORY, engine, metrics, needs_engine
 
-pytestmark = [needs_engine, pytest.mark.slow]
+pytestmark = [needs_engine, pytest.mark.long]
 
 START = 300.0
 """Seconds within which an engine must be ready, or two steps trained; a machine with other work takes long."""

@@ -29,6 +29,7 @@ from integration.atropos_peers import (
 )
 from integration.vllm_runs import DTYPE, GAP, groups_once, metrics, needs_engine, recipe, rollouts
 from integration.vllm_runs import engine as engine_options
+from tiers import long_but
 from tiny import reference
 
 pytestmark = pytest.mark.slow
@@ -135,6 +136,7 @@ def test_minimum_share(played: Played) -> None:
         assert sum(key in managed for key in line["keys"]) >= 1
 
 
+@pytest.mark.long
 def test_an_environment_lives_through_the_death_of_the_broker(
     tmp_path: Path, tiny_model: Path, engine: str, host: Host
 ) -> None:
@@ -175,7 +177,7 @@ def sent(said: str) -> range:
     return range(int(found[1]), int(found[1]) + int(found[2] or 0) + 1)
 
 
-@pytest.mark.parametrize("verb", ["work", "env"])
+@pytest.mark.parametrize("verb", long_but(["work", "env"], "work"))
 def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, host: Host, verb: str) -> None:
     """Every group that it says it handed in comes out once, by the flags of Atropos' environments too."""
     with Peers(tmp_path, tiny_model, host) as peers:
@@ -246,6 +248,7 @@ def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, h
 
 
 @needs_engine
+@pytest.mark.long
 def test_real_engine(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A BaseEnv and an environment of ours sample from our vLLM, whose logprobs are those of the model."""
     model = build_tiny_model(tmp_path / "model", head_dim=32)

@@ -206,7 +206,7 @@ def served(folder: Path) -> Iterator[None]:
 
 
 @needs_engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quick_start_learns(tmp_path: Path) -> None:
     """Its two commands: serve the engine, train. Adapters are swapped in at every step, and the rewards rise."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)

@@ -249,7 +249,7 @@ def test_broker_trainer_engine_and_environment_are_four_commands(place: Place) -
 
 
 @needs_engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_terminals_started_in_the_worst_order(place: Place) -> None:
     """An engine of its own, and an environment by Atropos' flags: who needs another waits for it and says so."""
     place.url = f"http://127.0.0.1:{free_port()}"

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
+from tiers import long_but
 from transformers import BertTokenizerFast, DebertaV2Config, DebertaV2ForSequenceClassification
 from unit.test_documents import BLOCKS, SHORT, TRAINED, here, laid, swift_files
 
@@ -35,7 +36,7 @@ def reward_model(folder: Path) -> None:
     DebertaV2ForSequenceClassification(config).float().save_pretrained(folder)
 
 
-@pytest.mark.parametrize("what", ["rollout function", "reward model", "gdpo"])
+@pytest.mark.parametrize("what", long_but(["rollout function", "reward model", "gdpo"], "rollout function"))
 def test_axolotls_examples_train(what: str, here: Path) -> None:
     """Those of a server play without one: the policy itself samples."""
     build_tiny_model(here / "Qwen/Qwen2.5-1.5B-Instruct")
@@ -54,7 +55,7 @@ def test_axolotls_examples_train(what: str, here: Path) -> None:
         assert all(row["text"].count("Next step:") == 0 for row in rows)
 
 
-@pytest.mark.parametrize("what", ["transformers", "a reward function"])
+@pytest.mark.parametrize("what", long_but(["transformers", "a reward function"], "a reward function"))
 def test_ms_swifts_examples_train(what: str, here: Path) -> None:
     build_tiny_model(here / "Qwen/Qwen2.5-7B")
     swift_files(here)

@@ -23,7 +23,7 @@ from _kills_account import Account, Expected, drawn, equals, foreign, played, st
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted and ended by Linux's means"),
 ]
 STEPS = 8

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
 
@@ -271,7 +272,7 @@ MOMENTS: dict[str, Callable[[Started], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", long_but(MOMENTS, "while saving", "while generating"))
 def test_killed_and_resumed_equals_uninterrupted(place: Place, uninterrupted: Path, moment: str) -> None:
     name = moment.replace(" ", "-")
     run = place.start("recipe.yaml", f"name={name}", name=name, slow=0.02)
@@ -286,7 +287,7 @@ def test_killed_and_resumed_equals_uninterrupted(place: Place, uninterrupted: Pa
     same_run(uninterrupted, resumed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["after step three", "while generating"])
 def test_several_environments_killed_and_resumed_equal_uninterrupted(place: Place, mixed: Path, moment: str) -> None:
     name = f"mixed-{moment.replace(' ', '-')}"
@@ -306,7 +307,7 @@ def test_several_environments_killed_and_resumed_equal_uninterrupted(place: Plac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["after step three", "while generating"])
+@pytest.mark.parametrize("moment", long_but(["after step three", "while generating"], "while generating"))
 def test_what_is_reused_is_reused_alike_after_a_kill(place: Place, reusing: Path, moment: str) -> None:
     name = f"reused-{moment.replace(' ', '-')}"
     run = place.start("reusing.yaml", f"name={name}", name=name, slow=0.02)
@@ -332,7 +333,7 @@ SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", SIGNALS)
+@pytest.mark.parametrize("how", long_but(SIGNALS, "Ctrl-C", "SIGTERM"))
 def test_stopped_by_a_signal_saves_says_how_to_go_on_and_goes_on(place: Place, uninterrupted: Path, how: str) -> None:
     number, moment = SIGNALS[how]
     name = how.replace(" ", "-")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import long_but
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _stalls_cases import CASES
@@ -24,7 +25,7 @@ def forks() -> Iterator[Nursery]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", long_but(QUICK, "lost rollout", "engine ends as it starts"))
 def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, forks: Nursery) -> None:
     (case,) = (case for case in CASES if case.name == name)
     outcome = measure(case, tmp_path / "place", tiny_model, forks)

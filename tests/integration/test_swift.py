@@ -124,6 +124,7 @@ def server(port: int) -> tuple[str, ...]:
     return ("--vllm_mode", "server", *at, "threads=1")
 
 
+@pytest.mark.long
 def test_an_adapter_travels_to_an_engine_elsewhere(place: Path) -> None:
     lora = ("--vllm_enable_lora", "true")
     with deployed(place, "rollout", *lora, "--vllm_max_lora_rank", "8") as port:
@@ -132,6 +133,7 @@ def test_an_adapter_travels_to_an_engine_elsewhere(place: Path) -> None:
     assert set(published(place / "out/adapter")) == {1, 2, 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trains", ["lora", "full"])
 def test_asynchronous_trainers_use_an_engine_that_was_deployed_apart(place: Path, port: int, trains: str) -> None:
     """An adapter's sum is written into the engine's weights. A trainer of all of them brings every one and may follow;
@@ -148,7 +150,7 @@ def test_asynchronous_trainers_use_an_engine_that_was_deployed_apart(place: Path
     ("name", "words", "lag"),
     [
         ("sleeping", ("--train_type", "lora", "--sleep_level", "1"), 0),
-        ("asynchronous", ("--train_type", "full", "--async_generate", "true"), 1),
+        pytest.param("asynchronous", ("--train_type", "full", "--async_generate", "true"), 1, marks=pytest.mark.long),
     ],
 )
 def test_the_engine_is_part_of_the_job(place: Path, name: str, words: tuple[str, ...], lag: int) -> None:

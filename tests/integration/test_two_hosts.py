@@ -93,7 +93,13 @@ def _start(host: subprocess.Popen[bytes], place: Path, said: str, *command: str)
         return subprocess.Popen(whole, cwd=place, stdout=out, stderr=out)
 
 
-@pytest.mark.parametrize("trains", [{"kind": "full"}, {"kind": "lora", "rank": 8}], ids=["weights", "adapter"])
+@pytest.mark.parametrize(
+    "trains",
+    [
+        pytest.param({"kind": "full"}, id="weights"),
+        pytest.param({"kind": "lora", "rank": 8}, id="adapter", marks=pytest.mark.long),
+    ],
+)
 def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trains: dict[str, Any]) -> None:
     """Served there, named by its address here, and nothing said of the trainer's own."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)

@@ -27,6 +27,7 @@ from integration.vllm_runs import (
     rollouts,
     same_logprobs,
 )
+from tiers import long_but
 from transformers import AutoModelForCausalLM
 
 from tandem import config, run
@@ -48,23 +49,30 @@ QUICK = {"trains": {"kind": "lora", "rank": 16, "alpha": 64}, "optimizer": {"kin
 APART: dict[str, Any] = {} if CUDA else {"args": {}}
 """The worker has a process of its own, as it has by default."""
 WAYS: dict[str, dict[str, Any]] = {
-    "shared-full": {"trains": FULL, "sync": "shared", **LEARNING},
+    "shared-full": {"trains": FULL, "sync": "shared"},
+    "shared-full-learning": {"trains": FULL, "sync": "shared", **LEARNING},
     "shared-lora": {"trains": LORA, "sync": "shared", "max_lag": 1},
     "shared-merged": {"trains": MERGED, "sync": "shared"},
     "shared-lora-apart": {"trains": LORA, "sync": "shared", "engine": APART},
-    "broadcast-full": {"trains": FULL, "sync": "broadcast", "max_lag": 1, **LEARNING},
+    "broadcast-full": {"trains": FULL, "sync": "broadcast", "max_lag": 1},
+    "broadcast-full-learning": {"trains": FULL, "sync": "broadcast", "max_lag": 1, **LEARNING},
     "broadcast-lora": {"trains": LORA, "sync": "broadcast"},
     "broadcast-merged": {"trains": MERGED, "sync": "broadcast"},
     "broadcast-full-tp2": {"trains": FULL, "sync": "broadcast", "steps": 2, "engine": {"tensor_parallel_size": 2}},
     "broadcast-full-asleep": {"trains": FULL, "sync": "broadcast", "engine": {"sleep": 2}},
     "broadcast-lora-asleep": {"trains": LORA, "sync": "broadcast", "engine": {"sleep": 1}},
-    "hotswap-lora": {"sync": "hotswap", "max_lag": 1, **LEARNING, **QUICK},
+    "hotswap-lora": {"sync": "hotswap", "max_lag": 1, "trains": LORA},
+    "hotswap-lora-learning": {"sync": "hotswap", "max_lag": 1, **LEARNING, **QUICK},
     # Each restart takes as long as a start does, so these have fewer steps.
     "restart-full": {"trains": FULL, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
     "restart-lora": {"trains": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
 }
+SMOKES = ("shared-full", "broadcast-full", "hotswap-lora", "restart-lora")
+"""One of each kind, each of which crosses every border between trainer, server and worker; the others are long."""
 RESUMED_ELSEWHERE = frozenset(
     {
+        "broadcast-full",
+        "hotswap-lora",
         "shared-lora",
         "shared-lora-apart",
         "broadcast-merged",
@@ -74,8 +82,8 @@ RESUMED_ELSEWHERE = frozenset(
     }
 )
 """A resume starts an engine again, and nothing in theirs is new: checkpoints are resumed by what is trained, memory is
-shared anew in shared-full and -merged, a group is formed anew in broadcast-full and -lora, and an engine is started on
-what was saved in restart-full."""
+shared anew in shared-full and -merged, a group is formed anew in broadcast-full-learning and -lora, and an engine is
+started on what was saved in restart-full."""
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +94,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_engine
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.learns] if "rewards" in WAYS[way] else []) for way in WAYS]
-)
+@pytest.mark.parametrize("way", long_but(WAYS, *SMOKES))
 def test_way_trains_proves_resumes_and_saves(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
@@ -104,7 +110,7 @@ def test_way_trains_proves_resumes_and_saves(
     saved_weights(model, folder, last, options)
     if "rewards" in WAYS[way]:
         rises(folder)
-    if way == "shared-full":
+    if way == "shared-full-learning":
         evaluated(model, folder, capsys)
     assert not (folder / "engine-0.json").exists()
     assert orphans() <= before, "the engine left memory behind"

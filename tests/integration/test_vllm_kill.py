@@ -32,6 +32,7 @@ from integration.vllm_runs import (
     same_logprobs,
     until,
 )
+from tiers import long_but
 
 from tandem.engines._processes import identity
 from tandem.engines.base import Needs
@@ -71,7 +72,7 @@ KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("process", KILLED)
+@pytest.mark.parametrize("process", long_but(KILLED, "server", "core apart", "worker"))
 def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path, tmp_path: Path, process: str) -> None:
     """The HTTP server's process, that of the scheduler or that of the model dies while requests are in flight."""
     which, changes = KILLED[process]
@@ -89,9 +90,9 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path
 
 
 @pytest.mark.long
-def test_an_engine_is_killed_at_any_moment_again_and_again(model: Path, tmp_path: Path, long: bool) -> None:
-    """Whatever the run is at: sampling, a publish, a checkpoint. ``--long`` kills it twenty times."""
-    kills, draw = 20 if long else 2, random.Random(1)
+def test_an_engine_is_killed_at_any_moment_again_and_again(model: Path, tmp_path: Path) -> None:
+    """Whatever the run is at: sampling, a publish, a checkpoint."""
+    kills, draw = 20, random.Random(1)
     own = engine(forks=False, restarts=2 * kills)
     run = Trainer.fresh(tmp_path, model, steps=100_000, trains={"kind": "full"}, sync="broadcast", engine=own)
     try:
@@ -133,6 +134,7 @@ def test_engine_goes_on_serving_its_version_when_its_trainer_is_killed(orphaned:
     assert left.ask("/bridge/info")["digest"] == published(run.folder)[step]["digest"]
 
 
+@pytest.mark.long
 def test_updated_engine_says_what_a_fresh_one_on_the_checkpoint_says(
     model: Path, orphaned: tuple[Trainer, Left, int], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from integration.vllm_runs import HEAD_DIM, metrics, needs_engine, recipe, rollo
 from tandem import run
 from tandem.config import from_options
 
-pytestmark = [needs_engine, pytest.mark.slow]
+pytestmark = [needs_engine, pytest.mark.long]
 
 REGEX = r"Sum: [a-z]{1,3}!"
 

@@ -25,7 +25,7 @@ from integration.vllm_runs import (
     same_logprobs,
 )
 
-pytestmark = [needs_engine, pytest.mark.slow]
+pytestmark = [needs_engine, pytest.mark.long]
 
 KEY = "TANDEM_TEST_ENGINE_KEY"
 

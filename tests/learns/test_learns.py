@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiers import long_but
 
 from tandem import config, run
 
-pytestmark = pytest.mark.learns
+pytestmark = pytest.mark.slow
 
 
 def recipe(model: Path, runs: Path, **changes: Any) -> config.RunConfig:
@@ -43,11 +44,13 @@ def train(recipe: config.RunConfig) -> tuple[Path, list[dict[str, float]]]:
     return folder, [json.loads(line)["metrics"] for line in lines]
 
 
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("max_lag", long_but([0, 2], 0))
 @pytest.mark.parametrize(
     ("trains", "lr"),
-    [({"kind": "full"}, 3e-3), ({"kind": "lora", "rank": 16, "alpha": 64}, 5e-3)],
-    ids=["full", "lora"],
+    [
+        pytest.param({"kind": "full"}, 3e-3, id="full"),
+        pytest.param({"kind": "lora", "rank": 16, "alpha": 64}, 5e-3, id="lora", marks=pytest.mark.long),
+    ],
 )
 def test_reward_rises(tiny_model: Path, tmp_path: Path, trains: dict[str, Any], lr: float, max_lag: int) -> None:
     """From about 0.04 by chance; a policy that has found the digits gets 0.4, one that adds gets 2."""
@@ -65,8 +68,8 @@ def test_reward_rises(tiny_model: Path, tmp_path: Path, trains: dict[str, Any], 
     assert off_policy < 1e-4 if max_lag == 0 else off_policy > 1e-3
 
 
-@pytest.mark.parametrize("max_lag", [0, 2])
-@pytest.mark.parametrize("trains", ["full", "lora"])
+@pytest.mark.parametrize("max_lag", long_but([0, 2], 2))
+@pytest.mark.parametrize("trains", long_but(["full", "lora"], "lora"))
 def test_without_learning_nothing_drifts(tiny_model: Path, tmp_path: Path, trains: str, max_lag: int) -> None:
     """At rate 0 engine and trainer agree on every token, and the weights keep every bit."""
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 100, "max_tokens": 24}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from learns.test_learns import recipe, train
 
-pytestmark = pytest.mark.learns
+pytestmark = pytest.mark.long
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05}, "advantage": "batch_std", "max_lag": 2},
