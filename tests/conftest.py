@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The tiers: ``--quick`` is the fast one, ``--long`` is everything, neither is all but what is marked ``long``."""
     parser.addoption("--quick", action="store_true", help="the fast tier alone: no test marked slow, no integration")
     parser.addoption("--long", action="store_true", help="also tests marked long; fuzz and kill for minutes")
+    parser.addoption("--golden", action="store_true", help="write tests/unit/compat_golden.json anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -155,6 +155,8 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
         raise ConfigError("datasets: each entry needs a path: a local file, or a name on the hub")
     if path in _BUILDERS and not files:
         raise ConfigError(f"datasets: path {path} needs data_files, or write the file itself as path")
+    if files is not None and not isinstance(files, str | list):
+        raise ConfigError(f"datasets: data_files must be a path or a list of paths, got {files!r}")
     named = [files] if isinstance(files, str) else list(files or ())
     if named and path not in _BUILDERS:
         named = [str(Path(path) / name) for name in named]

@@ -63,7 +63,7 @@ class Given:
     def only(self, name: str, choices: Mapping[str, Any]) -> Any:
         """What one of several texts stands for; None if it is none of them, which is a mistake."""
         if self[name] not in choices:
-            self.wrong(name, f"there is no {self[name]!r} here; choose from {', '.join(choices)}")
+            self.wrong(name, f"there is no {self[name]!r} here; choose from {', '.join(filter(None, choices))}")
             return None
         return choices[self[name]]
 
