@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from tandem.engines import _vllm_wire as wire
 from tandem.engines.base import Adapter
+from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError, UnsupportedPair
-from tandem.sync.base import Link
 from tandem.types import PolicyVersion
+from tandem.weight_sync.base import Link
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"

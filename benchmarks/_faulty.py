@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engines import _vllm_routes as routes
-from tandem.engines import _vllm_worker as worker
-from tandem.engines._vllm_frontend import Frontend
-from tandem.engines._vllm_map import Place
+from tandem.engines.vllm.server import routes
+from tandem.engines.vllm.server.frontend import Frontend
+from tandem.engines.vllm.worker import extension as worker
+from tandem.engines.vllm.worker.parameter_map import Place
 
 Named = Iterator[tuple[str, Tensor]]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.engines._vllm_routes import Routes
+from tandem.engines.vllm.server.routes import Routes
 
 
 class Flat:

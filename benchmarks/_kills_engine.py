@@ -167,7 +167,7 @@ class Client:
     """What Tandem uses of vLLM's ``AsyncLLM``: one token for every request in each turn, while nobody pauses it."""
 
     def __init__(self, model: Any, options: argparse.Namespace):
-        from tandem.engines._vllm_worker import Worker
+        from tandem.engines.vllm.worker.extension import Worker
 
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.vllm_config = SimpleNamespace(
@@ -299,7 +299,7 @@ def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> list[dict[int, Any] 
 
 async def serve(options: argparse.Namespace) -> None:
     """Answer HTTP until the end of the process."""
-    from tandem.engines._vllm_routes import Routes
+    from tandem.engines.vllm.server.routes import Routes
 
     torch.set_num_threads(1)
     state = SimpleNamespace(engine_client=Client(Llama(Path(options.model)), options))

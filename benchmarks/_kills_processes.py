@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.engines._processes import alive_after
+from tandem.processes import alive_after
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -39,14 +39,6 @@ def load() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.llama.tokenization_llama  # noqa: F401
 
-    import tandem.broker.app
-    import tandem.cli
-    import tandem.engines._vllm_routes
-    import tandem.engines._vllm_worker
-    import tandem.run
-    import tandem.verbs.serve_broker
-    import tandem.verbs.work  # noqa: F401
-
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("importing Tandem began a thread, so it cannot be forked; set OMP_NUM_THREADS=1")
 
@@ -55,7 +47,7 @@ def tandem(words: Sequence[str]) -> Callable[[], None]:
     """The command line, in a process of its own."""
 
     def run() -> None:
-        from tandem.cli import main
+        from tandem.cli.app import main
 
         sys.argv[:] = ["tandem", *words]
         main(words)

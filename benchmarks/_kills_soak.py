@@ -24,7 +24,7 @@ from _kills_processes import Child
 from _kills_systems import Apart, System, choose
 from _kills_trials import Found, Killer, run_once
 
-from tandem.engines._vllm_process import free_port
+from tandem.engines.vllm.client.process import free_port
 
 DISK_BYTES = 48 << 20
 """Of the file system of a run and its ledger."""

@@ -21,7 +21,7 @@ from _kills_engine import main as engine_main
 from _kills_engine import package
 from _kills_processes import Child, Stranger, tandem
 
-from tandem.engines._vllm_process import free_port
+from tandem.engines.vllm.client.process import free_port
 
 REWARD = '''
 import os, time

@@ -18,9 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tandem.engines import _vllm_wire as wire
+from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError
-from tandem.policy.policy import Compute
+from tandem.model.policy import Compute
 from tandem.types import Completion, Sampling
 
 P = ParamSpec("P")

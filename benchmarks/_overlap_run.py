@@ -23,12 +23,12 @@ from typing import Any
 import _versus_tandem as tandem  # first: it keeps libraries from asking the network
 from _versus import Parts, append, work_of
 
-from tandem import config as recipes
-from tandem import run
+from tandem.config import loading as recipes
 from tandem.metrics import flatten
 from tandem.rollout.feed import Feed
 from tandem.rollout.rate import Pace
 from tandem.rollout.worker import Worker
+from tandem.trainer import assemble as run
 
 BEAT = 0.005
 """Seconds between two looks at the event loop."""

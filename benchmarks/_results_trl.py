@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
-from tandem import config as recipes
-from tandem.config import RunConfig
+from tandem.config import loading as recipes
+from tandem.config.loading import RunConfig
 from tandem.rollout.measure import interval
 from tandem.types import Message, Rollout, Task
 

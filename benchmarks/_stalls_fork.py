@@ -64,7 +64,7 @@ def _serve() -> None:
     import peft  # noqa: F401 - loaded once for all
     import transformers  # noqa: F401
 
-    import tandem.run  # noqa: F401
+    import tandem.trainer.assemble  # noqa: F401
 
     for line in sys.stdin:
         said = json.loads(line)
@@ -96,7 +96,7 @@ def _become(said: Mapping[str, Any]) -> None:
         sys.argv = said["words"]
         _stalls_server.main()
     else:
-        from tandem.cli import main
+        from tandem.cli.app import main
 
         main(said["words"])
 

@@ -16,17 +16,17 @@ from typing import Any
 from _stalls_rewards import FOR_EVER, spell, strikes
 from torch import Tensor, nn
 
-from tandem.advantages.grpo import Grpo
+from tandem.algorithms.advantages.grpo import Grpo
+from tandem.algorithms.losses.base import MicroBatch, TokenLoss
+from tandem.algorithms.losses.reinforce import Reinforce
 from tandem.engines._embedded_engine import EmbeddedEngine
 from tandem.engines.base import Engine, Needs
 from tandem.engines.embedded import Embedded
 from tandem.envs.arithmetic import Arithmetic
 from tandem.envs.base import Split
-from tandem.losses.base import MicroBatch, TokenLoss
-from tandem.losses.reinforce import Reinforce
-from tandem.policy.policy import Policy
-from tandem.sinks.base import RunInfo, Sink, Writer
-from tandem.trains.full import Full
+from tandem.model.policy import Policy
+from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.trainable.full import Full
 from tandem.types import Completion, Group, Json, Sampling, Task
 
 

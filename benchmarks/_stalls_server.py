@@ -24,8 +24,8 @@ from aiohttp import web
 if TYPE_CHECKING:  # torch is imported where it is needed: an engine is there at once
     from torch import Tensor
 
-    from tandem.weights.collective import Member
-    from tandem.weights.rendezvous import Rendezvous
+    from tandem.transport.collective import Member
+    from tandem.transport.rendezvous import Rendezvous
 
 VOCABULARY = 250
 LOGPROB = -5.5
@@ -122,8 +122,8 @@ class Engine:
     async def on_bridge_checksums(self, said: Any) -> Any:
         from safetensors.torch import load_file
 
-        from tandem.engines._vllm_stored import Stored
-        from tandem.weights.checksums import Shard, Standing
+        from tandem.engines.vllm.adapter_layout import Stored
+        from tandem.transport.checksums import Shard, Standing
 
         if said.get("travels") == "adapter":
             folder = self.adapters[said["adapter"]]
@@ -142,7 +142,7 @@ class Engine:
 
     def many(self, said: Any) -> bytes:
         """A frame for each answer."""
-        from tandem.engines._vllm_frames import Sampled, framed
+        from tandem.engines.vllm.protocol.frames import Sampled, framed
 
         asked = [one["asked"]["max_tokens"] for one in said["prompts"] for _ in one["seeds"]]
         found = b""
@@ -153,8 +153,8 @@ class Engine:
         return found
 
     async def on_nccl_start_receiver(self, said: Any) -> Any:
-        from tandem.engines._vllm_group import StartReceiver
-        from tandem.weights.rendezvous import Rendezvous
+        from tandem.engines.vllm.protocol.groups import StartReceiver
+        from tandem.transport.rendezvous import Rendezvous
 
         asked = StartReceiver(**said)
         host, _, port = asked.init_method.removeprefix("tcp://").rpartition(":")
@@ -167,7 +167,7 @@ class Engine:
         return {}
 
     def _join(self, meeting: Rendezvous, rank: int) -> None:
-        from tandem.weights.collective import Member
+        from tandem.transport.collective import Member
 
         self.member = Member.join(meeting, rank, who="a worker of the engine")
         self.joined = "connected"

@@ -11,7 +11,7 @@ import torch
 from _step_profile import floor, kept, measured, pairs
 from _versus import append, synchronize
 
-from tandem.policy.policy import Compute
+from tandem.model.policy import Compute
 from tandem.trainer.step import Step
 
 

@@ -27,16 +27,16 @@ from typing import Any
 import torch
 from _versus import INSTRUCTION, Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
 
-from tandem import config as recipes
-from tandem import run
+from tandem.config import loading as recipes
 from tandem.errors import DoesNotFit
-from tandem.memory.table import MemoryPlan
-from tandem.policy.policy import Policy
+from tandem.model.policy import Policy
 from tandem.rollout.feed import Feed
-from tandem.sync.base import Handoff, Link
+from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
+from tandem.trainer.memory_plan.table import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
+from tandem.weight_sync.base import Handoff, Link
 
 
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:

@@ -24,12 +24,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from tandem.engines._vllm_map import Place
-from tandem.engines._vllm_worker import Worker
-from tandem.weights._lane import _from_rank_0
-from tandem.weights.buckets import manifest
-from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous
+from tandem.engines.vllm.worker.extension import Worker
+from tandem.engines.vllm.worker.parameter_map import Place
+from tandem.transport.buckets import manifest
+from tandem.transport.collective import Member
+from tandem.transport.lane import _from_rank_0
+from tandem.transport.rendezvous import Rendezvous
 
 RANK = 32
 """Of the adapter."""
@@ -274,7 +274,7 @@ def print_line(args: argparse.Namespace) -> Callable[..., None]:
 
 
 def main() -> int:
-    from tandem.engines._vllm_process import free_port
+    from tandem.engines.vllm.client.process import free_port
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

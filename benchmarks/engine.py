@@ -26,7 +26,7 @@ import torch
 
 from tandem.engines.base import Engine
 from tandem.engines.embedded import Embedded
-from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.types import Sampling
 
 

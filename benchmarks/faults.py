@@ -33,18 +33,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _faults import WAYS, Fault, NotInjected, caught_by
 
 from tandem.engines.base import CanReceive, Needs
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
-from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.sync._noise import Answer, scale
-from tandem.sync.base import Link, WeightSync
-from tandem.sync.broadcast import Broadcast
-from tandem.sync.hotswap import Hotswap
-from tandem.sync.shared import Shared
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 from tandem.types import Completion, PolicyVersion, Sampling
+from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.broadcast import Broadcast
+from tandem.weight_sync.hotswap import Hotswap
+from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.verify.noise import Answer, scale
 
 HERE = Path(__file__).parent
 CUDA = torch.cuda.is_available()

@@ -272,7 +272,7 @@ def kernel(out: Path) -> int:
     """Checksums of as many bytes as a 3B model has, contiguous and in slices of fused tensors, against a copy."""
     import torch
 
-    from tandem.weights.checksums import Shard, Tally
+    from tandem.transport.checksums import Shard, Tally
 
     torch.manual_seed(0)
     fused = [torch.randn(2 * 11008, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(36)]

@@ -42,16 +42,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from _versus import aligned
 
-from tandem import config as recipes
-from tandem import run
-from tandem.engines._vllm_process import free_port
+from tandem.config import loading as recipes
 from tandem.engines.base import CanLend
+from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import Sum
-from tandem.policy.policy import load_tokenizer
-from tandem.sync.base import Link, WeightSync
+from tandem.model.policy import load_tokenizer
+from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.step import Step
 from tandem.types import PolicyVersion
+from tandem.weight_sync.base import Link, WeightSync
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = 2
@@ -59,13 +59,13 @@ SKIPPED = 2
 LOOK = 0.001
 """Seconds of processor time between two looks."""
 STAGES = {
-    "waits": ("tandem/waits.py", "tandem/telemetry/watchdog.py"),
+    "waits": ("tandem/observability/waits.py", "tandem/observability/watchdog.py"),
     "grading": ("tandem/rewards/",),
-    "packing": ("tandem/trainer/pack.py", "tandem/trainer/_", "tandem/policy/", "tandem/advantages/"),
-    "records": ("tandem/trainer/record.py", "tandem/sinks/"),
-    "metrics": ("tandem/rollout/measure.py", "tandem/metrics.py", "tandem/telemetry/"),
+    "packing": ("tandem/trainer/pack.py", "tandem/trainer/_", "tandem/model/", "tandem/algorithms/advantages/"),
+    "records": ("tandem/trainer/record.py", "tandem/observability/loggers/"),
+    "metrics": ("tandem/rollout/measure.py", "tandem/metrics.py", "tandem/observability/"),
     "requests, answers": ("tandem/engines/", "aiohttp/", "multidict/", "yarl/"),
-    "text": ("transformers/", "tandem/rollout/chat.py", "tandem/rollout/_tools.py", "jinja2/"),
+    "text": ("transformers/", "tandem/rollout/chat.py", "tandem/agents/tool_calls.py", "jinja2/"),
     "feed": ("tandem/rollout/", "tandem/envs/"),
     "the rest": ("tandem/",),
     "event loop": ("asyncio/",),

@@ -38,15 +38,15 @@ import torch
 from _versus import add_engine, aligned
 from versus_trl import awaited, ended, environment, lines_of
 
-from tandem import config as recipes
-from tandem import run
-from tandem.engines._vllm_engine import Vllm
-from tandem.engines._vllm_process import free_port
+from tandem.config import loading as recipes
+from tandem.engines.vllm.client.engine import Vllm
+from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import flatten, merge
-from tandem.sync._trained import Trained
-from tandem.telemetry.emit import Telemetry
+from tandem.observability.emit import Telemetry
+from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.step import Step
+from tandem.weight_sync.verify.trained import Trained
 
 SKIPPED = 2
 SETTINGS = ("short", "trivial", "graded")

@@ -32,14 +32,15 @@ from typing import Any
 import torch
 from _models import SHAPES
 
-from tandem import memory, resolve
-from tandem.config import RunConfig
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig
 from tandem.envs.arithmetic import Arithmetic
 from tandem.machine import accelerator, host
-from tandem.policy import layers
-from tandem.policy.attention import NAME
-from tandem.policy.policy import Compute, Policy
-from tandem.run import objective, packer
+from tandem.model import layers
+from tandem.model.attention import NAME
+from tandem.model.policy import Compute, Policy
+from tandem.trainer import memory_plan as memory
+from tandem.trainer.assemble import objective, packer
 from tandem.trainer.step import Step
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 

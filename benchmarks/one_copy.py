@@ -20,8 +20,8 @@ from _options import completed, options
 from _tables import report
 from sync import Bench, Live, opened, prepared, publish
 
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.losses.grpo import Grpo
 from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit

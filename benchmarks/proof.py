@@ -27,16 +27,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from tandem.engines.base import CanLend, Needs
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import StaleWeights
-from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.sync._proof import Reading
-from tandem.sync.base import Link
-from tandem.sync.shared import Shared
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
+from tandem.weight_sync.base import Link
+from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.verify.probe import Reading
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
@@ -103,8 +103,8 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     policy = Policy(await compute(load), load_tokenizer(str(args.model)), name=str(args.model), compute=compute)
     doubts, readings, alarms, done = Doubts(), list[Reading](), 0, 0
-    logging.getLogger("tandem.sync._proof").addHandler(doubts)
-    logging.getLogger("tandem.sync._proof").setLevel(logging.INFO)
+    logging.getLogger("tandem.weight_sync.verify.probe").addHandler(doubts)
+    logging.getLogger("tandem.weight_sync.verify.probe").setLevel(logging.INFO)
     seconds, gaps = list[float](), list[float]()
     async with spec.open(policy, context=1024, needs=needs) as engine:
         link = Link(sync=Shared(), policy=policy, engine=engine, trains=trains, folder=folder)

@@ -37,7 +37,7 @@ from _results_long import Killer, Memory, digests, engine_of, equal_until, famil
 from _results_report import report
 from _results_sets import SETS, TRY, Planned
 
-from tandem.config import load
+from tandem.config.loading import load
 from tandem.errors import TandemError
 
 HERE = Path(__file__).resolve().parent

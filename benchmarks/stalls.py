@@ -36,7 +36,7 @@ from _stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
 from _stalls_fork import Nursery
 from conftest import build_tiny_model  # type: ignore[import-not-found]
 
-from tandem.engines._vllm_process import free_port
+from tandem.engines.vllm.client.process import free_port
 
 HERE = Path(__file__).parent
 SLACK = 10.0

@@ -58,8 +58,8 @@ def child(args: argparse.Namespace) -> int:
     from _versus_tandem import instrument, options
     from transformers import AutoConfig
 
-    from tandem import config as recipes
-    from tandem import run
+    from tandem.config import loading as recipes
+    from tandem.trainer import assemble as run
     from tandem.trainer import supply
 
     shapes = [Shape(**shape) for shape in args.shapes]

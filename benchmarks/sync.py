@@ -44,16 +44,16 @@ from _tables import PHASES, compare, report
 from torch import Tensor
 
 from tandem.engines.base import CanLend, Needs
-from tandem.engines.vllm import Vllm
-from tandem.policy.policy import Policy, load_model, load_tokenizer
-from tandem.sync.base import Link, WeightSync
-from tandem.sync.broadcast import Broadcast
-from tandem.sync.hotswap import Hotswap
-from tandem.sync.shared import Shared
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.engines.vllm.spec import Vllm
+from tandem.model.policy import Policy, load_model, load_tokenizer
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
+from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.broadcast import Broadcast
+from tandem.weight_sync.hotswap import Hotswap
+from tandem.weight_sync.shared import Shared
 
 SIZES = (0.5, 1.1, 0.7, 1.3, 0.6, 1.2, 0.8)
 """Of an adapter, by version in turn: neighbours differ so much that an answer tells which of them it is of."""

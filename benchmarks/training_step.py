@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
-from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step

@@ -35,12 +35,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.advantages.base import advantages
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.curricula.solve_rate import SolveRate
-from tandem.losses.base import MicroBatch
-from tandem.losses.grpo import Grpo
-from tandem.recipe.sections import Replay, Reroll
+from tandem.algorithms.advantages.base import advantages
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.curricula.solve_rate import SolveRate
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.config.sections import Replay, Reroll
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.feed import Feed, FeedOptions
 from tandem.rollout.judges import as_is

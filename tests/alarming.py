@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.alarms.watch import Notice, Watch
+from tandem.observability.alarms.watch import Notice, Watch
 
 Curve = Callable[[float], float]
 """A level by the step."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tandem.policy.attention import Packed, sequential_positions
-from tandem.policy.policy import Policy
+from tandem.model.attention import Packed, sequential_positions
+from tandem.model.policy import Policy
 
 PLANS = [
     Packed(lengths=(9,), parents=(None,)),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem import config, run
+from tandem.config import loading as config
 from tandem.envs.base import Chat, Environment, Split
+from tandem.trainer import assemble as run
 from tandem.types import Message, Sampling, Task
 
 STEPS = 4

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import aiohttp
 from fake_engine import END
 
+from tandem.agents.server import Proxy, Session
 from tandem.rollout.chat import Template
-from tandem.rollout.proxy import Proxy, Session
 from tandem.types import Completion, Sampling
 
 T = TypeVar("T")

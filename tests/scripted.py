@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Probe
 from tandem.errors import EngineError, TransportError
-from tandem.policy.policy import Policy
-from tandem.trains.base import Trains, read_into, safetensors_in
-from tandem.trains.full import Full
+from tandem.model.policy import Policy
+from tandem.trainable.base import Trains, read_into, safetensors_in
+from tandem.trainable.full import Full
+from tandem.transport.checksums import checksums
+from tandem.transport.collective import Member
+from tandem.transport.rendezvous import Rendezvous
 from tandem.types import Completion, PolicyVersion, Sampling
-from tandem.weights.checksums import checksums
-from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous
 
 SAMPLED = (70, 32, 71, 258)
 """What it says it sampled after a probe."""

@@ -9,25 +9,25 @@ from plays import make_group, make_rollout
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.corrections.geometric import Geometric
-from tandem.corrections.opsm import Opsm
-from tandem.corrections.sequence import Sequence as SequenceWeight
-from tandem.corrections.token import Token
-from tandem.losses.cispo import Cispo
-from tandem.losses.grpo import Grpo
-from tandem.losses.gspo import Gspo
-from tandem.losses.reinforce import Reinforce
-from tandem.losses.sapo import Sapo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.corrections.geometric import Geometric
+from tandem.algorithms.corrections.opsm import Opsm
+from tandem.algorithms.corrections.sequence import Sequence as SequenceWeight
+from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.losses.cispo import Cispo
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.algorithms.losses.gspo import Gspo
+from tandem.algorithms.losses.reinforce import Reinforce
+from tandem.algorithms.losses.sapo import Sapo
+from tandem.algorithms.references.average import Average
+from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.policy.policy import Policy
-from tandem.references.average import Average
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
 from tandem.types import UNKNOWN, Group, Sampling
 
 EVERY_CORRECTION = (Token(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
 from tandem.metrics import flatten, merge
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.pending import Told, settle
-from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
 from tandem.types import Sampling
 
 

@@ -6,7 +6,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from tandem.cli import main
+        from tandem.cli.app import main
     except KeyboardInterrupt:  # while Python still reads the files
         sys.exit(130)
     main()

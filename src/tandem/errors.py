@@ -164,3 +164,14 @@ def defined_at(function: object) -> str:
     """Where a function is written, `` (file.py:12)``; empty where nobody knows."""
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
+
+
+def require(**checks: tuple[bool, str]) -> None:
+    """Check options of a dataclass when it is made.
+
+    Raises:
+        ValueError: with one line for each that is out of range.
+    """
+    wrong = [f"{name} must be {expected}" for name, (fine, expected) in checks.items() if not fine]
+    if wrong:
+        raise ValueError("\n".join(wrong))

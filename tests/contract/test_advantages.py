@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from tandem.advantages.base import Advantage, advantages
-from tandem.advantages.maxrl import MaxRl
-from tandem.resolve import find, names
+from tandem.algorithms.advantages.base import Advantage, advantages
+from tandem.algorithms.advantages.maxrl import MaxRl
+from tandem.config.registry import find, names
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
 
@@ -82,5 +82,5 @@ def test_baseline_takes_out_what_all_siblings_share(advantage: Advantage) -> Non
 @pytest.mark.parametrize("kind", names("advantages"))
 def test_it_needs_no_torch(kind: str) -> None:
     """Environment workers compute nothing with tensors and should start at once."""
-    code = f"import sys, tandem.advantages.{kind}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, tandem.algorithms.advantages.{kind}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

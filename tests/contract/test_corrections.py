@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.corrections.base import Correction
-from tandem.corrections.geometric import Geometric
-from tandem.corrections.opsm import Opsm
-from tandem.corrections.sequence import Sequence
-from tandem.corrections.token import Token
-from tandem.losses.base import MicroBatch
-from tandem.resolve import find, names
+from tandem.algorithms.corrections.base import Correction
+from tandem.algorithms.corrections.geometric import Geometric
+from tandem.algorithms.corrections.opsm import Opsm
+from tandem.algorithms.corrections.sequence import Sequence
+from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.config.registry import find, names
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LENGTHS = (4, 1, 3, 2, 1, 5, 6)

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from tandem.curricula.base import Curriculum, Seen, Tally
-from tandem.resolve import find, names
+from tandem.algorithms.curricula.base import Curriculum, Seen, Tally
+from tandem.config.registry import find, names
 from tandem.types import Task
 
 TASK = Task(id="t", env="e", prompt=(), answer="")

@@ -12,6 +12,7 @@ import pytest
 from tiny import live_policy
 
 from tandem import engines
+from tandem.config.registry import find, names
 from tandem.engines.base import (
     CanAdapt,
     CanAttest,
@@ -23,8 +24,7 @@ from tandem.engines.base import (
     EngineSpec,
 )
 from tandem.errors import EngineError
-from tandem.policy.policy import Policy
-from tandem.resolve import find, names
+from tandem.model.policy import Policy
 from tandem.types import Completion, PolicyVersion, Sampling
 
 CONTEXT = 96

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import tandem.envs
+from tandem.config.registry import SLOTS
 from tandem.envs.base import Environment
-from tandem.rewards._workers import Graders
 from tandem.rewards.base import Reward
+from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import check_environment
 from tandem.types import Message
 
@@ -56,7 +57,7 @@ KINDS = sorted(m.name for m in pkgutil.iter_modules(tandem.envs.__path__) if m.n
 
 
 def part(slot: str, kind: str) -> type[Any]:
-    module = importlib.import_module(f"tandem.{slot}.{kind}")
+    module = importlib.import_module(f"{SLOTS[slot]}.{kind}")
     public = [
         thing
         for name, thing in vars(module).items()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny import told
 
-from tandem.losses.base import Loss, MicroBatch, Reduction, TokenLoss
-from tandem.resolve import find, names
+from tandem.algorithms.losses.base import Loss, MicroBatch, Reduction, TokenLoss
+from tandem.config.registry import find, names
 
 
 @pytest.fixture(params=names("losses"))

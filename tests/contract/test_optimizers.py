@@ -13,9 +13,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn import Parameter
 
+from tandem.config.registry import find, kind_of, names, options
 from tandem.errors import CheckpointError
 from tandem.optimizers.base import Optimizer, Stepper
-from tandem.resolve import find, kind_of, names, options
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPES = {"matrix": (96, 130), "vector": (33,), "odd": (65, 67), "small": (5, 7)}

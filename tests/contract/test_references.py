@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tandem.losses.base import MicroBatch
-from tandem.references.base import Reference
-from tandem.resolve import find, names
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.references.base import Reference
+from tandem.config.registry import find, names
 
 
 @pytest.fixture(params=names("references"))

@@ -138,7 +138,7 @@ def test_any_reply_gets_a_finite_number_and_no_full_marks(reward: Reward, task: 
 def test_nothing_imports_torch() -> None:
     program = (
         f"import sys, importlib\nfor kind in {KINDS!r}: importlib.import_module('tandem.rewards.' + kind)\n"
-        "import tandem.rewards._workers\n"
+        "import tandem.rewards.grading.workers\n"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'math_verify'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

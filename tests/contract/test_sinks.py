@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tandem import resolve
+from tandem.config import registry as resolve
 from tandem.metrics import Histogram, Sum
-from tandem.sinks.base import RunInfo, Sink, Writer
-from tandem.telemetry.emit import Telemetry
+from tandem.observability.emit import Telemetry
+from tandem.observability.loggers.base import RunInfo, Sink, Writer
 
 ALARM = {"alarm": "length", "step": 2, "since": 1, "seen": "4 tokens", "means": "Bad.", "change": "lr.", "metrics": []}
 EVALUATION = {"step": 1, "env": "e", "mean": 0.5, "mean_ci": [0.4, 0.6], "pass_at": {"1": 0.5}, "rollouts": []}

@@ -15,25 +15,25 @@ import torch
 from scripted import Scripted, Wire, scripted
 from tiny import live_policy
 
-from tandem import run as runs
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
+from tandem.config.registry import find, names
+from tandem.config.sections import Evaluate
 from tandem.engines.base import CanAttest, CanLend, CanReceive, EngineSpec, Probe
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
-from tandem.policy.policy import Policy
-from tandem.recipe.sections import Evaluate
-from tandem.resolve import find, names
-from tandem.sync.base import ATTEMPTS, Link, WeightSync
-from tandem.sync.broadcast import Broadcast
-from tandem.sync.hotswap import Hotswap
-from tandem.sync.restart import Restart
-from tandem.sync.shared import Shared
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model.policy import Policy
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
+from tandem.trainer import assemble as runs
+from tandem.transport import bridge, collective
+from tandem.transport.checksums import checksums, digest
 from tandem.types import PolicyVersion, Sampling
-from tandem.weights import bridge, collective
-from tandem.weights.checksums import checksums, digest
+from tandem.weight_sync.base import ATTEMPTS, Link, WeightSync
+from tandem.weight_sync.broadcast import Broadcast
+from tandem.weight_sync.hotswap import Hotswap
+from tandem.weight_sync.restart import Restart
+from tandem.weight_sync.shared import Shared
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)

@@ -14,24 +14,24 @@ import pytest
 import torch
 from tiny import told
 
-from tandem.advantages.base import Advantage, advantages
-from tandem.advantages.batch_std import BatchStd
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.advantages.gdpo import Gdpo
-from tandem.advantages.grpo import Grpo as GroupStd
-from tandem.advantages.rloo import Rloo
-from tandem.corrections.base import Correction
-from tandem.corrections.opsm import Opsm
-from tandem.corrections.sequence import Sequence
-from tandem.corrections.token import Token
-from tandem.losses.base import Loss, MicroBatch
-from tandem.losses.cispo import Cispo
-from tandem.losses.grpo import Grpo
-from tandem.losses.gspo import Gspo
-from tandem.losses.sapo import Sapo
-from tandem.references.average import Average
-from tandem.references.base import Reference
-from tandem.references.start import Start
+from tandem.algorithms.advantages.base import Advantage, advantages
+from tandem.algorithms.advantages.batch_std import BatchStd
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.advantages.gdpo import Gdpo
+from tandem.algorithms.advantages.grpo import Grpo as GroupStd
+from tandem.algorithms.advantages.rloo import Rloo
+from tandem.algorithms.corrections.base import Correction
+from tandem.algorithms.corrections.opsm import Opsm
+from tandem.algorithms.corrections.sequence import Sequence
+from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.losses.base import Loss, MicroBatch
+from tandem.algorithms.losses.cispo import Cispo
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.algorithms.losses.gspo import Gspo
+from tandem.algorithms.losses.sapo import Sapo
+from tandem.algorithms.references.average import Average
+from tandem.algorithms.references.base import Reference
+from tandem.algorithms.references.start import Start
 from tandem.trainer.objective import Known, Objective
 from tandem.types import Completion, Group, Rollout, Task, Turn
 

@@ -14,8 +14,8 @@ import pytest
 import typer.main
 import yaml
 
-from tandem import config
-from tandem.cli import app
+from tandem.cli.app import app
+from tandem.config import loading as config
 from tandem.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ HEAVY = {
     "tensorboard", "torch", "trackio", "transformers", "vllm", "wandb",
 }  # fmt: skip
 TORCH_FREE = [
-    "types", "metrics", "errors", "config", "resolve", "schema", "envs", "curricula", "rewards", "advantages", "broker",
-    "sinks", "telemetry", "report", "rollout", "cli",
+    "types", "metrics", "errors", "config", "envs", "algorithms.curricula", "rewards", "algorithms.advantages",
+    "broker", "observability", "rollout", "agents", "cli",
 ]  # fmt: skip
 
 
@@ -37,13 +37,13 @@ def loaded(code: str) -> set[str]:
 
 def with_modules(name: str) -> list[str]:
     """``tandem.<name>`` and every module in it."""
-    folder = SRC / "tandem" / name
+    folder = SRC / "tandem" / name.replace(".", "/")
     inside = [m.name for m in pkgutil.walk_packages([str(folder)], f"tandem.{name}.")] if folder.is_dir() else []
     return [f"tandem.{name}", *inside]
 
 
 def test_help_loads_nothing_heavy() -> None:
-    code = "import contextlib\nfrom tandem.cli import main\nwith contextlib.suppress(SystemExit): main(['--help'])"
+    code = "import contextlib\nfrom tandem.cli.app import main\nwith contextlib.suppress(SystemExit): main(['--help'])"
     assert not loaded(code) & HEAVY
 
 
@@ -62,13 +62,15 @@ READS = {
 
 @pytest.mark.parametrize("arguments", READS.values(), ids=READS)
 def test_what_reads_options_alone_loads_nothing_heavy(arguments: list[str]) -> None:
-    code = f"import contextlib\nfrom tandem.cli import main\nwith contextlib.suppress(SystemExit): main({arguments})"
+    code = (
+        f"import contextlib\nfrom tandem.cli.app import main\nwith contextlib.suppress(SystemExit): main({arguments})"
+    )
     assert not loaded(code) & HEAVY
 
 
 def test_every_part_is_found_without_torch() -> None:
     find = "[[resolve.find(slot, kind) for kind in resolve.names(slot)] for slot in resolve.SLOTS]"
-    code = f"from tandem import resolve\n{find}"
+    code = f"from tandem.config import registry as resolve\n{find}"
     assert not loaded(code) & HEAVY
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tandem import config, report, run
+from tandem.cli.show import show
+from tandem.config import loading as config
 from tandem.errors import Alarmed
-from tandem.verbs.show import show
+from tandem.observability import report
+from tandem.trainer import assemble as run
 
 STEPS = 40
 

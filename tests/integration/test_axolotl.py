@@ -26,7 +26,7 @@ from integration.vllm_runs import (
     same_logprobs,
 )
 
-from tandem.policy.policy import load_tokenizer
+from tandem.model.policy import load_tokenizer
 
 REWARDS = '''
 import re

@@ -13,7 +13,7 @@ from tiers import long_but
 from transformers import BertTokenizerFast, DebertaV2Config, DebertaV2ForSequenceClassification
 from unit.test_documents import BLOCKS, SHORT, TRAINED, here, laid, swift_files
 
-from tandem import cli
+from tandem.cli.app import app as cli
 
 pytestmark = pytest.mark.slow
 __all__ = ["here"]

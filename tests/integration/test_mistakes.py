@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.cli import main
+from tandem.cli.app import main
 
 RECIPE: dict[str, Any] = {
     "steps": 2,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem import config, run
+from tandem.config import loading as config
+from tandem.trainer import assemble as run
 
 EVERYTHING: dict[str, Any] = {
     "advantage": "gdpo",

@@ -10,8 +10,8 @@ from fake_engine import END
 from integration.atropos_peers import HERE, atropos_python
 from proxied import Scripted
 
+from tandem.agents.server import Proxy
 from tandem.rollout.chat import Template
-from tandem.rollout.proxy import Proxy
 from tandem.types import Sampling
 
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem import config, run
+from tandem.config import loading as config
+from tandem.trainer import assemble as run
 from tandem.trainer import digests
 
 MOST = 2

@@ -30,9 +30,10 @@ from integration.vllm_runs import (
 from tiers import long_but
 from transformers import AutoModelForCausalLM
 
-from tandem import config, run
-from tandem.cli import main
-from tandem.weights.checksums import checksums, digest
+from tandem.cli.app import main
+from tandem.config import loading as config
+from tandem.trainer import assemble as run
+from tandem.transport.checksums import checksums, digest
 
 FULL = {"kind": "full"}
 LORA = {"kind": "lora", "rank": 8, "alpha": 16}

@@ -39,17 +39,18 @@ from integration.vllm_runs import (
 from plays import make_group, make_rollout
 from tiny import live_policy, reference
 
-from tandem import config, run
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.engines import _vllm_wire as wire
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.config import loading as config
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.model.penalties import Penalties
 from tandem.optimizers.adamw import AdamW
-from tandem.policy.penalties import Penalties
+from tandem.trainer import assemble as run
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
+from tandem.transport.bridge import NcclBridge, VllmBridge
 from tandem.types import Sampling
-from tandem.weights.bridge import NcclBridge, VllmBridge
 
 pytestmark = [needs_engine, pytest.mark.slow]
 

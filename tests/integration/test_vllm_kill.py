@@ -34,9 +34,9 @@ from integration.vllm_runs import (
 )
 from tiers import long_but
 
-from tandem.engines._processes import identity
 from tandem.engines.base import Needs
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.spec import Vllm
+from tandem.processes import identity
 from tandem.types import PolicyVersion
 
 pytestmark = [needs_engine, pytest.mark.slow]

@@ -10,8 +10,8 @@ import pytest
 from conftest import build_tiny_model
 from integration.vllm_runs import HEAD_DIM, metrics, needs_engine, recipe, rollouts
 
-from tandem import run
-from tandem.config import from_options
+from tandem.config.loading import from_options
+from tandem.trainer import assemble as run
 
 pytestmark = [needs_engine, pytest.mark.long]
 

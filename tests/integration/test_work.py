@@ -25,9 +25,9 @@ from tandem.broker.ledger import opened
 from tandem.broker.records import Options
 from tandem.broker.serving import serving
 from tandem.broker.wire import RunParameters, ScoredGroup
+from tandem.cli import _work_recipe, work
 from tandem.errors import ConfigError
 from tandem.rollout.produce import Tally
-from tandem.verbs import _work_recipe, work
 
 RUN = RunParameters(
     wandb_group="", wandb_project="", batch_size=8, max_token_len=256, checkpoint_dir="", save_checkpoint_interval=1,

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tiers import long_but
 
-from tandem import config, run
+from tandem.config import loading as config
+from tandem.trainer import assemble as run
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem import resolve
-from tandem.config import RunConfig, dump, load
-from tandem.recipe.sources import Source
-from tandem.rewards._workers import Graders
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig, dump, load
+from tandem.config.sources import Source
+from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import check_environment
 
 ROOT = Path(__file__).parents[2]

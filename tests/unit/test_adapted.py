@@ -19,10 +19,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.policy import _compile
-from tandem.policy.checkpointing import recomputed
-from tandem.trains import _adapted
-from tandem.trains.lora import Lora
+from tandem.model import _compile
+from tandem.model.checkpointing import recomputed
+from tandem.trainable import _adapted
+from tandem.trainable.lora import Lora
 
 INS, OUTS, R, SCALE = 24, 40, 4, 1.75
 needs_compiler = pytest.mark.skipif(
@@ -341,7 +341,7 @@ def step(run: Callable[[Tensor], Tensor], model: Any, x: Tensor) -> list[Tensor]
 
 
 def compiled(backend: str) -> Callable[..., Tensor]:
-    """As ``tandem.policy.layers`` compiles the layers of a model: one code for all."""
+    """As ``tandem.model.layers`` compiles the layers of a model: one code for all."""
     run: Callable[..., Tensor] = torch.compile(Block.forward, dynamic=True, fullgraph=True, backend=backend)
     return run
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.advantages.base import advantages
-from tandem.advantages.batch_std import BatchStd
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.advantages.gdpo import Gdpo
-from tandem.advantages.grpo import Grpo
-from tandem.advantages.maxrl import MaxRl
-from tandem.advantages.rloo import Rloo
+from tandem.algorithms.advantages.base import advantages
+from tandem.algorithms.advantages.batch_std import BatchStd
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.advantages.gdpo import Gdpo
+from tandem.algorithms.advantages.grpo import Grpo
+from tandem.algorithms.advantages.maxrl import MaxRl
+from tandem.algorithms.advantages.rloo import Rloo
 from tandem.errors import RewardError
 from tandem.types import Completion, Group, Rollout, Task, Turn
 

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 from alarming import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
 
-from tandem.alarms.base import Finding, Name
-from tandem.alarms.watch import ALARMS, Notice, Watch, _Episode
+from tandem.observability.alarms.base import Finding, Name
+from tandem.observability.alarms.watch import ALARMS, Notice, Watch, _Episode
 
 SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""

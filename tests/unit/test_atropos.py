@@ -15,18 +15,18 @@ import pytest
 import yaml
 
 import tandem
-from tandem import cli
+from tandem.cli import atropos as verb
+from tandem.cli.app import app as cli
 from tandem.compat import atropos
 from tandem.compat._atropos_recipe import BOARD, WAYS
 from tandem.compat._atropos_server import ServerFlags, divided
 from tandem.compat._atropos_server import translate as translate_server
 from tandem.compat.atropos import Flags, Layout, Running, joined, lay_out, translate
-from tandem.config import RunConfig, from_options, load
+from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
-from tandem.run import check_pairs, engine_needs
-from tandem.sinks.base import RunInfo
-from tandem.verbs import atropos as verb
-from tandem.weights.bridge import NCCL_FILE, NcclBridge
+from tandem.observability.loggers.base import RunInfo
+from tandem.trainer.assemble import check_pairs, engine_needs
+from tandem.transport.bridge import NCCL_FILE, NcclBridge
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -712,7 +712,7 @@ def test_what_the_sink_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest
         return fake_run(Path("run"), 4)
 
     fake = types.SimpleNamespace(train=train)
-    monkeypatch.setitem(sys.modules, "tandem.run", fake)
+    monkeypatch.setitem(sys.modules, "tandem.trainer.assemble", fake)
     monkeypatch.setattr(tandem, "run", fake, raising=False)
     code, out, err = run(
         "--model", "m", "--env", "arithmetic", "--training-steps", "4", "--save-path", "saved",

@@ -9,11 +9,12 @@ import pytest
 import yaml
 from atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TRAINERS, command
 
-from tandem import cli, run
-from tandem.config import RunConfig, from_options
-from tandem.engines.vllm import Vllm
-from tandem.verbs._work_recipe import Work
-from tandem.weights import bridge
+from tandem.cli._work_recipe import Work
+from tandem.cli.app import app as cli
+from tandem.config.loading import RunConfig, from_options
+from tandem.engines.vllm.spec import Vllm
+from tandem.trainer import assemble as run
+from tandem.transport import bridge
 
 SYNC = {
     "none": "Restart",
@@ -85,8 +86,8 @@ def test_engines(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     played: list[Work] = []
-    monkeypatch.setattr("tandem.verbs.env.play", lambda config: played.append(config) or "ended")
-    monkeypatch.setattr("tandem.verbs.env.served_model", lambda url, key: "the engine's")
+    monkeypatch.setattr("tandem.cli.env.play", lambda config: played.append(config) or "ended")
+    monkeypatch.setattr("tandem.cli.env.served_model", lambda url, key: "the engine's")
     assert said(ENVIRONMENTS[name], monkeypatch=monkeypatch) == 0, capsys.readouterr().err
     (config,) = played
     assert config.engine.urls == ("http://localhost:9001/v1",)
@@ -97,7 +98,7 @@ def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize("line", BROKERS)
 def test_brokers(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("tandem.verbs.serve_broker.serve_broker", lambda *words: begun.append(words))
+    monkeypatch.setattr("tandem.cli.serve_broker.serve_broker", lambda *words: begun.append(words))
     assert said(line, monkeypatch=monkeypatch) == 0
     assert begun[0][1] == (8002 if "8002" in line else 8000)
 

@@ -18,8 +18,8 @@ from integration.atropos_peers import free_port, until
 from tandem.compat._atropos_services import require_broker, running_engine, served_model
 from tandem.compat.atropos import Flags, Running
 from tandem.errors import BrokerError, ConfigError, EngineError
-from tandem.weights import bridge
-from tandem.weights.bridge import VllmBridge
+from tandem.transport import bridge
+from tandem.transport.bridge import VllmBridge
 
 INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs", "apart": True}
 

@@ -47,9 +47,9 @@ from transformers import (
 )
 
 from tandem.errors import ConfigError, EngineError
-from tandem.policy import families
-from tandem.policy.attention import NAME, KVCache, Packed, decode_plan, sequential_positions
-from tandem.policy.policy import load_config
+from tandem.model import families
+from tandem.model.attention import NAME, KVCache, Packed, decode_plan, sequential_positions
+from tandem.model.policy import load_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

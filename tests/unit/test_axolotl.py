@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem import cli
+from tandem.cli.app import app as cli
 from tandem.compat._axolotl_options import DATASET, GROUPS, TOP, TRL, VLLM
 from tandem.compat._axolotl_templates import TEMPLATES
-from tandem.config import Loaded, load
+from tandem.config.loading import Loaded, load
 from tandem.errors import ConfigError, RewardError, TandemError
-from tandem.policy.policy import load_tokenizer
-from tandem.run import check_pairs
+from tandem.model.policy import load_tokenizer
+from tandem.trainer.assemble import check_pairs
 
 Read = Callable[..., Loaded]
 

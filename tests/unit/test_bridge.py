@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tandem.errors import TransportError
-from tandem.weights import bridge
-from tandem.weights.bridge import NCCL_FILE, VLLM_FILE, Mapped, NcclBridge, VllmBridge, find
-from tandem.weights.sharing import attach, lend_host
+from tandem.transport import bridge
+from tandem.transport.bridge import NCCL_FILE, VLLM_FILE, Mapped, NcclBridge, VllmBridge, find
+from tandem.transport.sharing import attach, lend_host
 
 THEIRS: dict[str, Any] = {
     "model": "Qwen/Qwen2.5-3B-Instruct",

@@ -50,7 +50,7 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
 def test_memory_that_was_let_go_is_used_again() -> None:
     """Faults are pages that the system had to find and clear: twenty bodies are five thousand of them each time."""
     code = (
-        "import resource\nfrom tandem.verbs.serve_broker import _keep_memory\n_keep_memory()\n"
+        "import resource\nfrom tandem.cli.serve_broker import _keep_memory\n_keep_memory()\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "def bodies(): [bytearray(1 << 20) for _ in range(20)]\n"
         "bodies()\nbefore = faults()\nfor _ in range(20): bodies()\nprint(faults() - before)"

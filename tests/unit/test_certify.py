@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner
 
-from tandem.certify import options
-from tandem.certify.case import FORMULAS, Case
-from tandem.certify.certificate import OPTIONS, Certificate, Line, certify
-from tandem.certify.models import shrunk
-from tandem.certify.variations import compiled
-from tandem.cli import app
-from tandem.config import RunConfig, load
-from tandem.losses.base import MicroBatch, TokenLoss
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.losses.base import MicroBatch, TokenLoss
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.cli.app import app
+from tandem.config.loading import RunConfig, load
+from tandem.tools.certify import options
+from tandem.tools.certify.case import FORMULAS, Case
+from tandem.tools.certify.certificate import OPTIONS, Certificate, Line, certify
+from tandem.tools.certify.models import shrunk
+from tandem.tools.certify.variations import compiled
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -106,8 +106,8 @@ def test_why_compiled_layers_are_left_out(
     architectures: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, lacks: str | None, note: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("tandem.certify.case.missing", lambda device: lacks)
-    monkeypatch.setattr("tandem.certify.case.VARIATIONS", {COMPILED: compiled})
+    monkeypatch.setattr("tandem.tools.certify.case.missing", lambda device: lacks)
+    monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {COMPILED: compiled})
     found = lines(recipe("quickstart", architectures, [f"compile={wanted}"]))
     (left_out,) = [line for line in found if line.state != "pass"]
     assert (left_out.name, left_out.state, left_out.note) == (COMPILED, "skipped", note)
@@ -207,7 +207,7 @@ def test_the_real_model(tiny_model: Path) -> None:
 
 
 def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.verbs import certify as verb
+    from tandem.cli import certify as verb
 
     def quick(config: RunConfig, **given: Any) -> Certificate:
         return certify(config, **given, several=0)
@@ -218,7 +218,7 @@ def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypat
     assert words.exit_code == 0
     assert "micro-batch sizes" in words.output
     assert "passed in" in words.output
-    monkeypatch.setattr("tandem.certify.case.EXACT", 0.0)
+    monkeypatch.setattr("tandem.tools.certify.case.EXACT", 0.0)
     monkeypatch.setattr(Case, "inert", lambda self: (("loss.clip_low",), ()))
     plain = CliRunner().invoke(app, [*asked, "--json"])
     assert plain.exit_code == 1

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from tandem.advantages import grpo as advantage_grpo
-from tandem.certify import ranks
-from tandem.certify.case import Case
-from tandem.certify.certificate import Certificate, certify
-from tandem.config import load
-from tandem.corrections.token import Token
-from tandem.losses import grpo as loss_grpo
+from tandem.algorithms.advantages import grpo as advantage_grpo
+from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.losses import grpo as loss_grpo
+from tandem.algorithms.references.base import Held
+from tandem.config.loading import load
 from tandem.metrics import Value
-from tandem.policy import _compile, layers
-from tandem.references.base import Held
+from tandem.model import _compile, layers
+from tandem.tools.certify import ranks
+from tandem.tools.certify.case import Case
+from tandem.tools.certify.certificate import Certificate, certify
 from tandem.trainer import pack
 from tandem.trainer.objective import Known, Objective
 from tandem.trainer.pack import Micro, Packer, StepBatch
@@ -223,7 +223,7 @@ def test_layers_that_are_another_function_when_they_are_compiled(failed: Any, mo
         compiled.append(checkpointing)
         return forward if checkpointing == "none" else _shifted(forward)
 
-    monkeypatch.setattr("tandem.certify.case.missing", lambda device: None)
+    monkeypatch.setattr("tandem.tools.certify.case.missing", lambda device: None)
     monkeypatch.setattr(_compile, "decide", lambda wanted, device: wanted is True)
     monkeypatch.setattr(_compile, "compiled", wrong)
     assert failed("compile=true") == ["layers compiled"]

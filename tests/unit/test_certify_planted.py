@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from tandem.advantages import rloo
-from tandem.advantages.grpo import Grpo as Standardised
-from tandem.certify.case import Case
-from tandem.config import load
-from tandem.corrections.opsm import Opsm
-from tandem.losses import grpo as loss_grpo
-from tandem.losses.base import MicroBatch
-from tandem.losses.sapo import Sapo
+from tandem.algorithms.advantages import rloo
+from tandem.algorithms.advantages.grpo import Grpo as Standardised
+from tandem.algorithms.corrections.opsm import Opsm
+from tandem.algorithms.losses import grpo as loss_grpo
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.losses.sapo import Sapo
+from tandem.algorithms.references import average
+from tandem.algorithms.references.base import Held, Reference
+from tandem.algorithms.references.start import Start
+from tandem.config.loading import load
 from tandem.metrics import Sum
 from tandem.optimizers import _adam, _narrow, _slots, adafactor
 from tandem.optimizers.base import Optimizer
-from tandem.references import average
-from tandem.references.base import Held, Reference
-from tandem.references.start import Start
+from tandem.tools.certify.case import Case
+from tandem.trainable import _adapted, _merged
+from tandem.trainable.lora import Lora
 from tandem.trainer import pack
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.trainer.step import Step
-from tandem.trains import _adapted, _merged
-from tandem.trains.lora import Lora
 from tandem.types import UNKNOWN, Group, Rollout, Sample
 
 ROOT = Path(__file__).parents[2]
@@ -614,7 +614,7 @@ OWN = [
 def test_a_defect_is_found_and_named(defect: Defect, model: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
     if not any("micro" in name for name in defect.fails):
-        monkeypatch.setattr("tandem.certify.case.VARIATIONS", {})
+        monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
     defect.plant(monkeypatch)
     found = failed(model, defect)
     assert [part for part in defect.fails if not any(part in name for name in found)] == []
@@ -636,5 +636,5 @@ def recipes() -> list[Defect]:
 @pytest.mark.parametrize("whole", recipes(), ids=lambda defect: " ".join([defect.source, *defect.recipe]))
 def test_without_a_defect_the_same_recipe_passes(whole: Defect, model: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("tandem.certify.case.VARIATIONS", {})
+    monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
     assert failed(model, whole) == []

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from tandem.errors import CheckpointError
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
-from tandem.policy.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.rollout.cursor import Cursor, Draw
+from tandem.trainable.full import Full
 from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.state import TrainerState
-from tandem.trains.full import Full
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
 
 

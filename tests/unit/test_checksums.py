@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tandem.weights import checksums as module
-from tandem.weights.checksums import Shard, Tally, checksum, checksums, digest
+from tandem.transport import checksums as module
+from tandem.transport.checksums import Shard, Tally, checksum, checksums, digest
 
 ROOT = Path(__file__).parents[2]
 MASK = (1 << 64) - 1
@@ -194,8 +194,8 @@ try:
 except ImportError:
     sys.exit(77)
 import torch
-from tandem.weights import checksums as module
-from tandem.weights.checksums import Shard, _DeviceTally, _matrix, checksum
+from tandem.transport import checksums as module
+from tandem.transport.checksums import Shard, _DeviceTally, _matrix, checksum
 
 MASK = (1 << 64) - 1
 _DeviceTally.TILE = (8, 32)  # many tiles of small tensors

@@ -18,11 +18,12 @@ import pytest
 import typer.main
 
 import tandem
-from tandem import cli, resolve
-from tandem.config import RunConfig, dump, load
+from tandem.cli.app import app as cli
+from tandem.cli.export import export, weights_of
+from tandem.cli.show import curve, duration
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig, dump, load
 from tandem.errors import CheckpointError, ConfigError, UnsupportedPair
-from tandem.verbs.export import export, weights_of
-from tandem.verbs.show import curve, duration
 
 MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"
 Run = Callable[..., tuple[int, str, str]]
@@ -71,7 +72,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         }  # fmt: skip
 
     fake.train, fake.evaluate = train, evaluate
-    monkeypatch.setitem(sys.modules, "tandem.run", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tandem.trainer.assemble", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(tandem, "run", fake, raising=False)
     return fake
 
@@ -79,7 +80,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 @pytest.fixture
 def known_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward and backward take is not measured, for tests that ask nothing of the memory plan but its place."""
-    from tandem.memory import passes
+    from tandem.trainer.memory_plan import passes
 
     known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
     monkeypatch.setattr(passes.Modelled, "run", lambda self, config, layout: known)
@@ -103,9 +104,10 @@ def make_run(folder: Path, *overrides: str, steps: tuple[int, ...] = ()) -> RunC
 
 def test_help_and_version_import_no_torch_and_no_parts() -> None:
     program = (
-        "import sys\nfrom tandem import cli\n"
+        "import sys\nfrom tandem.cli import app as cli\n"
         "try:\n    cli.main([ARGUMENT])\nexcept SystemExit as stopped:\n    assert not stopped.code\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'yaml', 'asyncio', 'tandem.config'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'yaml', 'asyncio', 'tandem.config.loading'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     for argument in ("--help", "--version"):
@@ -120,7 +122,7 @@ def test_help_and_version_import_no_torch_and_no_parts() -> None:
 
 
 def test_reading_a_recipes_definition_imports_no_torch() -> None:
-    program = "import sys, tandem.config, tandem.resolve, tandem.recipe.override; assert 'torch' not in sys.modules"
+    program = "import sys; from tandem.config import loading, override, registry; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -219,7 +221,7 @@ def test_what_nobody_expected_is_a_bug_with_its_traceback(
     run: Run, trainer: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("recipe.yaml").write_text(MINIMAL)
-    monkeypatch.setattr("tandem.cli.is_theirs", lambda error: False)  # this file is not Tandem's
+    monkeypatch.setattr("tandem.cli.app.is_theirs", lambda error: False)  # this file is not Tandem's
     trainer.error = ZeroDivisionError("by zero")
     code, _, err = run("train", "recipe.yaml")
     assert code == 1
@@ -591,7 +593,7 @@ def test_check_remembers_what_the_model_told_until_something_changes(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tandem import machine
-    from tandem.memory import passes
+    from tandem.trainer.memory_plan import passes
 
     looked: list[int] = []
     known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
@@ -634,7 +636,8 @@ def test_check_remembers_what_the_model_told_until_something_changes(
 def test_check_refuses_what_does_not_fit(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tandem import machine, memory
+    from tandem import machine
+    from tandem.trainer import memory_plan as memory
 
     small = machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
     monkeypatch.setattr(memory.lines, "host", lambda: small)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.weights.buckets import Entry, Plan, manifest
-from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous
+from tandem.transport.buckets import Entry, Plan, manifest
+from tandem.transport.collective import Member
+from tandem.transport.rendezvous import Rendezvous
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,8 +32,8 @@ NURSERY = """
 import hashlib, json, os, signal, socket, sys
 import torch
 from tandem.errors import TransportError
-from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous
+from tandem.transport.collective import Member
+from tandem.transport.rendezvous import Rendezvous
 
 asked = socket.socket(fileno=int(sys.argv[1]))
 while True:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from plays import answered, make_group
 
-from tandem.config import digest, from_options
+from tandem.config.loading import digest, from_options
 from tandem.errors import ConfigError
-from tandem.recipe.sections import PrintCompletions
-from tandem.sinks.base import RunInfo
-from tandem.sinks.console import Console
-from tandem.telemetry.completions import MOST_TEXT, Completions, shortened, shown
-from tandem.telemetry.emit import Telemetry
+from tandem.observability.completions import MOST_TEXT, Completions, shortened, shown
+from tandem.observability.emit import Telemetry
+from tandem.observability.loggers.base import RunInfo
+from tandem.observability.loggers.console import Console
+from tandem.observability.options import PrintCompletions
 from tandem.types import Group
 
 

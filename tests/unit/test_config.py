@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem import resolve
-from tandem.config import RunConfig, as_json, digest, dump, from_options, load
+from tandem.config import registry as resolve
+from tandem.config.build import Builder
+from tandem.config.encode import encode
+from tandem.config.loading import RunConfig, as_json, digest, dump, from_options, load
+from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import ConfigError, RewardError
-from tandem.recipe.build import Builder
-from tandem.recipe.encode import encode
-from tandem.recipe.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.types import Json
 
 MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"

@@ -15,8 +15,8 @@ import yaml
 
 from tandem.compat import swift
 from tandem.compat._swift_arguments import DEPLOY, RLHF
-from tandem.config import from_options, load
-from tandem.run import check_pairs
+from tandem.config.loading import from_options, load
+from tandem.trainer.assemble import check_pairs
 
 # Axolotl
 

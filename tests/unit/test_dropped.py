@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from plays import answered, make_group
 
-from tandem.sinks._board import Board
-from tandem.sinks.base import RunInfo
-from tandem.sinks.console import Console
-from tandem.telemetry.dropped import KEPT, DroppedGroups
-from tandem.telemetry.emit import Telemetry
+from tandem.observability.dropped import KEPT, DroppedGroups
+from tandem.observability.emit import Telemetry
+from tandem.observability.loggers._board import Board
+from tandem.observability.loggers.base import RunInfo
+from tandem.observability.loggers.console import Console
 from tandem.types import Group
 
 Make = Callable[[int], Group]

@@ -17,8 +17,8 @@ from tandem.engines import _embedded_engine as embedded
 from tandem.engines.base import Engine
 from tandem.engines.embedded import Embedded
 from tandem.errors import EngineError
-from tandem.policy.policy import Policy
-from tandem.trains.lora import Lora
+from tandem.model.policy import Policy
+from tandem.trainable.lora import Lora
 from tandem.types import Completion, Sampling
 
 PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(20)), [200] * 3, [1, 2, 3, 4, 5, 6, 7, 8, 9], [17]]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem import run
-from tandem.verbs.evaluate import evaluate
+from tandem.cli.evaluate import evaluate
+from tandem.trainer import assemble as run
 
 NUMBERS: dict[str, Any] = {
     "tasks": 2, "mean": 0.5, "mean_ci": [0.1, 0.9], "pass_at": {"1": 0.5}, "pass_ci": [0.1, 0.9], "tokens": 4.0,

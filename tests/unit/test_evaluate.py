@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import from_options
+from tandem.config.loading import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at
 from tandem.rollout.streams import Stream
 from tandem.trainer.evaluate import Evaluator

@@ -11,14 +11,14 @@ from stepped import TRAINS
 from tiny import live_policy
 from torch import Tensor
 
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
 from tandem.envs.gsm8k import Gsm8k
 from tandem.errors import ConfigError
-from tandem.policy import float8
-from tandem.policy.attention import Packed, sequential_positions
-from tandem.policy.policy import Policy
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model import float8
+from tandem.model.attention import Packed, sequential_positions
+from tandem.model.policy import Policy
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao")
 

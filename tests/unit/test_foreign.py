@@ -23,9 +23,9 @@ from tandem.broker.convert import Rules, group_from_wire
 from tandem.broker.records import Batch, Entry, Run
 from tandem.broker.store import Store
 from tandem.broker.wire import Info, RunParameters, ScoredGroup
-from tandem.config import from_options
-from tandem.engines._vllm_engine import Vllm as Live
+from tandem.config.loading import from_options
 from tandem.engines.base import Engine
+from tandem.engines.vllm.client.engine import Vllm as Live
 from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout import foreign as foreigners

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tandem import errors
-from tandem.cli import main
+from tandem.cli.app import main
+from tandem.config.sources import Source
 from tandem.errors import EnvError
-from tandem.recipe.sources import Source
 from tandem.rollout.gold import siblings
 from tandem.rollout.worker import Worker
 from tandem.trainer import players
@@ -133,7 +133,7 @@ def test_the_command_line_tells_whose_an_error_is(
     mine("")
     import my_env  # type: ignore[import-not-found]
 
-    from tandem.verbs import list_parts
+    from tandem.cli import list_parts
 
     def theirs(slot: str | None) -> None:
         my_env.Mine.check(my_env.Mine(wrong="check raises"), None)

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engines.embedded import Embedded
 from tandem.errors import ConfigError
-from tandem.policy import _compile, layers
-from tandem.policy.attention import Packed
-from tandem.policy.policy import Policy
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
+from tandem.model import _compile, layers
+from tandem.model.attention import Packed
+from tandem.model.policy import Policy
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
 from tandem.types import Sampling
 
 # The compiler looks at tensors in ways that torch warns its users of.

@@ -15,7 +15,7 @@ from stepped import TRAINS
 from tiny import live_policy
 from torch._dynamo.utils import counters
 
-from tandem.policy import _compile, _varlen, layers
+from tandem.model import _compile, _varlen, layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 

@@ -10,9 +10,9 @@ from tiny import Largest
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tandem.policy._compile import missing
-from tandem.policy.logprobs import token_logprobs
-from tandem.policy.sampling import restrict
+from tandem.model._compile import missing
+from tandem.model.logprobs import token_logprobs
+from tandem.model.sampling import restrict
 
 
 def case(n: int, vocab: int = 300, hidden: int = 24, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -19,12 +19,12 @@ from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.rate import Pace
 from tandem.rollout.supply import Supply
-from tandem.sync.base import Handoff, Published
 from tandem.trainer import loop
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, Json, PolicyVersion
+from tandem.weight_sync.base import Handoff, Published
 
 STEPS = 5
 START = TrainerState(

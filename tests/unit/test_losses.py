@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import told
 
-from tandem.losses.base import MicroBatch, TokenLoss
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.losses.base import MicroBatch, TokenLoss
+from tandem.algorithms.losses.grpo import Grpo
 
 RATIOS = (0.1, 0.5, 0.79, 0.81, 1.0, 1.2, 1.27, 1.29, 2.0, 2.9, 3.1, 4.0)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny import told
 
-from tandem.losses.base import Loss, MicroBatch
-from tandem.losses.cispo import Cispo
-from tandem.losses.grpo import Grpo
-from tandem.losses.gspo import Gspo
-from tandem.losses.reinforce import Reinforce
-from tandem.losses.sapo import Sapo
+from tandem.algorithms.losses.base import Loss, MicroBatch
+from tandem.algorithms.losses.cispo import Cispo
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.algorithms.losses.gspo import Gspo
+from tandem.algorithms.losses.reinforce import Reinforce
+from tandem.algorithms.losses.sapo import Sapo
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LENGTHS = (4, 1, 3, 2, 1, 5)

@@ -83,7 +83,7 @@ def test_bfloat16_is_computed_where_the_processor_says_so_or_a_card_is(
 GROWTH = """
 import ctypes
 import torch
-from tandem.policy.policy import Compute
+from tandem.model.policy import Compute
 
 Compute(1).close()
 torch.set_num_threads(1)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from tandem import machine, memory, resolve
-from tandem.config import RunConfig
+from tandem import machine
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig
+from tandem.config.sections import Grading, Rate
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
-from tandem.recipe.sections import Grading, Rate
+from tandem.trainer import memory_plan as memory
 
 LARGE = Machine(name="this machine", free=10**13, total=10**13, is_host=True)
 LAYERS, HIDDEN, HEADS, KEYS, FEED, VOCAB, CONTEXT = 2, 64, 4, 2, 128, 500, 256
@@ -278,8 +280,8 @@ def test_an_engine_that_sleeps_and_the_training_pass_take_turns_on_a_card(model_
 def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config: Any, tmp_path: Path) -> None:
     import os
 
-    from tandem.engines._processes import identity
-    from tandem.engines._vllm_process import EngineRecord
+    from tandem.engines.vllm.client.process import EngineRecord
+    from tandem.processes import identity
 
     here = apart("shared", vllm(urls=("http://127.0.0.1:9",)))
     assert lines(planned(here, model_config, CARD, LARGE))["engine"] == 0

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from tandem import memory, resolve
-from tandem.config import RunConfig, load
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig, load
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.machine import Machine
-from tandem.memory import fitting
-from tandem.memory.fitting import CHECKPOINTING, ROOM, budgets
+from tandem.trainer import memory_plan as memory
+from tandem.trainer.memory_plan import fitting
+from tandem.trainer.memory_plan.fitting import CHECKPOINTING, ROOM, budgets
 from tandem.types import Sampling
 
 HOST = Machine(name="this machine", free=10**12, total=10**13, is_host=True)
@@ -182,8 +183,8 @@ def test_what_does_not_fit_at_all_is_refused_without_advice_that_was_tried(plann
 
 
 def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_path: Path) -> None:
-    from tandem import run
-    from tandem.verbs.train import resumed
+    from tandem.cli.train import resumed
+    from tandem.trainer import assemble as run
 
     file = tmp_path / "recipe.yaml"
     lines = [f"model: {tiny_model}", "steps: 2", "env: arithmetic", "memory: fit", "groups_per_step: 2"]

@@ -10,15 +10,15 @@ import pytest
 import torch
 from tiny import live_policy
 
-from tandem import resolve
-from tandem.config import RunConfig
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig
 from tandem.envs.arithmetic import Arithmetic
-from tandem.memory.live import Live
-from tandem.memory.passes import Layout, Modelled, run
-from tandem.memory.updates import update_bytes
-from tandem.policy import layers
-from tandem.policy.attention import NAME
-from tandem.run import objective, packer
+from tandem.model import layers
+from tandem.model.attention import NAME
+from tandem.trainer.assemble import objective, packer
+from tandem.trainer.memory_plan.live import Live
+from tandem.trainer.memory_plan.passes import Layout, Modelled, run
+from tandem.trainer.memory_plan.updates import update_bytes
 from tandem.trainer.step import Step
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -87,8 +87,8 @@ def test_layers_that_differ_are_counted_as_what_they_are() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_saved_is_what_autograds_hooks_see(dtype: Any) -> None:
     """The bytes of forward, by the other way to count them: unique storages that autograd packs."""
-    from tandem.policy.attention import Packed, sequential_positions
-    from tandem.policy.policy import Policy
+    from tandem.model.attention import Packed, sequential_positions
+    from tandem.model.policy import Policy
 
     config, model_config = recipe(dtype=dtype), shape()
     model = real(config, model_config)

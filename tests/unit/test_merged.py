@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.trains import _merged
-from tandem.trains._merged import MergedLinear
-from tandem.trains.base import layer_of
-from tandem.trains.lora import Lora
+from tandem.trainable import _merged
+from tandem.trainable._merged import MergedLinear
+from tandem.trainable.base import layer_of
+from tandem.trainable.lora import Lora
 
 TOKENS = torch.arange(24).reshape(2, 12)
 SIZES = {

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from mismatch_runs import STEPS, Engine, altered, exact, rows, told_by, trained
 
-from tandem import cli, config
+from tandem.cli.app import app as cli
+from tandem.config import loading as config
 from tandem.engines._embedded_engine import EmbeddedEngine
 from tandem.errors import TandemError
-from tandem.mismatch.look import Mismatch, look
-from tandem.mismatch.recorded import spoken
+from tandem.tools.mismatch.look import Mismatch, look
+from tandem.tools.mismatch.recorded import spoken
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.step import StepStats

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem import config
 from tandem.compat.names import meant
+from tandem.config import loading as config
 from tandem.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"

@@ -11,19 +11,20 @@ import pytest
 import torch
 from tiny import told
 
-from tandem import config, memory
-from tandem.corrections.opsm import Opsm
-from tandem.corrections.token import Token
+from tandem.algorithms.corrections.opsm import Opsm
+from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.losses.cispo import Cispo
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.algorithms.losses.reinforce import Reinforce
+from tandem.algorithms.references.average import Average
+from tandem.algorithms.references.base import Reference
+from tandem.algorithms.references.start import Start
+from tandem.config import loading as config
 from tandem.errors import ConfigError
-from tandem.losses.base import MicroBatch
-from tandem.losses.cispo import Cispo
-from tandem.losses.grpo import Grpo
-from tandem.losses.reinforce import Reinforce
 from tandem.metrics import Share, flatten
-from tandem.policy.policy import load_config, load_model
-from tandem.references.average import Average
-from tandem.references.base import Reference
-from tandem.references.start import Start
+from tandem.model.policy import load_config, load_model
+from tandem.trainer import memory_plan as memory
 from tandem.trainer.objective import Known, Objective, mismatch
 from tandem.types import UNKNOWN
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tandem import config
+from tandem.config import loading as config
 from tandem.errors import ConfigError
-from tandem.memory.live import Live
-from tandem.memory.updates import update_bytes
 from tandem.optimizers import base
 from tandem.optimizers._slots import Precise, Slot
 from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.optimizers.base import global_norm
+from tandem.trainer.memory_plan.live import Live
+from tandem.trainer.memory_plan.updates import update_bytes
 
 KINDS: tuple[type[Precise], ...] = (AdamW, AdamW8bit, Adafactor)
 PRECISIONS: tuple[Literal["masters", "kahan", "stochastic"], ...] = ("masters", "kahan", "stochastic")

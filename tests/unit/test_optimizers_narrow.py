@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem import config
+from tandem.config import loading as config
 from tandem.errors import ConfigError
 from tandem.optimizers import _narrow, _slots
 from tandem.optimizers._adam import Adam

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plays import make_group, make_rollout
 
-from tandem.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.metrics import flatten
-from tandem.policy.penalties import Penalties
+from tandem.model.penalties import Penalties
 from tandem.trainer import _tree
 from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of
 from tandem.types import Group, Rollout

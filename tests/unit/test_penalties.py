@@ -11,9 +11,9 @@ from tiny import Largest, penalised, support
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tandem.policy._compile import missing
-from tandem.policy.logprobs import token_logprobs
-from tandem.policy.penalties import Events, History, Past, Penalties, joined
+from tandem.model._compile import missing
+from tandem.model.logprobs import token_logprobs
+from tandem.model.penalties import Events, History, Past, Penalties, joined
 from tandem.types import Sampling
 
 VOCABULARY, ENDS = 300, (4, 130)

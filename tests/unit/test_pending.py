@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tandem import pending
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.losses.grpo import Grpo
 from tandem.metrics import Max, Mean, Share, Sum, flatten
 from tandem.pending import Pending, fetch, settle
+from tandem.trainable.full import Full
 from tandem.trainer import step as steps
 from tandem.trainer.objective import Objective
-from tandem.trains.full import Full
 
 
 class Copies(TorchFunctionMode):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem import progress
-from tandem.progress import Progress
-from tandem.sinks import _bars
-from tandem.sinks._board import Board
-from tandem.sinks.base import RunInfo
+from tandem.observability import progress
+from tandem.observability.loggers import _bars
+from tandem.observability.loggers._board import Board
+from tandem.observability.loggers.base import RunInfo
+from tandem.observability.progress import Progress
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None
 
 
 def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:
-    from tandem.sinks._live import Picture
+    from tandem.observability.loggers._live import Picture
 
     board = Board(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
 

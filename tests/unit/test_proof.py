@@ -18,15 +18,15 @@ from tiny import live_policy
 
 from tandem.engines.base import PROBE_SAMPLES, Probe
 from tandem.errors import StaleWeights
-from tandem.policy.policy import Policy
-from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, drawn, nearer, scale
-from tandem.sync._probe_text import PROBE
-from tandem.sync._proof import TESTS
-from tandem.sync.shared import Shared
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model.policy import Policy
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
+from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, Answer, Noise, drawn, nearer, scale
+from tandem.weight_sync.verify.probe import TESTS
+from tandem.weight_sync.verify.probe_text import PROBE
 
 START = PolicyVersion(step=0, digest="")
 ALARM = FALSE_ALARMS / TESTS

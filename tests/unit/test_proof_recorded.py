@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.sync._noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
-from tandem.sync._proof import TESTS
+from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
+from tandem.weight_sync.verify.probe import TESTS
 
 FILES = sorted((Path(__file__).parent.parent / "noise").glob("*.xz"))
 ALARM = FALSE_ALARMS / TESTS

@@ -14,12 +14,12 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, said, served
 
+from tandem.agents.server import Proxy, Session
 from tandem.engines.base import Engine
 from tandem.engines.fake import Fake
 from tandem.envs.agent import Agent
 from tandem.errors import ConfigError, EngineError, EnvError
 from tandem.rollout.chat import EngineChat, Template
-from tandem.rollout.proxy import Proxy, Session
 from tandem.types import Completion, Message, Sampling, Task
 
 A, B, C, SPACE, BREAK = 64, 65, 66, 220, 198

@@ -13,11 +13,11 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, said, served
 
-from tandem import waits
+from tandem.agents.server import Proxy, Session
 from tandem.engines.fake import Fake
 from tandem.errors import EngineError, EnvError
+from tandem.observability import waits
 from tandem.rollout.chat import EngineChat, Template, answered
-from tandem.rollout.proxy import Proxy, Session
 from tandem.types import Completion, Message, Sampling, Task
 
 A, B = 64, 65

@@ -11,10 +11,10 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, said, served
 
-from tandem.rollout import _openai
-from tandem.rollout._tools import Bare, Call, Spoken, Tagged, as_text
+from tandem.agents import schema as _openai
+from tandem.agents.server import Proxy, Session
+from tandem.agents.tool_calls import Bare, Call, Spoken, Tagged, as_text
 from tandem.rollout.chat import Template
-from tandem.rollout.proxy import Proxy, Session
 from tandem.types import Message
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"

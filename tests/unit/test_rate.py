@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config import RunConfig, from_options
+from tandem.config.loading import RunConfig, from_options
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.metrics import Metrics, Share, Sum, flatten
 from tandem.rollout.rate import HOLD, WINDOW, Budget, Pace, RateState, Seen
-from tandem.run import check_pairs
+from tandem.trainer.assemble import check_pairs
 
 GROUPS = 8
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from unit.report_run import made_rollouts, make_run, write
 
-from tandem.engines._processes import identity
 from tandem.errors import TandemError
-from tandem.report import alarms, build, page, samples, series
-from tandem.report.folder import load
-from tandem.report.summary import summarise
+from tandem.observability.report import alarms, build, page, samples, series
+from tandem.observability.report.folder import load
+from tandem.observability.report.summary import summarise
+from tandem.processes import identity
 
 HOSTILE = (
     "</script><script>document.documentElement.dataset.hacked='yes'</script><!-- <img src=x onerror=alert(1)> & \u2028"

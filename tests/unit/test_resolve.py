@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from tandem import resolve
+from tandem.config import registry as resolve
 from tandem.errors import ConfigError
 
 
@@ -40,14 +40,17 @@ def test_every_slot_has_parts_and_each_resolves_to_one_dataclass_and_back() -> N
         for kind in kinds:
             cls = resolve.find(slot, kind)
             assert dataclasses.is_dataclass(cls)
-            assert cls.__module__ == f"tandem.{slot}.{kind}"
+            assert cls.__module__.removesuffix(".spec") == f"{resolve.SLOTS[slot]}.{kind}"
+            assert resolve.kind_of(slot, cls.__new__(cls)) == kind
             reserved = {option.name for option in resolve.options(cls)} & {"kind", "weight"}
             assert not reserved, f"{slot}/{kind}: recipes use {reserved} themselves"
 
 
 def test_kind_of_is_the_inverse_of_find() -> None:
     assert resolve.kind_of("sinks", resolve.find("sinks", "console")()) == "console"
-    assert resolve.kind_of("sinks", resolve.find("sinks", "tandem.sinks.console:Console")()) == "console"
+    assert (
+        resolve.kind_of("sinks", resolve.find("sinks", "tandem.observability.loggers.console:Console")()) == "console"
+    )
 
 
 def test_kind_of_a_part_outside_the_tree_is_its_import_path(here: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import load
+from tandem.config.loading import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,11 +14,11 @@ from feeding import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.curricula.base import RECENT, Seen, Tally
-from tandem.curricula.solve_rate import SolveRate
+from tandem.algorithms.curricula.base import RECENT, Seen, Tally
+from tandem.algorithms.curricula.solve_rate import SolveRate
+from tandem.config.sections import Replay, Reroll
 from tandem.errors import EnvError
 from tandem.metrics import flatten
-from tandem.recipe.sections import Replay, Reroll
 from tandem.rollout.agenda import Agenda
 from tandem.rollout.cursor import Cursor, Draw
 from tandem.rollout.replay import Store

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tandem import waits
 from tandem.errors import RewardError
 from tandem.metrics import flatten
-from tandem.rewards._workers import Graders
+from tandem.observability import waits
 from tandem.rewards.base import Failure, GroupReward, Verdict
+from tandem.rewards.grading.workers import Graders
 from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Message, Rollout, Task

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tandem.config import dump, load
+from tandem.config.loading import dump, load
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._workers import Graders
 from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.function import Function
+from tandem.rewards.grading.workers import Graders
 from tandem.types import TEXT, Completion, Message, Rollout, Task, Turn
 
 FUNCTIONS = '''

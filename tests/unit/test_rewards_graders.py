@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from tandem.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.errors import RewardError
 from tandem.metrics import flatten
-from tandem.rewards._process import Worker
-from tandem.rewards._workers import Graders
+from tandem.rewards.grading.process import Worker
+from tandem.rewards.grading.workers import Graders
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
 from tandem.rewards.repetition import Repetition
@@ -467,7 +467,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
         import asyncio, os, sys
-        from tandem.rewards._workers import Graders
+        from tandem.rewards.grading.workers import Graders
         from tandem.rollout.gold import gold_rollout
         from tandem.types import Message, Task
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from tandem.errors import ConfigError, RewardError
 from tandem.metrics import flatten
 from tandem.rewards._questions import Answer
-from tandem.rewards._workers import Graders
+from tandem.rewards.grading.workers import Graders
 from tandem.rewards.judge import Judge
 from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._workers import Graders
 from tandem.rewards.base import Failure
+from tandem.rewards.grading.workers import Graders
 from tandem.rewards.number import Number
 from tandem.rewards.reward_model import RewardModel
 from tandem.rollout.gold import gold_rollout

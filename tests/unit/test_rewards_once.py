@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tandem.config.registry import find, names
 from tandem.metrics import flatten
-from tandem.resolve import find, names
-from tandem.rewards._workers import Graders
 from tandem.rewards.base import Reward
+from tandem.rewards.grading.workers import Graders
 from tandem.types import Completion, Finish, Message, Rollout, Task, Turn
 
 PARTS = """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from tandem.envs.base import Environment, Split
-from tandem.rewards._workers import AnyReward, Graders
 from tandem.rewards.exact import Exact
+from tandem.rewards.grading.workers import AnyReward, Graders
 from tandem.rewards.length import Length
 from tandem.rewards.number import Number
 from tandem.rollout.gold import GoldFailure, check_environment, gold_rollout

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.policy.sampling import draw, restrict, threshold, uniform
+from tandem.model.sampling import draw, restrict, threshold, uniform
 
 
 def splitmix(x: int) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem import resolve
-from tandem.config import RunConfig, as_json, load
-from tandem.schema import schema
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig, as_json, load
+from tandem.config.schema import schema
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -15,17 +15,17 @@ import pytest
 import torch
 import yaml
 
-from tandem import config
-from tandem.engines._vllm_process import EngineProcess, environment
+from tandem.cli.serve import serve
+from tandem.config import loading as config
 from tandem.engines.embedded import Embedded
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.client.process import EngineProcess, environment
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, TransportError, UnsupportedPair
-from tandem.run import engine_needs
-from tandem.sync.shared import Shared
-from tandem.trains.full import Full
-from tandem.verbs.serve import serve
-from tandem.weights import sharing
-from tandem.weights.bridge import VLLM_FILE, VllmBridge
+from tandem.trainable.full import Full
+from tandem.trainer.assemble import engine_needs
+from tandem.transport import sharing
+from tandem.transport.bridge import VLLM_FILE, VllmBridge
+from tandem.weight_sync.shared import Shared
 
 
 def recipe(folder: Path, **changes: Any) -> Path:

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.weights import _cuda_ipc, sharing
-from tandem.weights.sharing import attach, lend_cuda, lend_host, remove_orphans
+from tandem.transport import cuda_ipc as _cuda_ipc
+from tandem.transport import sharing
+from tandem.transport.sharing import attach, lend_cuda, lend_host, remove_orphans
 
 CHILD = """
 import json, sys
 from pathlib import Path
 import torch
 from tandem.errors import TransportError
-from tandem.weights import sharing
+from tandem.transport import sharing
 
 def memory():
     lines = open("/proc/self/status").read().splitlines()
@@ -259,7 +260,7 @@ def test_a_lender_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
 def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
     code = (
         "import os, pathlib, sys, torch\n"
-        "from tandem.weights.sharing import lend_host\n"
+        "from tandem.transport.sharing import lend_host\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "lent = lend_host({'w': torch.ones(3)}, path)\n"
         "child = os.fork()\n"
@@ -530,7 +531,7 @@ def test_gpu_memory_is_one_for_both() -> None:
 @needs_gpu
 def test_expandable_segments_are_refused_on_a_gpu() -> None:
     code = (
-        "import torch\nfrom tandem.weights.sharing import lend_cuda\n"
+        "import torch\nfrom tandem.transport.sharing import lend_cuda\n"
         "lend_cuda({'w': torch.zeros(1 << 24, device='cuda')})\n"
     )
     done = run(code, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")

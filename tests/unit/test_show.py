@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from unit.report_run import make_run, write
 
-from tandem.engines._processes import identity
-from tandem.verbs.show import show
+from tandem.cli.show import show
+from tandem.processes import identity
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

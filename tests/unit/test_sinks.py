@@ -20,13 +20,13 @@ import pytest
 
 from tandem.compat.atropos_wandb import AtroposWandb
 from tandem.errors import ConfigError
-from tandem.sinks import _board
-from tandem.sinks._board import Board, duration, number, sparkline
-from tandem.sinks.base import COLUMNS, Activity, RunInfo, Writer, kind, phases
-from tandem.sinks.console import Console
-from tandem.sinks.tensorboard import Tensorboard
-from tandem.sinks.trackio import Trackio
-from tandem.sinks.wandb import Wandb
+from tandem.observability.loggers import _board
+from tandem.observability.loggers._board import Board, duration, number, sparkline
+from tandem.observability.loggers.base import COLUMNS, Activity, RunInfo, Writer, kind, phases
+from tandem.observability.loggers.console import Console
+from tandem.observability.loggers.tensorboard import Tensorboard
+from tandem.observability.loggers.trackio import Trackio
+from tandem.observability.loggers.wandb import Wandb
 
 CONFIG = {
     "model": "org/SmolLM2-135M",
@@ -159,7 +159,7 @@ class Waiting:
 def drawn(board: Board, width: int) -> list[str]:
     from rich.console import Console as Terminal
 
-    from tandem.sinks._live import Picture
+    from tandem.observability.loggers._live import Picture
 
     terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with terminal.capture() as capture:
@@ -316,8 +316,8 @@ def test_a_resumed_board_shows_its_past(tmp_path: Path) -> None:
 LIVE = """
 import signal, sys, time
 from pathlib import Path
-from tandem.sinks.base import RunInfo
-from tandem.sinks.console import Console
+from tandem.observability.loggers.base import RunInfo
+from tandem.observability.loggers.console import Console
 writer = Console(refresh=20).open(RunInfo(name="r", folder=Path(sys.argv[1]), steps=9, config={}))
 try:
     print("ready", file=sys.stderr)

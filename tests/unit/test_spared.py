@@ -17,15 +17,15 @@ from stepped import Keep
 from tiny import live_policy
 from torch import Tensor
 
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.config import from_options
-from tandem.losses.base import Loss, MicroBatch
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.losses.base import Loss, MicroBatch
+from tandem.algorithms.losses.grpo import Grpo
+from tandem.config.loading import from_options
+from tandem.config.objective import only_by_advantage
+from tandem.config.registry import find, names
 from tandem.metrics import flatten
+from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.policy.policy import Policy
-from tandem.recipe.objective import only_by_advantage
-from tandem.resolve import find, names
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step, StepStats

@@ -17,16 +17,16 @@ from stepped import Keep
 from tiny import distributions_of, live_policy, logprobs_of, reference
 from torch import Tensor
 
-from tandem.advantages.dr_grpo import DrGrpo
-from tandem.losses.grpo import Grpo
+from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.losses.grpo import Grpo
 from tandem.metrics import flatten
+from tandem.model.penalties import Penalties
+from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.policy.penalties import Penalties
-from tandem.policy.policy import Policy
+from tandem.trainable.lora import Lora
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step, StepStats
-from tandem.trains.lora import Lora
 from tandem.types import UNKNOWN, Group, Rollout, Sampling
 
 RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.recipe.sources import exactly
+from tandem.config.sources import exactly
 from tandem.rollout.cursor import Draw
 from tandem.rollout.measure import Solved
 from tandem.rollout.streams import Stream, Timetable

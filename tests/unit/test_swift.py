@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem import cli
+from tandem.cli.app import app as cli
 from tandem.compat import swift
 from tandem.compat._swift_arguments import DEPLOY, RLHF
 from tandem.compat._swift_data import Rows, row
-from tandem.config import from_options
+from tandem.config.loading import from_options
 from tandem.errors import ConfigError, EnvError
-from tandem.run import check_pairs
-from tandem.sinks.base import RunInfo
+from tandem.observability.loggers.base import RunInfo
+from tandem.trainer.assemble import check_pairs
 
 Run = Callable[..., tuple[int, str, str]]
 START = "--model m --dataset d.jsonl --reward_funcs accuracy --gradient_accumulation_steps 8 --max_steps 10"

@@ -14,10 +14,10 @@ from tandem.compat import swift
 from tandem.compat._swift_data import Rows
 from tandem.compat._swift_plugin import Plugin
 from tandem.compat._swift_rewards import Format, SoftOverlong
-from tandem.config import from_options
+from tandem.config.loading import from_options
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._workers import Graders
 from tandem.rewards.base import Reward
+from tandem.rewards.grading.workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 

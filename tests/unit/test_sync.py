@@ -18,30 +18,30 @@ from tiny import live_policy, logprobs_of, reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
 from tandem.engines.base import Adapter, CanLend, Engine, EngineSpec, Health
 from tandem.engines.embedded import Embedded
 from tandem.engines.fake import Fake
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.spec import Vllm
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.metrics import Sum
-from tandem.policy.policy import Policy
-from tandem.run import check_pairs
-from tandem.sync import base, broadcast
-from tandem.sync._probe_text import PROBE
-from tandem.sync._proof import Checksums, differing
-from tandem.sync.base import Link, Published, WeightSync
-from tandem.sync.broadcast import Broadcast
-from tandem.sync.hotswap import SPARE, Hotswap
-from tandem.sync.restart import Restart
-from tandem.sync.shared import Shared
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model.policy import Policy
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
+from tandem.trainer.assemble import check_pairs
+from tandem.transport import collective
+from tandem.transport.checksums import checksums, digest
 from tandem.types import Completion, PolicyVersion, Sampling
-from tandem.weights import collective
-from tandem.weights.checksums import checksums, digest
+from tandem.weight_sync import base, broadcast
+from tandem.weight_sync.base import Link, Published, WeightSync
+from tandem.weight_sync.broadcast import Broadcast
+from tandem.weight_sync.hotswap import SPARE, Hotswap
+from tandem.weight_sync.restart import Restart
+from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.verify.probe import Checksums, differing
+from tandem.weight_sync.verify.probe_text import PROBE
 
 START = PolicyVersion(step=0, digest="")
 

@@ -14,19 +14,19 @@ import torch
 from scripted import Scripted
 from tiny import live_policy
 
-from tandem.config import RunConfig, from_options
-from tandem.engines import vllm as engines
+from tandem.config.loading import RunConfig, from_options
 from tandem.engines.base import CanLend, CanReceive, CanRelaunch, CanSwap, Needs, Probe
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm import spec as engines
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, StaleWeights, TornWeights, UnsupportedPair
-from tandem.policy.policy import Policy
-from tandem.run import check_pairs
-from tandem.sync.base import Link, WeightSync
-from tandem.trains.base import Trains
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.model.policy import Policy
+from tandem.trainable.base import Trains
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
+from tandem.trainer.assemble import check_pairs
+from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
-from tandem.weights.checksums import checksums
+from tandem.weight_sync.base import Link, WeightSync
 
 START = PolicyVersion(step=0, digest="")
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from tandem import waits
-from tandem.alarms.watch import Watch
 from tandem.errors import ConfigError
 from tandem.metrics import Histogram, Mean, Sum
-from tandem.sinks import _lines
-from tandem.sinks.base import RunInfo, Sink, Writer
-from tandem.telemetry import trace
-from tandem.telemetry.emit import Telemetry, activity, evaluation_scalars
+from tandem.observability import trace, waits
+from tandem.observability.alarms.watch import Watch
+from tandem.observability.emit import Telemetry, activity, evaluation_scalars
+from tandem.observability.loggers import _lines
+from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
 EVALUATION = {
@@ -238,8 +237,8 @@ def test_rows_survive_kill_9(tmp_path: Path) -> None:
 import os, signal
 from pathlib import Path
 from tandem.metrics import Sum
-from tandem.sinks.base import RunInfo
-from tandem.telemetry.emit import Telemetry
+from tandem.observability.loggers.base import RunInfo
+from tandem.observability.emit import Telemetry
 telemetry = Telemetry(RunInfo(name="r", folder=Path({str(tmp_path)!r}), steps=9, config={{}})).__enter__()
 for step in (1, 2, 3):
     telemetry.emit(step, [{{"loss": Sum(step)}}])
@@ -410,8 +409,8 @@ def test_a_torn_tail_longer_than_a_page_is_cut(tmp_path: Path) -> None:
 def test_telemetry_and_report_import_no_torch() -> None:
     code = """
 import sys
-import tandem.report, tandem.telemetry.emit, tandem.telemetry.log
-import tandem.sinks.console, tandem.sinks.tensorboard, tandem.sinks.trackio, tandem.sinks.wandb
+import tandem.observability.report, tandem.observability.emit, tandem.observability.log
+from tandem.observability.loggers import console, tensorboard, trackio, wandb
 heavy = {"torch", "rich", "tensorboard", "wandb", "trackio", "numpy"} & sys.modules.keys()
 assert not heavy, heavy
 """

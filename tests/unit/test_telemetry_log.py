@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.telemetry.log import FILE_ONLY, to_folder
+from tandem.observability.log import FILE_ONLY, to_folder
 
 
 def test_own_records_from_info_and_others_from_warning_reach_the_file(

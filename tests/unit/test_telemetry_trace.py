@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.metrics import Sum
-from tandem.telemetry import trace
+from tandem.observability import trace
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.trains import _adapted
-from tandem.trains.base import Trains, layer_of
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
+from tandem.trainable import _adapted
+from tandem.trainable.base import Trains, layer_of
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 
 TOKENS = torch.arange(12).reshape(2, 6)
 

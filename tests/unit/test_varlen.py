@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from tandem.policy import _varlen, attention
-from tandem.policy.attention import NAME, Packed, sequential_positions
-from tandem.policy.plans import Spans
+from tandem.model import _varlen, attention
+from tandem.model.attention import NAME, Packed, sequential_positions
+from tandem.model.plans import Spans
 
 PLAN = Packed(lengths=(7, 5, 1, 12, 3, 4, 9, 1, 2), parents=(None, 0, 1, None, 3, None, 0, 4, 1))
 """Prompts continued in several ways, some of which are continued in turn, and a lonely sequence."""

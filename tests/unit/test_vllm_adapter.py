@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engines._vllm_adapter import AdapterSlots, Held
-from tandem.engines._vllm_engine import Vllm
-from tandem.engines._vllm_slot import SHARED_NAME, Borrowed
-from tandem.engines._vllm_stored import Stored, scale_, scaled, scaling
 from tandem.engines.base import Adapter, Needs
+from tandem.engines.vllm.adapter_layout import Stored, scale_, scaled, scaling
+from tandem.engines.vllm.adapter_slot import SHARED_NAME, Borrowed
+from tandem.engines.vllm.client.engine import Vllm
+from tandem.engines.vllm.worker.adapter import AdapterSlots, Held
 from tandem.errors import EngineError
 from tandem.types import PolicyVersion
 

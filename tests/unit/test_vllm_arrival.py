@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tandem.engines import _vllm_fleet
-from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_client import Server
-from tandem.engines._vllm_fleet import Fleet
-from tandem.engines._vllm_process import free_port
 from tandem.engines.base import Needs
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.client import fleet as _vllm_fleet
+from tandem.engines.vllm.client.fleet import Fleet
+from tandem.engines.vllm.client.http import Server
+from tandem.engines.vllm.client.process import free_port
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
-from tandem.engines._vllm_answers import Answer, Answers
-from tandem.engines._vllm_frontend import ANSWERED, Frontend, Stopped
-from tandem.engines._vllm_pausing import AT_ONCE
-from tandem.engines._vllm_probe import probe as question
-from tandem.engines._vllm_scheduler import ASKED
-from tandem.engines._vllm_wire import IN_PLACE, Refused
+from tandem.engines.vllm.core.scheduler import ASKED
+from tandem.engines.vllm.protocol.messages import IN_PLACE, Refused
+from tandem.engines.vllm.server.answers import Answer, Answers
+from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, Stopped
+from tandem.engines.vllm.server.pausing import AT_ONCE
+from tandem.engines.vllm.server.probe import probe as question
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
@@ -564,7 +564,7 @@ def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
 
 def test_a_pause_is_answered_before_requests_are_handed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes some turns of the event loop to answer, and long to hand in a whole wave."""
-    monkeypatch.setattr("tandem.engines._vllm_frontend.ANSWERED", 0.3)
+    monkeypatch.setattr("tandem.engines.vllm.server.frontend.ANSWERED", 0.3)
 
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)

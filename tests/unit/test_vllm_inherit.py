@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_client import Server, Unreachable
-from tandem.engines._vllm_inherit import TRIES, inherit
-from tandem.engines._vllm_process import free_port
 from tandem.engines.base import CanSwap, Needs
+from tandem.engines.vllm.client.http import Server, Unreachable
+from tandem.engines.vllm.client.process import free_port
+from tandem.engines.vllm.client.takeover import TRIES, inherit
+from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError
 
 ABOUT = wire.Info(

@@ -15,12 +15,12 @@ import pytest
 from fake_vllm import LIMIT, VOCABULARY, install, settle
 from unit.test_vllm_routes import Client, run
 
-from tandem.engines import _vllm_routes
-from tandem.engines._processes import identity
-from tandem.engines._vllm_limits import CHARACTERS
-from tandem.engines._vllm_receiver import MOST_JOINING
-from tandem.engines._vllm_watch import Watch
-from tandem.weights.rendezvous import MOST_MEMBERS, Rendezvous
+from tandem.engines.vllm.server import routes as _vllm_routes
+from tandem.engines.vllm.server.limits import CHARACTERS
+from tandem.engines.vllm.server.receiver import MOST_JOINING
+from tandem.engines.vllm.server.watch import Watch
+from tandem.processes import identity
+from tandem.transport.rendezvous import MOST_MEMBERS, Rendezvous
 
 IDS = {"prompt_token_ids": [1, 2]}
 

@@ -13,14 +13,14 @@ import pytest
 from aiohttp import web
 from fake_vllm import FakeClient, install, settle
 
-from tandem import waits
-from tandem.engines import _vllm_wave
-from tandem.engines._vllm_client import Fallen, Server
-from tandem.engines._vllm_frames import Failed, Many, Sampled, Siblings, framed, frames
-from tandem.engines._vllm_routes import Routes
-from tandem.engines._vllm_wave import Waves
-from tandem.engines._vllm_wire import Generate, Ids, asked
+from tandem.engines.vllm.client import waves as _vllm_wave
+from tandem.engines.vllm.client.http import Fallen, Server
+from tandem.engines.vllm.client.waves import Waves
+from tandem.engines.vllm.protocol.frames import Failed, Many, Sampled, Siblings, framed, frames
+from tandem.engines.vllm.protocol.messages import Generate, Ids, asked
+from tandem.engines.vllm.server.routes import Routes
 from tandem.errors import Deadline, EngineError
+from tandem.observability import waits
 from tandem.types import Sampling
 
 

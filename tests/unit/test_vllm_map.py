@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tandem.engines._vllm_map import Place, places, uncovered
+from tandem.engines.vllm.worker.parameter_map import Place, places, uncovered
 from tandem.errors import EngineError
-from tandem.weights.checksums import Shard, Tally, checksums
+from tandem.transport.checksums import Shard, Tally, checksums
 
 VOCABULARY, HIDDEN, MLP, HEAD = 259, 64, 96, 16
 PADDED = 320

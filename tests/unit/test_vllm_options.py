@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem import config, run
-from tandem.engines import vllm
-from tandem.engines._vllm_pausing import AT_ONCE, FEW
+from tandem.cli.check import check
+from tandem.config import loading as config
 from tandem.engines.base import Needs
 from tandem.engines.embedded import Embedded
-from tandem.engines.vllm import LAST_PORT, RANKS, Vllm
+from tandem.engines.vllm import spec as vllm
+from tandem.engines.vllm.server.pausing import AT_ONCE, FEW
+from tandem.engines.vllm.spec import LAST_PORT, RANKS, Vllm
 from tandem.errors import ConfigError
-from tandem.trains.full import Full
-from tandem.trains.lora import Lora
-from tandem.verbs.check import check
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
+from tandem.trainer import assemble as run
 
-SCHEDULER = "tandem.engines._vllm_scheduler.scheduler"
+SCHEDULER = "tandem.engines.vllm.core.scheduler.scheduler"
 THERE = "echo warning; echo True"
 """What an interpreter that has vLLM does when it is asked."""
 

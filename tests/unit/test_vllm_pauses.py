@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from fake_vllm import FakeClient, Models, install
 
-from tandem.engines import _vllm_wire as wire
-from tandem.engines._vllm_client import Unreachable
-from tandem.engines._vllm_frontend import Stopped
-from tandem.engines._vllm_pauses import Pauses
-from tandem.engines._vllm_routes import _Live
-from tandem.engines._vllm_wire import Refused
+from tandem.engines.vllm.client.http import Unreachable
+from tandem.engines.vllm.client.pauses import Pauses
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm.server.frontend import Stopped
+from tandem.engines.vllm.server.routes import _Live
 from tandem.errors import EngineError
 
 ASKED = wire.Pause(seconds=50.0)

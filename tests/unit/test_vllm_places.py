@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from fake_vllm import FakeClient, LoRARequest, install, settle
 
-from tandem.engines._vllm_frontend import Frontend, Stopped
-from tandem.engines._vllm_places import PROBES, Places
-from tandem.engines._vllm_probe import probe
+from tandem.engines.vllm.server.frontend import Frontend, Stopped
+from tandem.engines.vllm.server.places import PROBES, Places
+from tandem.engines.vllm.server.probe import probe
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:

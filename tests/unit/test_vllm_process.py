@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engines import _vllm_process
-from tandem.engines._processes import Identity, alive_after, family, identity, kill
-from tandem.engines._vllm_client import Server, Unreachable
-from tandem.engines._vllm_process import EngineProcess, EngineRecord, environment, free_port, import_path
+from tandem.engines.vllm.client import process as _vllm_process
+from tandem.engines.vllm.client.http import Server, Unreachable
+from tandem.engines.vllm.client.process import EngineProcess, EngineRecord, environment, free_port, import_path
 from tandem.errors import Deadline, EngineError
+from tandem.processes import Identity, alive_after, family, identity, kill
 
 SERVER = """
 import http.server, os, signal, subprocess, sys, time

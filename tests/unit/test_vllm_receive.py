@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.engines._vllm_map import Place
-from tandem.engines._vllm_worker import Worker
+from tandem.engines.vllm.worker.extension import Worker
+from tandem.engines.vllm.worker.parameter_map import Place
 from tandem.errors import EngineError, TransportError
-from tandem.weights.buckets import manifest
-from tandem.weights.collective import Member
-from tandem.weights.rendezvous import Rendezvous
+from tandem.transport.buckets import manifest
+from tandem.transport.collective import Member
+from tandem.transport.rendezvous import Rendezvous
 
 ROWS = 1025
 """Of 4 KiB: just enough to travel alone."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fake_vllm import LIMIT, FakeClient, Models, SamplingParams, install, settle
 
-from tandem.engines import _vllm_asgi as asgi
-from tandem.engines._vllm_adapters import FOLDERS, SLOT
-from tandem.engines._vllm_routes import Routes
+from tandem.engines.vllm.server import asgi
+from tandem.engines.vllm.server.adapters import FOLDERS, SLOT
+from tandem.engines.vllm.server.routes import Routes
 
 
 @pytest.fixture(autouse=True)

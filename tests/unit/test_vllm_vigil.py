@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tandem.engines import _vllm_vigil as vigil
-from tandem.engines._vllm_client import AGAIN, Server, Unreachable
-from tandem.engines._vllm_engine import Vllm as Live
-from tandem.engines._vllm_fleet import Fleet, Launch
-from tandem.engines._vllm_process import free_port
 from tandem.engines.base import Needs
-from tandem.engines.vllm import Vllm
+from tandem.engines.vllm.client import health as vigil
+from tandem.engines.vllm.client.engine import Vllm as Live
+from tandem.engines.vllm.client.fleet import Fleet, Launch
+from tandem.engines.vllm.client.http import AGAIN, Server, Unreachable
+from tandem.engines.vllm.client.process import free_port
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.engines._processes import alive_after, identity
-from tandem.engines._vllm_watch import LINGER, TRAINER, Watch, end_with_parent
+from tandem.engines.vllm.server.watch import LINGER, TRAINER, Watch, end_with_parent
+from tandem.processes import alive_after, identity
 
 ENGINE = """
 import signal, sys, time

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tandem import waits
 from tandem.errors import Deadline
+from tandem.observability import waits
 
 
 def test_a_wait_is_listed_while_it_lasts() -> None:

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tandem import waits
 from tandem.errors import Deadline, EngineError
-from tandem.recipe.sections import Patience
-from tandem.telemetry import vitals, watchdog
-from tandem.telemetry.watchdog import Watchdog, deadline_in
+from tandem.observability import vitals, waits, watchdog
+from tandem.observability.options import Patience
+from tandem.observability.watchdog import Watchdog, deadline_in
 
 SHORT = Patience(wait_seconds=0.3, loop_seconds=60.0, end_seconds=60.0)
 STUCK = Patience(wait_seconds=60.0, loop_seconds=0.3, end_seconds=60.0)

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from tandem import waits
-from tandem.engines._processes import identity
-from tandem.telemetry import vitals
-from tandem.verbs import why
+from tandem.cli import why
+from tandem.observability import vitals, waits
+from tandem.processes import identity
 
 
 @pytest.fixture
@@ -116,8 +115,8 @@ def test_a_run_that_failed_says_by_what(run: Path, last: dict[str, Any], capsys:
 
 def test_last_words_of_each_part(run: Path) -> None:
     (run / "logs" / "run.log").write_text(
-        "1970-01-01T00:00:01Z INFO    tandem.engines.vllm: first\n"
-        "1970-01-01T00:00:02Z INFO    tandem.engines._vllm_fleet: second\n"
+        "1970-01-01T00:00:01Z INFO    tandem.engines.vllm.spec: first\n"
+        "1970-01-01T00:00:02Z INFO    tandem.engines.vllm.client.fleet: second\n"
         "1970-01-01T00:00:03Z WARNING tandem.trainer.loop: third\n"
         "a line of something else\n"
     )
@@ -174,7 +173,7 @@ def process(run: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     """A process that shows signs of life and then does ``body``; it has said "ready" when this is entered."""
     code = f"""
         import asyncio, ctypes, pathlib, sys, time
-        from tandem.telemetry import vitals
+        from tandem.observability import vitals
         vitals.PERIOD = 0.05
         run = pathlib.Path({str(run)!r})
         async def main():

@@ -15,18 +15,19 @@ from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
-from tandem import cli, waits
 from tandem.broker import wire
 from tandem.broker.client import Connection, EnvClient, Status
+from tandem.cli import _work_recipe, work
+from tandem.cli.app import app as cli
+from tandem.cli.work import mask_truncated
 from tandem.compat._atropos_env import EnvFlags, from_file, translate
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
+from tandem.observability import waits
 from tandem.rollout.judges import as_is
 from tandem.rollout.produce import IN_A_ROW, Pace, Producer
 from tandem.rollout.remote import Remote, RemoteEngine, native
 from tandem.types import Group, Message, Sampling, Task
-from tandem.verbs import _work_recipe, work
-from tandem.verbs.work import mask_truncated
 
 T = TypeVar("T")
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
@@ -230,8 +231,8 @@ def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         played.append(config)
         return "ended"
 
-    monkeypatch.setattr("tandem.verbs.work.play", play)
-    monkeypatch.setattr("tandem.verbs.env.play", play)
+    monkeypatch.setattr("tandem.cli.work.play", play)
+    monkeypatch.setattr("tandem.cli.env.play", play)
     assert command("work", "env=arithmetic", "model=m", *PLACES) == 0
     flags = ["--env.tokenizer_name", "m", "--env.steps_per_eval", "5", "--openai.api_key", "x", "--slurm", "False"]
     assert command("env", "arithmetic", "serve", *flags, "--env.group_size", "8", "seed=3") == 0

@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from tandem import waits
 from tandem.broker import wire
 from tandem.broker._http import Answer, Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.errors import BrokerError
+from tandem.observability import waits
 
 log = logging.getLogger(__name__)
 

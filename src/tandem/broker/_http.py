@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tandem import waits
 from tandem.errors import BrokerError
+from tandem.observability import waits
 
 log = logging.getLogger(__name__)
 

@@ -244,7 +244,7 @@ def _wrong(flags: EnvFlags) -> Iterator[str]:
 
 def _notes(flags: EnvFlags, given: frozenset[str]) -> Iterator[str]:
     """Why flags that were given change nothing, each in the words of its help."""
-    from tandem.resolve import field_docs
+    from tandem.config.registry import field_docs
 
     docs, names = field_docs(EnvFlags), _names()
     for name in _MEANINGLESS:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tandem.recipe.tree import Problems
+from tandem.config.tree import Problems
 from tandem.types import Json
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tandem.errors import BrokerError, ConfigError, EngineError, TransportError
 
 if TYPE_CHECKING:
     from tandem.compat.atropos import Flags, Running
-    from tandem.weights.bridge import VllmBridge
+    from tandem.transport.bridge import VllmBridge
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def running_engine(flags: Flags, environ: Mapping[str, str]) -> Running | None:
 def _named(flags: Flags, path: Path, url: str) -> Running:
     """The engine of a file that the flags name; one that has not written it yet is waited for, and asked itself."""
     from tandem.compat.atropos import Running
-    from tandem.weights.bridge import VLLM_FILE, VllmBridge, find
+    from tandem.transport.bridge import VLLM_FILE, VllmBridge, find
 
     if not (path / VLLM_FILE if path.is_dir() else path).is_file():
         return _lying_about(flags) or Running(url=url)
@@ -73,7 +73,7 @@ def _named(flags: Flags, path: Path, url: str) -> Running:
 def _lying_about(flags: Flags) -> Running | None:
     """The engine of a file in one of the usual places: left by one that has ended, or of another model, it is none."""
     from tandem.compat.atropos import Running
-    from tandem.weights.bridge import VllmBridge, find
+    from tandem.transport.bridge import VllmBridge, find
 
     try:
         file = find()

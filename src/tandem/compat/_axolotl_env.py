@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from tandem import resolve
+from tandem.config import registry as resolve
 from tandem.envs._rows import Row, Source
 from tandem.envs._split import some
 from tandem.envs.base import Environment, Split
@@ -237,6 +237,6 @@ def _accepts(function: Callable[..., Any], name: str) -> bool:
 
 @cache
 def _tokenizer(model: str) -> Any:
-    from tandem.policy.policy import load_tokenizer
+    from tandem.model.policy import load_tokenizer
 
     return load_tokenizer(model)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.compat._axolotl_options import DATASET, GROUPS, TOP, TRL, VLLM, Option
-from tandem.recipe.tree import Branch, Items, Leaf, Problems, Tree, plain
-from tandem.resolve import did_you_mean
+from tandem.config.registry import did_you_mean
+from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, plain
 from tandem.types import Json
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {

@@ -13,9 +13,9 @@ from tandem.compat import _axolotl_objective as objective
 from tandem.compat import _axolotl_rollout as rollout
 from tandem.compat._axolotl_file import File
 from tandem.compat._axolotl_templates import TEMPLATES, brought_by
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
+from tandem.config.tree import Branch, from_plain, plain
 from tandem.errors import TandemError
-from tandem.recipe.tree import Branch, from_plain, plain
 from tandem.types import Json
 
 ENV = "tandem.compat._axolotl_env:Rows"
@@ -160,7 +160,7 @@ def _template(recipe: Recipe) -> None:
 
 def _check_tokens(recipe: Recipe, own: Mapping[str, Json]) -> None:
     """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
-    from tandem.policy.policy import load_tokenizer
+    from tandem.model.policy import load_tokenizer
 
     file = recipe.file
     try:

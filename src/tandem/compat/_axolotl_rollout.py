@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tandem import resolve
 from tandem.compat._axolotl_env import Rows
+from tandem.config import registry as resolve
 from tandem.envs.base import Chat, Split
 from tandem.errors import ConfigError, EnvError
 from tandem.lazy import torch
 from tandem.rewards._answers import final_message
-from tandem.rewards._calls import Called
 from tandem.rewards.function import Function
+from tandem.rewards.grading.calls import Called
 from tandem.types import Json, Message, Rollout, Task
 
 ENV = f"{__name__}:Rollouts"
@@ -188,7 +188,7 @@ def _threads() -> ThreadPoolExecutor:
 
 @cache
 def _tokenizer(model: str, chat_template: str) -> Any:
-    from tandem.policy.policy import load_tokenizer
+    from tandem.model.policy import load_tokenizer
 
     return load_tokenizer(model, chat_template=chat_template or None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.resolve import did_you_mean
+from tandem.config.registry import did_you_mean
 from tandem.types import Json
 
 

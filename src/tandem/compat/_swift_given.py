@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.compat._swift_arguments import Argument
-from tandem.recipe.tree import Problems
+from tandem.config.tree import Problems
 from tandem.types import Json
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

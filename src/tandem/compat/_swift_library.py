@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from tandem.compat._swift_arguments import RLHF
 from tandem.compat._swift_rewards import built_in
-from tandem.resolve import find
+from tandem.config.registry import find
 from tandem.types import Completion, Json, Message, Rollout, Task, Turn
 
 Registry = dict[str, Callable[..., Any]]

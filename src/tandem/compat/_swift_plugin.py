@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.compat._swift_library import Arguments, multi_turns, orms
 from tandem.errors import ConfigError, RewardError, said
-from tandem.rewards._calls import Adapter, Called
+from tandem.rewards.grading.calls import Adapter, Called
 from tandem.types import Json, Rollout
 
 KIND = f"{__name__}:Plugin"
@@ -152,7 +152,7 @@ def _made(thing: Callable[..., Any], given: Mapping[str, Json]) -> Callable[...,
     if "args" in asked or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         options["args"] = arguments
     if "tokenizer" in asked:
-        from tandem.policy.policy import load_tokenizer
+        from tandem.model.policy import load_tokenizer
 
         options["tokenizer"] = load_tokenizer(arguments["model"])
     return thing(**options)  # type: ignore[no-any-return]

@@ -100,7 +100,7 @@ class Scheduled(Rows):
         made = known[self.scheduler]
         if any("run" in vars(base) for base in getattr(made, "__mro__", ()) if base.__name__ not in _BASES):
             raise EnvError(f"scheduler {self.scheduler} has a run of its own, which asks ms-swift's engine; write step")
-        from tandem.policy.policy import load_tokenizer
+        from tandem.model.policy import load_tokenizer
 
         tokenizer = load_tokenizer(self.model) if self.model else None
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tandem.compat._atropos_flags import Flags as Flags
 from tandem.compat._atropos_flags import joined as joined
 from tandem.errors import CheckpointError, ConfigError
-from tandem.sinks.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
 
@@ -58,7 +58,7 @@ def translate(
         ConfigError: with every flag that is wrong, or asks for another objective or result than can be had.
     """
     from tandem.compat._atropos_recipe import Reading
-    from tandem.recipe.tree import Problems
+    from tandem.config.tree import Problems
 
     problems = Problems()
     reading = Reading(flags=flags, given=given, environ=environ, problems=problems, running=running)
@@ -85,7 +85,7 @@ def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
         CheckpointError: a checkpoint cannot be copied.
         ConfigError: what the run trains has no name in Atropos.
     """
-    from tandem.report.folder import load
+    from tandem.observability.report.folder import load
     from tandem.trainer.digests import steps_in
 
     naming = _Naming.of(load(run_folder).config)
@@ -152,7 +152,7 @@ def _place_bridge(run_folder: Path, save_path: Path) -> list[Path]:
     Raises:
         CheckpointError: the disk refuses.
     """
-    from tandem.weights.bridge import NCCL_FILE  # only now: it needs torch, and flags are read without
+    from tandem.transport.bridge import NCCL_FILE  # only now: it needs torch, and flags are read without
 
     source, target = run_folder / NCCL_FILE, save_path / NCCL_FILE
     aside = target.with_name(f".{target.name}.tmp")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.sinks.base import RunInfo, Writer
-from tandem.sinks.wandb import Wandb
+from tandem.observability.loggers.base import RunInfo, Writer
+from tandem.observability.loggers.wandb import Wandb
 from tandem.types import Json
 
 NAMES = {

@@ -11,8 +11,8 @@ import os
 from tandem.compat._axolotl_file import File
 from tandem.compat._axolotl_recipe import Recipe
 from tandem.compat._ranks import several
-from tandem.recipe.dialects import Translated
-from tandem.recipe.tree import Branch, Leaf, Problems
+from tandem.config.dialects import Translated
+from tandem.config.tree import Branch, Leaf, Problems
 
 
 def translate(tree: Branch, serving: bool, problems: Problems) -> Translated | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tandem.compat._swift_arguments import DEPLOY, RLHF
-from tandem.sinks.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Tran
     """
     from tandem.compat._swift_given import Given
     from tandem.compat._swift_recipe import Reading
-    from tandem.recipe.tree import Problems
+    from tandem.config.tree import Problems
 
     problems = Problems()
     given = Given(RLHF, words, problems)
@@ -90,7 +90,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     """
     from tandem.compat._swift_given import Given
     from tandem.compat._swift_parts import started
-    from tandem.recipe.tree import Problems
+    from tandem.config.tree import Problems
 
     problems = Problems()
     given = Given(DEPLOY, words, problems)
@@ -153,7 +153,7 @@ class Completions(Sink):
 
 class _CompletionsWriter:
     def __init__(self, info: RunInfo) -> None:
-        from tandem.sinks import _lines
+        from tandem.observability.loggers import _lines
 
         self._folder = info.folder
         self._model, self._template = info.config["model"], info.config.get("chat_template")
@@ -178,7 +178,7 @@ class _CompletionsWriter:
             self._written = later
 
     def _append(self, step: int) -> None:
-        from tandem.sinks import _lines
+        from tandem.observability.loggers import _lines
 
         rows = list(_lines.read(self._folder / "rollouts" / f"{step:06d}.jsonl"))
         if not rows:
@@ -209,7 +209,7 @@ class _CompletionsWriter:
         if not row["prompts"]:
             return ""
         if self._tokenizer is None:
-            from tandem.policy.policy import load_tokenizer
+            from tandem.model.policy import load_tokenizer
 
             self._tokenizer = load_tokenizer(self._model, chat_template=self._template)
         _, ids = row["prompts"][0]

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem import waits
 from tandem.engines.base import Engine, Health
 from tandem.engines.embedded import Embedded
 from tandem.errors import EngineError
-from tandem.policy.attention import KVCache, Packed, decode_plan, sequential_positions
-from tandem.policy.penalties import Penalties, penalise_rows
-from tandem.policy.policy import Policy
-from tandem.policy.sampling import draw, restrict, uniform
+from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
+from tandem.model.penalties import Penalties, penalise_rows
+from tandem.model.policy import Policy
+from tandem.model.sampling import draw, restrict, uniform
+from tandem.observability import waits
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
 _KEPT = 256 << 20

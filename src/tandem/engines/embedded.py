@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tandem.engines.base import CanLend, Engine, EngineSpec, Needs
 
 if TYPE_CHECKING:
-    from tandem.policy.policy import Policy
+    from tandem.model.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

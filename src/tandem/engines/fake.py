@@ -119,8 +119,8 @@ class _Engine(Engine):
         import numpy as np
         import torch
 
-        from tandem.policy.penalties import Penalties, penalise_rows
-        from tandem.policy.sampling import draw, restrict
+        from tandem.model.penalties import Penalties, penalise_rows
+        from tandem.model.sampling import draw, restrict
 
         logits_1V = torch.zeros(1, self._spec.vocab)
         before = [np.asarray(some, dtype=np.int64) for some in (prompt, tokens)]

@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from tandem.policy import _compile
+from tandem.model import _compile
 
 log = logging.getLogger(__name__)
 

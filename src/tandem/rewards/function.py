@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import ConfigError, RewardError, said
-from tandem.rewards._calls import Adapter, Called, plain
+from tandem.rewards.grading.calls import Adapter, Called, plain
 
 
 @dataclass(frozen=True, kw_only=True)

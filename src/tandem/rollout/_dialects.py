@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.engines import _vllm_wire as wire
+from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError
 from tandem.types import Completion, Finish, Json, Sampling
 

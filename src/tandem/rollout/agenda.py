@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 
-from tandem.curricula.base import Curriculum, Seen, Tally
+from tandem.algorithms.curricula.base import Curriculum, Seen, Tally
 from tandem.errors import EnvError
 from tandem.rollout.streams import Stream
 

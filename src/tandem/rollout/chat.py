@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tandem import waits
+from tandem.agents.tool_calls import Speech, as_template, speech
 from tandem.engines.base import Engine
 from tandem.errors import EnvError
-from tandem.rollout._tools import Speech, as_template, speech
+from tandem.observability import waits
 from tandem.types import TEXT, Json, Message, Sampling, Task, Turn
 
 _MARK = "\u2042tandem\u2042"
@@ -180,7 +180,7 @@ class EngineChat:
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         """An OpenAI-compatible API while the block lasts; what is said there takes this conversation's place."""
-        from tandem.rollout.proxy import Proxy  # which is made of this module's parts
+        from tandem.agents.server import Proxy  # which is made of this module's parts
 
         proxy = Proxy(self._engine, self._template, self._sampling, model="policy")
         name, session = proxy.create(self._stream)

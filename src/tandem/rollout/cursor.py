@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tandem.curricula.base import Seen, Tally
+from tandem.algorithms.curricula.base import Seen, Tally
 from tandem.types import Group, Json
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tandem.curricula.base import Curriculum
-from tandem.recipe.sections import Reroll
+from tandem.algorithms.curricula.base import Curriculum
+from tandem.config.sections import Reroll
 from tandem.rollout.agenda import Agenda
 from tandem.rollout.cursor import Cursor, Draw
 from tandem.rollout.streams import Stream

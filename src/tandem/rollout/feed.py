@@ -19,10 +19,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from tandem import progress, waits
-from tandem.curricula.base import Curriculum
+from tandem.algorithms.curricula.base import Curriculum
+from tandem.config.sections import Replay, Reroll
 from tandem.metrics import Histogram, Sum, Value, merge
-from tandem.recipe.sections import Replay, Reroll
+from tandem.observability import progress, waits
 from tandem.rollout._mixture import Mixture
 from tandem.rollout.cursor import Cursor, Draw
 from tandem.rollout.draws import Draws

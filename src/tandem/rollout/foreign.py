@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem import waits
 from tandem.broker.client import NotRegistered, Taken
 from tandem.broker.convert import Notes, Rules, group_from_wire
 from tandem.broker.sequences import sequences
 from tandem.broker.wire import Info, RunParameters, ScoredGroup
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
+from tandem.observability import waits
 from tandem.printable import named
 from tandem.rollout.cursor import Cursor, Draw
 from tandem.rollout.measure import measure

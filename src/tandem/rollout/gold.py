@@ -11,7 +11,7 @@ from itertools import islice
 
 from tandem.envs.base import Environment
 from tandem.errors import EnvError, RewardError, TandemError, defined_at, raised
-from tandem.rewards._workers import Graders
+from tandem.rewards.grading.workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem import waits
 from tandem.broker import wire
 from tandem.broker.client import EnvClient, Receipt, Refused, Status
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
+from tandem.observability import waits
 from tandem.rollout.judges import Judge
 from tandem.rollout.recorded import told
 from tandem.rollout.worker import Worker

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem import waits
 from tandem.broker._http import Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.engines.base import Engine, Health
 from tandem.errors import ConfigError, EngineError
+from tandem.observability import waits
 from tandem.rollout._dialects import Dialect, Generate, OpenAi, Tandem
 from tandem.types import Completion, Json, PolicyVersion, Sampling
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable
 
-from tandem.recipe.sections import Replay
+from tandem.config.sections import Replay
 from tandem.rollout.cursor import Draw, Stored
 from tandem.types import Group
 

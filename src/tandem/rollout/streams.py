@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from tandem.recipe.sources import exactly
+from tandem.config.sources import exactly
 from tandem.rollout.cursor import Draw
 from tandem.rollout.measure import Solved
 from tandem.rollout.worker import Worker

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from tandem import waits
 from tandem.engines.base import Engine
 from tandem.envs.base import Environment
 from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_at, place_of, said
-from tandem.rewards._workers import Graders
+from tandem.observability import waits
+from tandem.rewards.grading.workers import Graders
 from tandem.rollout.chat import EngineChat, Template, answered
 from tandem.types import Group, Rollout, Sampling, Task
 

@@ -16,15 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tandem import waits
+from tandem.algorithms.references.base import Held
 from tandem.errors import CheckpointError
+from tandem.model.policy import Policy
+from tandem.observability import trace, waits
 from tandem.optimizers.base import Stepper
-from tandem.policy.policy import Policy
-from tandem.references.base import Held
-from tandem.telemetry import trace
+from tandem.trainable.base import Trains
 from tandem.trainer import digests
 from tandem.trainer.state import TrainerState
-from tandem.trains.base import Trains
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tandem import progress
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
+from tandem.observability import progress, trace
+from tandem.observability.emit import Telemetry
 from tandem.rollout.measure import interval, pass_at
 from tandem.rollout.streams import Stream
-from tandem.telemetry import trace
-from tandem.telemetry.emit import Telemetry
 from tandem.types import Group, Json, Sampling, Task
 
 _SHOWN = 40

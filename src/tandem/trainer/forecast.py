@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem import progress
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
+from tandem.observability import progress
 from tandem.rollout.cursor import Draw
 from tandem.rollout.streams import Stream, Timetable
 from tandem.trainer.supply import judge

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem import config as recipes
-from tandem import report, resolve, waits
-from tandem.alarms.watch import Notice
-from tandem.config import RunConfig
+from tandem.config import loading as recipes
+from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError
-from tandem.sinks import _lines
-from tandem.telemetry import log as logs
-from tandem.telemetry import vitals
+from tandem.observability import log as logs
+from tandem.observability import report, vitals, waits
+from tandem.observability.alarms.watch import Notice
+from tandem.observability.loggers import _lines
 
 log = logging.getLogger(__name__)
 

@@ -24,19 +24,19 @@ from typing import TypeVar
 from tandem import machine
 from tandem.errors import SyncError, TandemError
 from tandem.metrics import Max, Mean, Sum, Value, merge
-from tandem.policy.policy import Policy
+from tandem.model.policy import Policy
+from tandem.observability import trace
+from tandem.observability.emit import Telemetry
+from tandem.observability.watchdog import deadline_in
 from tandem.rollout.cursor import Cursor
 from tandem.rollout.rate import Pace
 from tandem.rollout.supply import Supply
-from tandem.sync.base import Handoff, Link, Published
-from tandem.telemetry import trace
-from tandem.telemetry.emit import Telemetry
-from tandem.telemetry.watchdog import deadline_in
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Json
+from tandem.weight_sync.base import Handoff, Link, Published
 
 T = TypeVar("T")
 

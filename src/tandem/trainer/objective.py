@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem import resolve
-from tandem.corrections.base import Correction
-from tandem.losses.base import Loss, MicroBatch
+from tandem.algorithms.corrections.base import Correction
+from tandem.algorithms.losses.base import Loss, MicroBatch
+from tandem.algorithms.references.base import Reference
+from tandem.config import registry as resolve
 from tandem.metrics import Max, Mean, Share, Value
 from tandem.pending import Pending, Told
-from tandem.references.base import Reference
 from tandem.types import UNKNOWN
 
 _MOST = 80.0

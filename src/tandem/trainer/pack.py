@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.advantages.base import Advantage, advantages
-from tandem.losses.base import MicroBatch
+from tandem.algorithms.advantages.base import Advantage, advantages
+from tandem.algorithms.losses.base import MicroBatch
 from tandem.metrics import Histogram, Mean, Sum, Value
-from tandem.policy.attention import Packed, sequential_positions
-from tandem.policy.penalties import History, Past, Penalties, joined
-from tandem.policy.plans import moved
+from tandem.model.attention import Packed, sequential_positions
+from tandem.model.penalties import History, Past, Penalties, joined
+from tandem.model.plans import moved
 from tandem.trainer._balance import Balance, Family
 from tandem.trainer._tree import Ints, Kin, Row
 from tandem.types import Group, Rollout, Sample

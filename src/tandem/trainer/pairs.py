@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
 from tandem.errors import UnsupportedPair
 
 
@@ -14,11 +14,11 @@ def check_pairs(config: RunConfig) -> None:
         ConfigError: this machine lacks what an option needs.
     """
     if config.compile is True:
-        from tandem.policy import layers  # which needs torch, as 8-bit products do
+        from tandem.model import layers  # which needs torch, as 8-bit products do
 
         layers.check(config.compile)
     if config.matmul == "fp8":
-        from tandem.policy import float8
+        from tandem.model import float8
 
         float8.check()
     if config.sampling.regex and not getattr(config.engine, "has_grammars", False):

@@ -9,20 +9,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from tandem import memory, waits
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
+from tandem.config.sources import Source
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
 from tandem.errors import EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
-from tandem.recipe.sources import Source
-from tandem.rewards._workers import Graders
+from tandem.observability import waits
+from tandem.rewards.grading.workers import Graders
 from tandem.rollout import prompts
 from tandem.rollout.chat import Template
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.measure import Solved
 from tandem.rollout.streams import Stream
 from tandem.rollout.worker import Worker
+from tandem.trainer import memory_plan as memory
 from tandem.types import Task
 
 Tasks = Mapping[str, Sequence[Task]]
@@ -76,7 +77,7 @@ def _kind(value: object) -> str:
 
 def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
     """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
-    from tandem.policy.policy import load_tokenizer  # which needs torch
+    from tandem.model.policy import load_tokenizer  # which needs torch
 
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     template = Template(tokenizer, config.chat_template_kwargs)

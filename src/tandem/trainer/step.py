@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tandem import machine
+from tandem.algorithms.references.base import Held
 from tandem.metrics import Mean, Sum, Value, merge
+from tandem.model.logprobs import token_logprobs
+from tandem.model.policy import Policy
+from tandem.observability import trace
 from tandem.optimizers.base import Optimizer, Stepper
 from tandem.pending import Pending, Told, fetch, settle
-from tandem.policy.logprobs import token_logprobs
-from tandem.policy.policy import Policy
-from tandem.references.base import Held
-from tandem.telemetry import trace
 from tandem.trainer.objective import Known, Objective
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.types import Sampling

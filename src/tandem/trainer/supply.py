@@ -11,18 +11,18 @@ from pathlib import Path
 from tandem.broker.client import Connection, TrainerClient
 from tandem.broker.convert import Rules
 from tandem.broker.wire import RunParameters
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
 from tandem.engines.base import CanAttest, Engine
 from tandem.errors import ConfigError
+from tandem.observability.dropped import DroppedGroups
+from tandem.observability.emit import Telemetry
+from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.chat import Template
 from tandem.rollout.feed import Feed, FeedOptions
 from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
 from tandem.rollout.judges import Judge, as_is, penalise_truncated
 from tandem.rollout.rate import Budget, Pace, RateState
 from tandem.rollout.streams import Stream
-from tandem.sinks.wandb import Wandb
-from tandem.telemetry.dropped import DroppedGroups
-from tandem.telemetry.emit import Telemetry
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,150 @@
+"""How OpenAI's chat completions and completions answer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+from aiohttp import web
+
+from tandem.agents.tool_calls import Call
+from tandem.types import Completion, Json, Turn
+
+Pieces = Callable[[Sequence[int]], list[str]]
+"""Text of each token on its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the policy answered."""
+
+    text: str
+    """Its text, without calls of tools and without a stop text."""
+    calls: tuple[Call, ...] = ()
+    """The tools that it calls."""
+    turn: Turn
+    """How it was sampled."""
+
+
+def chat_body(
+    model: str, answers: Sequence[Answer], now: int, pieces: Pieces | None = None, *, ids: bool = False
+) -> dict[str, Json]:
+    """Body of a chat's answer.
+
+    Args:
+        model: what the policy is called.
+        answers: to one conversation.
+        now: seconds since 1970.
+        pieces: text of each token, where logprobs are asked for.
+        ids: tell the sampled token ids.
+    """
+    choices = [
+        {
+            "index": index,
+            "message": _message(answer),
+            "finish_reason": _finish(answer),
+            **_ids(answer, ids),
+            "logprobs": None if pieces is None else {"content": _logprobs(answer.turn.completion, pieces)},
+        }
+        for index, answer in enumerate(answers)
+    ]
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": now, "model": model}
+    return {**head, "choices": choices, "usage": _usage([answers])}
+
+
+def text_body(
+    model: str, answers: Sequence[Sequence[Answer]], now: int, pieces: Pieces | None = None, *, ids: bool = False
+) -> dict[str, Json]:
+    """Body of a completion's answer; as ``chat_body``, with the answers to each prompt."""
+    choices = [
+        {
+            "index": index,
+            "text": answer.text,
+            "finish_reason": _finish(answer),
+            **_ids(answer, ids),
+            "logprobs": None if pieces is None else _old_logprobs(answer.turn.completion, pieces),
+        }
+        for index, answer in enumerate(answer for some in answers for answer in some)
+    ]
+    head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": now, "model": model}
+    return {**head, "choices": choices, "usage": _usage(answers)}
+
+
+async def streamed(request: web.Request, body: dict[str, Json], *, counted: bool) -> web.StreamResponse:
+    """An answer as server-sent events, each choice in one piece; ``counted``: with counts of tokens at the end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    is_chat = body["object"] == "chat.completion"
+    head = {**body, "object": "chat.completion.chunk" if is_chat else body["object"]}
+    usage = head.pop("usage")
+    for part in _parts(body["choices"], is_chat):
+        await response.write(_event({**head, "choices": [part]}))
+    if counted:
+        await response.write(_event({**head, "choices": [], "usage": usage}))
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _event(data: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[str, Json]]:
+    """Two of each choice: what was said, and how it ended."""
+    for choice in choices:
+        if is_chat:
+            delta = dict(choice["message"])
+            if calls := delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+            said: dict[str, Json] = {"delta": delta}
+            end: dict[str, Json] = {"delta": {}}
+        else:
+            said, end = {"text": choice["text"]}, {"text": ""}
+        yield {"index": choice["index"], **said, "finish_reason": None, "logprobs": choice["logprobs"]}
+        yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
+
+
+def _ids(answer: Answer, asked: bool) -> dict[str, Json]:
+    return {"token_ids": list(answer.turn.completion.tokens)} if asked else {}
+
+
+def _message(answer: Answer) -> dict[str, Json]:
+    if not answer.calls:
+        return {"role": "assistant", "content": answer.text}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+    return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}
+
+
+def _finish(answer: Answer) -> str:
+    if answer.turn.completion.finish == "length":
+        return "length"
+    return "tool_calls" if answer.calls else "stop"
+
+
+def _usage(answers: Sequence[Sequence[Answer]]) -> dict[str, Json]:
+    """Counts; several answers to one prompt have read it once."""
+    read = sum(len(some[0].turn.prompt) for some in answers)
+    sampled = sum(len(answer.turn.completion.tokens) for some in answers for answer in some)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+
+def _logprobs(completion: Completion, pieces: Pieces) -> list[Json]:
+    """Of each sampled token, an end token too. A token that is no whole character has no text of its own."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(pieces(completion.tokens), completion.logprobs, strict=True)
+    ]
+
+
+def _old_logprobs(completion: Completion, pieces: Pieces) -> dict[str, Json]:
+    """The same in the form of completions."""
+    texts = pieces(completion.tokens)
+    starts = list(accumulate(map(len, texts), initial=0))[:-1]
+    return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": starts}

@@ -1,0 +1,324 @@
+"""What OpenAI's chat completions and completions ask, as far as a policy that speaks text can answer it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from tandem.agents.tool_calls import Call, Offer, Speech, Spoken
+from tandem.rollout.recorded import OF_THE_RUN, unkept, why_not
+from tandem.types import Message, Sampling
+
+log = logging.getLogger(__name__)
+
+MOST = 128
+"""Most answers of one request."""
+UNREAD = frozenset((
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+))  # fmt: skip
+"""Fields that no answer depends on."""
+
+
+class Wrong(Exception):
+    """A request that cannot be answered; ``status`` is HTTP's, ``param`` what is wrong in it."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+class Asked(msgspec.Struct, kw_only=True):
+    """What both routes are asked. Fields that would change the answer and cannot be obeyed are refused."""
+
+    KIND: ClassVar[str] = "request"
+    REFUSED: ClassVar[tuple[str, ...]] = ("logit_bias",)
+
+    n: int | None = None
+    """Answers."""
+    max_tokens: int | None = None
+    """Most tokens of one answer."""
+    temperature: float | None = None
+    """As in ``Sampling``; with the exception of greedy it may be any, since every turn records its own."""
+    top_p: float | None = None
+    """As in the run's ``Sampling``, and so are those that follow."""
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    """Refused: the siblings of a group would all get the same answer."""
+    stop: str | list[str] | None = None
+    """Texts that end an answer, and are no part of it."""
+    stream: bool | None = None
+    """Answer in events; they come when all is sampled."""
+    stream_options: dict[str, Any] | None = None
+    """``include_usage``: the last event counts tokens."""
+    logit_bias: dict[str, float] | None = None
+    return_token_ids: bool | None = None
+    """Tell the sampled token ids, as vLLM does."""
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """A request.
+
+        Raises:
+            Wrong: it is none, or asks for what cannot be done.
+        """
+        try:
+            given = msgspec.json.decode(body, type=dict[str, Any])
+            asked = msgspec.convert(given, cls, strict=False)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Wrong(f"the body is no {cls.KIND}'s: {error}") from error
+        for name, value in given.items():
+            # Null, false and nothing in a list ask for nothing.
+            if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
+                raise Wrong(f"{name} is nothing that this server knows; leave it out", param=name)
+        for name in cls.REFUSED:
+            if getattr(asked, name):
+                raise Wrong(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
+        if asked.seed is not None:
+            raise Wrong(
+                "seed cannot be obeyed: every answer has a random stream of its own, or a task's answers would all be "
+                "the same; leave it out",
+                param="seed",
+            )
+        if not 1 <= asked.answers <= MOST:
+            raise Wrong(f"n must be from 1 to {MOST}", param="n")
+        asked.check()
+        return asked
+
+    def check(self) -> None:
+        """Refuse what the route cannot do."""
+
+    @property
+    def answers(self) -> int:
+        """How many of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of one answer, if the request says."""
+        return self.max_tokens
+
+    @property
+    def counted(self) -> bool:
+        """Whether a stream ends with counts of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def sampling(self, own: Sampling) -> Sampling:
+        """``own``, but for what the request says.
+
+        Raises:
+            Wrong: a number is out of range, or training would compute other logprobs than the engine.
+        """
+        given: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
+        given |= {name: getattr(self, name) for name in OF_THE_RUN}
+        if self.top_k == -1:  # as vLLM says it
+            given["top_k"] = 0
+        if self.stop is not None:
+            given["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
+        made = replace(own, **{name: value for name, value in given.items() if value is not None})
+        fine = {
+            "max_tokens": made.max_tokens >= 1,
+            "temperature": 0 <= made.temperature < math.inf,
+        }
+        for name, is_fine in fine.items():
+            if not is_fine:
+                raise Wrong(f"{name} is out of range", param=name)
+        if (other := unkept(own, made)) is not None:
+            raise Wrong(why_not(other, own, made), param=other)
+        return made
+
+
+class _Function(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _Called(msgspec.Struct, kw_only=True):
+    function: _Function
+    id: str | None = None
+
+
+class _Said(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_Called] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+
+class Chat(Asked, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    KIND: ClassVar[str] = "chat completion"
+    REFUSED: ClassVar[tuple[str, ...]] = (*Asked.REFUSED, "functions", "function_call")
+
+    messages: list[_Said]
+    """The conversation."""
+    max_completion_tokens: int | None = None
+    """``max_tokens`` by its newer name."""
+    tools: list[Any] | None = None
+    """What the policy may call."""
+    tool_choice: Any = None
+    """auto: the policy decides; none: it is offered no tools."""
+    parallel_tool_calls: bool | None = None
+    """False: one call per answer at most."""
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    """Tell the logprob of each sampled token."""
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            Wrong: says what.
+        """
+        if self.top_logprobs:
+            raise Wrong("top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs")
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise Wrong("response_format cannot be obeyed: the policy answers in plain text", param="response_format")
+        if not self.messages:
+            raise Wrong("messages are empty", param="messages")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise Wrong(
+                "tool_choice must be auto or none: what the policy calls is its own choice, since sampling is not "
+                "constrained; ask for the call in a message",
+                param="tool_choice",
+            )
+        for tool in self.tools or ():
+            _refuse_odd(tool)
+
+    @property
+    def limit(self) -> int | None:
+        """By either name."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def offer(self, speech: Speech) -> Offer:
+        """The tools that are offered; the conversation's template knows ``speech``.
+
+        Raises:
+            Wrong: the template would leave them out of the prompt.
+        """
+        if not self.tools or self.tool_choice == "none":
+            return Offer()
+        if not speech.shown:
+            raise Wrong(
+                "tools cannot be offered: the model's chat template writes none into the prompt; use a model that "
+                "knows tools, or a chat_template that shows them",
+                param="tools",
+            )
+        return Offer(tools=self.tools, single=self.parallel_tool_calls is False)
+
+    def said(self) -> tuple[Message, ...]:
+        """The conversation in our words.
+
+        Raises:
+            Wrong: a message has parts that are no text.
+        """
+        return tuple(_spoken(message) for message in self.messages)
+
+
+def _refuse_odd(tool: Any) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Wrong('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
+    if function.get("strict"):  # as some agents' libraries say of every tool, so refusing would lock them out
+        _told_of_strict()
+
+
+@cache  # once is enough
+def _told_of_strict() -> None:
+    log.warning(
+        "a tool is strict, which is not enforced: nothing constrains what is sampled, so the arguments of a call may "
+        "not fit its schema"
+    )
+
+
+def _spoken(message: _Said) -> Message:
+    if message.function_call:
+        raise Wrong("function_call cannot be read; give tool_calls", param="messages")
+    text = _text(message)
+    if not (message.tool_calls or message.tool_call_id or message.name):
+        return Message(role=message.role, content=text)
+    calls = tuple(
+        Call(
+            name=call.function.name,
+            arguments=given if isinstance(given := call.function.arguments, str) else json.dumps(given),
+            id=call.id or "",
+        )
+        for call in message.tool_calls or ()
+    )
+    return Spoken(
+        role=message.role, content=text, calls=calls, answers=message.tool_call_id or "", name=message.name or ""
+    )
+
+
+def _text(message: _Said) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    if other := [part.get("type") for part in message.content if part.get("type") != "text"]:
+        raise Wrong(f"a message has a part of type {other[0]}, and the policy reads text alone", param="messages")
+    return "".join(str(part.get("text", "")) for part in message.content)
+
+
+class Text(Asked, kw_only=True):
+    """Body of /v1/completions."""
+
+    KIND: ClassVar[str] = "completion"
+    REFUSED: ClassVar[tuple[str, ...]] = (*Asked.REFUSED, "suffix", "echo")
+
+    prompt: str | list[Any]
+    """Text or token ids, or a list of such."""
+    logprobs: int | None = None
+    """0: tell the logprob of each sampled token."""
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            Wrong: says what.
+        """
+        if self.logprobs:
+            raise Wrong("logprobs must be 0: those of the sampled tokens alone are kept", param="logprobs")
+        if self.best_of is not None and self.best_of != self.answers:
+            raise Wrong("best_of must be n: every answer that is sampled is given", param="best_of")
+
+    def prompts(self, vocabulary: int) -> list[str | list[int]]:
+        """Each prompt; token ids must be below ``vocabulary``.
+
+        Raises:
+            Wrong: one is neither text nor token ids, or there are too many.
+        """
+        given: Any = self.prompt
+        several = isinstance(given, list) and not all(isinstance(part, int) for part in given)
+        found = given if several else [given]
+        for prompt in found:
+            fine = isinstance(prompt, str) or (
+                isinstance(prompt, list) and all(type(id) is int and 0 <= id < vocabulary for id in prompt)
+            )
+            if not fine or not prompt:
+                raise Wrong(
+                    f"prompt must be text or token ids from 0 to {vocabulary - 1}, or a list of such, and not empty",
+                    param="prompt",
+                )
+        if len(found) * self.answers > MOST:
+            raise Wrong(f"prompts times n must be {MOST} at most", param="n")
+        return list(found)

@@ -1,0 +1,35 @@
+"""Reward minus the group's mean, over the standard deviation of the whole step's rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.algorithms.advantages.base import centred, deviation, scores
+from tandem.types import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchStd:
+    """Group mean, batch deviation (arXiv 2508.08221): A_i = (r_i - mean of its group) / (std of the step + eps).
+
+    One scale for every task of a step: unlike a group's own deviation it favours no task that is nearly always or
+    nearly never solved. std is over the rewards of all groups trained in the step, squares over n - 1, as TRL's is.
+    """
+
+    eps: float = 1e-4
+    """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps < math.inf:
+            raise ValueError("eps must be above 0 and finite")
+
+    def __call__(self, group: Group) -> list[float]:
+        """Deviations from the mean, before they are scaled."""
+        return centred(scores(group))
+
+    def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Divided by the step's deviation."""
+        std = deviation([reward for group in groups for reward in scores(group)])
+        return [[value / (std + self.eps) for value in mine] for mine in values]

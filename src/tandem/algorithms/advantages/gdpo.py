@@ -1,0 +1,60 @@
+"""Every reward standardised on its own, then summed, then scaled over the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from tandem.algorithms.advantages.base import deviation
+from tandem.types import Group, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gdpo:
+    """GDPO (arXiv 2601.05242): z_ik = (r_ik - mean_k) / (std_k + eps) over the group; A = standardised sum_k w_k z_ik.
+
+    k runs over the recipe's rewards, w_k are their weights, and the last standardisation is over all groups of the
+    step. Summed first, rewards of different scales drown one another, and answers that differ in which reward they got
+    become alike. What a rollout's reward has beyond its weighted parts (a penalty for truncation) is one more part.
+    """
+
+    eps: float = 1e-4
+    """Added to the standard deviations."""
+    _weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps < math.inf:
+            raise ValueError("eps must be above 0 and finite")
+
+    def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
+        """With the recipe's weights by environment; a reward without one counts once."""
+        return dataclasses.replace(self, _weights=weights)
+
+    def __call__(self, group: Group) -> list[float]:
+        """Sums of standardised rewards, before they are standardised over the step; 0 without siblings."""
+        weights = self._weights.get(group.env, {})
+        parts = [_parts(rollout, weights) for rollout in group.scored]
+        sums: list[list[float]] = [[] for _ in parts]
+        for name in sorted({name for each in parts for name in each}):
+            given = [each[name] for each in parts if name in each]
+            mean, std = math.fsum(given) / len(given), deviation(given)
+            for terms, each in zip(sums, parts, strict=True):
+                if name in each:
+                    terms.append(weights.get(name, 1.0) * (each[name] - mean) / (std + self.eps))
+        return [math.fsum(terms) for terms in sums]
+
+    def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Standardised over the step."""
+        every = [value for mine in values for value in mine]
+        mean, std = math.fsum(every) / max(1, len(every)), deviation(every)
+        return [[(value - mean) / (std + self.eps) for value in mine] for mine in values]
+
+
+def _parts(rollout: Rollout, weights: Mapping[str, float]) -> dict[str, float]:
+    """A rollout's rewards by name, and what its sum has beside them."""
+    assert rollout.reward is not None
+    known = math.fsum(weights.get(name, 1.0) * value for name, value in rollout.rewards.items())
+    return {**rollout.rewards, "": rollout.reward - known}

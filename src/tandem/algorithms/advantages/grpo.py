@@ -1,0 +1,34 @@
+"""Reward minus the group's mean, over the group's standard deviation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.algorithms.advantages.base import scores
+from tandem.types import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo:
+    """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps)."""
+
+    std: Literal["sample", "population"] = "sample"
+    """sample divides squared deviations by n - 1, as torch and TRL do; population by n, as numpy does."""
+    eps: float = 1e-4
+    """Added to the standard deviation; rewards that differ by less than this hardly count."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps < math.inf:
+            raise ValueError("eps must be above 0 and finite")
+
+    def __call__(self, group: Group) -> list[float]:
+        """Standardised deviations; they sum to 0."""
+        rewards = scores(group)
+        if len(rewards) < 2:
+            return [0.0] * len(rewards)
+        mean = math.fsum(rewards) / len(rewards)
+        squares = math.fsum((reward - mean) ** 2 for reward in rewards)
+        std = math.sqrt(squares / (len(rewards) - (self.std == "sample")))
+        return [(reward - mean) / (std + self.eps) for reward in rewards]

@@ -1,0 +1,58 @@
+"""What a correction is: a weight for every token, by how far its sampler was from the policy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Beyond = Literal["truncate", "mask"]
+"""What becomes of a ratio out of bounds: it is set to the bound, or the weight is 0."""
+
+
+class Correction(Protocol):
+    """A frozen dataclass whose fields are its options."""
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """True if its weights are ratios, which a loss against the sampler's logprobs has inside already."""
+        ...
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+        """Weight of each token's loss, float32 without gradient, given the policy's ``logprobs_N``."""
+        ...
+
+
+def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+    """Log of how much likelier each token is than when it was sampled.
+
+    Under the policy as the step began where its logprobs were recomputed (a loss takes over from there), else under
+    the policy of now.
+    """
+    policy_N = logprobs_N.detach() if micro.recomputed_logprobs_N is None else micro.recomputed_logprobs_N
+    return policy_N - micro.behavior_logprobs_N
+
+
+def bounded(log_ratio: Tensor, micro: MicroBatch, beyond: Beyond, low: float | None, high: float | None) -> Tensor:
+    """Ratios within bounds; 1 instead of each ratio where the loss itself is against the sampler."""
+    lowest, highest = 0.0 if low is None else low, math.inf if high is None else high
+    ratio = log_ratio.clamp(-80.0, 80.0).exp()  # finite in float32, and beyond any bound
+    if beyond == "truncate":
+        return ratio.clamp(lowest, highest)
+    within = (ratio >= lowest) & (ratio <= highest)
+    return torch.where(within, torch.ones_like(ratio) if micro.recomputed_logprobs_N is None else ratio, 0.0)
+
+
+def check_bounds(low: float | None, high: float | None) -> None:
+    """Raise ValueError unless the bounds hold 1, and there is one."""
+    if low is None and high is None:
+        raise ValueError("high must be given where low is null: without bounds nothing is corrected")
+    if low is not None and not 0 < low <= 1:
+        raise ValueError("low must be above 0 and at most 1, or null")
+    if high is not None and not 1 <= high < math.inf:
+        raise ValueError("high must be at least 1 and finite, or null")

@@ -1,0 +1,40 @@
+"""Answers that were sampled by too different a policy are left out, whatever their length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.algorithms.corrections.base import check_bounds, drift
+from tandem.algorithms.losses.base import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometric:
+    """w = 1 if the geometric mean over an answer's tokens of policy / sampler is within [low, high], else 0.
+
+    Unlike the product of ``sequence`` it does not grow with length (Liu et al. 2025, "When speed kills stability"). It
+    is no importance weight, so it only drops; combine it with ``token``.
+    """
+
+    low: float | None = 0.99
+    """Smallest mean ratio, at most 1; null: none."""
+    high: float | None = 1.01
+    """Largest mean ratio, at least 1; null: none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self.low, self.high)
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """It weighs nothing."""
+        return False
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+        """1 or 0, the same for all tokens of an answer."""
+        mean = micro.means(drift(logprobs_N, micro)).exp()
+        within = (mean >= (self.low or 0.0)) & (mean <= (float("inf") if self.high is None else self.high))
+        return within.to(logprobs_N.dtype)[micro.sample_N]

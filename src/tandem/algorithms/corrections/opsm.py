@@ -1,0 +1,40 @@
+"""Bad answers of a policy that is gone are left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tandem.algorithms.losses.base import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opsm:
+    """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): w = 0 where A < 0 and KL > threshold, else 1.
+
+    KL is the mean over an answer's tokens of sampler's logprob minus policy's, at the policy of now. A policy learns
+    little from mistakes that it would no longer make, and pushing them away disturbs it.
+    """
+
+    weighs: ClassVar[bool] = False
+
+    threshold: float = 0.5
+    """Nats per token."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < math.inf:
+            raise ValueError("threshold must be at least 0 and finite")
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """It weighs nothing."""
+        return False
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+        """1 or 0."""
+        kl = micro.means(micro.behavior_logprobs_N - logprobs_N.detach())
+        return ((micro.advantages_N >= 0) | (kl[micro.sample_N] <= self.threshold)).to(logprobs_N.dtype)

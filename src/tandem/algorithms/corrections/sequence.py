@@ -1,0 +1,42 @@
+"""Importance weights of whole answers, bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.algorithms.corrections.base import Beyond, bounded, check_bounds, drift
+from tandem.algorithms.losses.base import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """w = product over an answer's tokens of policy / sampler, held within [low, high] or dropped beyond it.
+
+    The unbiased weight of an answer (Liu et al. 2025, "When speed kills stability"). Products of many ratios explode:
+    for long answers prefer token or geometric. With old_logprobs: sampled, where the loss has the ratio inside, only
+    mask is possible and the weight is 1 within the bounds.
+    """
+
+    beyond: Beyond = "mask"
+    """truncate: a product out of bounds counts as the bound; mask: the answer is left out."""
+    low: float | None = None
+    """Smallest product, at most 1; null: none."""
+    high: float | None = 3.0
+    """Largest product, at least 1; null: none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self.low, self.high)
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """A truncated product is a weight."""
+        return self.beyond == "truncate"
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+        """Bounded products, the same for all tokens of an answer."""
+        total = micro.totals(drift(logprobs_N, micro))
+        return bounded(total, micro, self.beyond, self.low, self.high)[micro.sample_N]

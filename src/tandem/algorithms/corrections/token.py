@@ -1,0 +1,41 @@
+"""Importance weights of single tokens, bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.algorithms.corrections.base import Beyond, bounded, check_bounds, drift
+from tandem.algorithms.losses.base import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """w = policy / sampler, token by token, held within [low, high] or dropped beyond it.
+
+    Truncated it is TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
+    masked MIS or IcePop (arXiv 2510.18855). With old_logprobs: sampled, where the loss has the ratio inside, only mask
+    is possible and the weight is 1 within the bounds.
+    """
+
+    beyond: Beyond = "truncate"
+    """truncate: a ratio out of bounds counts as the bound; mask: the token is left out."""
+    low: float | None = None
+    """Smallest ratio, at most 1; null: none."""
+    high: float | None = 2.0
+    """Largest ratio, at least 1; null: none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self.low, self.high)
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """A truncated ratio is a weight."""
+        return self.beyond == "truncate"
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+        """Bounded ratios."""
+        return bounded(drift(logprobs_N, micro), micro, self.beyond, self.low, self.high)

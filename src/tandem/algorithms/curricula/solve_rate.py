@@ -1,0 +1,37 @@
+"""Tasks that the policy solves now and then, before those that it always or never solves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.algorithms.curricula.base import Seen
+from tandem.types import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveRate:
+    """Weight (4 p (1 - p)) ^ sharpness by the share p of right answers in a task's last plays, and 1 before the first.
+
+    The advantages of a group vanish where all of its answers are right or wrong, and vary most where half of them are.
+    A batch then leans towards tasks near one half: more so the higher the sharpness.
+    """
+
+    sharpness: float = 0.5
+    """Exponent; 0 draws all tasks alike that are neither always nor never solved."""
+    floor: float = 0.05
+    """Least weight: how often a task comes that was always or never solved of late, for that may change."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sharpness <= 8:
+            raise ValueError("sharpness must be between 0 and 8")
+        if not 0 < self.floor <= 1:
+            raise ValueError("floor must be above 0 and at most 1: a task of weight 0 would never come again")
+
+    def weight(self, task: Task, seen: Seen) -> float:
+        rate = seen.rate
+        if rate is None:
+            return 1.0
+        if rate <= 0.0 or rate >= 1.0:
+            return self.floor
+        spread: float = (4.0 * rate * (1.0 - rate)) ** self.sharpness
+        return max(self.floor, spread)

@@ -1,0 +1,43 @@
+"""A policy gradient whose importance weights are capped, so that no token loses its gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tandem.algorithms.losses._ratio import counts, ratio
+from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cispo:
+    """CISPO (arXiv 2506.13585, equation 4): loss = -w A logprob, with w = min(r, cap) held constant.
+
+    r = exp(logprob - old logprob). A clip would silence the rare tokens whose ratio moves most; a cap only limits how
+    much they count. The default cap is that of ScaleRL (arXiv 2510.13786).
+    """
+
+    by_advantage: ClassVar[bool] = True
+
+    cap: float = 5.0
+    """Largest importance weight of a token."""
+    reduction: Reduction = "token"
+    """token: mean over the step's trained tokens; sequence, constant: see grpo."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cap < math.inf:
+            raise ValueError("cap must be above 0 and finite")
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
+        """Per-token loss; the gradient is -min(r, cap) A."""
+        with torch.no_grad():
+            ratio_N = ratio(logprobs_N - micro.old_logprobs_N)
+            above_N = (ratio_N > self.cap) & (micro.advantages_N != 0)
+            metrics = counts(ratio_N, torch.zeros_like(above_N), above_N)
+        loss_N = -ratio_N.clamp(max=self.cap) * micro.advantages_N * logprobs_N
+        return TokenLoss(loss_N=loss_N, metrics=metrics)

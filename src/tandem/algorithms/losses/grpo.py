@@ -1,0 +1,50 @@
+"""The clipped policy gradient of PPO and GRPO, with separate clips and a dual clip."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tandem.algorithms.losses._ratio import clipped, ratio
+from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo:
+    """GRPO's surrogate (arXiv 2402.03300), per token, against the policy that sampled it.
+
+    With r = exp(logprob - old logprob) the objective is min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and
+    where A < 0 at least dual_clip A (arXiv 1912.09729); the loss is its negative. The higher clip_high is DAPO's
+    (arXiv 2503.14476). By ``reduction`` it is GRPO (sequence), DAPO and BNPO (token) or Dr. GRPO (constant).
+    """
+
+    by_advantage: ClassVar[bool] = True
+    at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
+
+    clip_low: float = 0.2
+    """A token of negative advantage stops pushing once its ratio is below 1 - clip_low."""
+    clip_high: float = 0.28
+    """A token of positive advantage stops pushing once its ratio is above 1 + clip_high."""
+    dual_clip: float | None = 3.0
+    """A token of negative advantage stops pushing once its ratio is above this, as stale ones may be; null never."""
+    reduction: Reduction = "token"
+    """token: mean over the step's trained tokens; sequence: over samples, each a mean over its tokens; constant: sum
+    over tokens, divided by samples times max_tokens (Dr. GRPO)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError("clip_low must be between 0 and 1")
+        if not 0 <= self.clip_high < math.inf:
+            raise ValueError("clip_high must be at least 0 and finite")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError("dual_clip must be above 1 and finite, or null")
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
+        """Per-token loss; the gradient is -r A where nothing clips and exactly 0 where something does."""
+        ratio_N = ratio(logprobs_N - micro.old_logprobs_N)
+        loss_N, metrics = clipped(ratio_N, micro.advantages_N, self.clip_low, self.clip_high, self.dual_clip)
+        return TokenLoss(loss_N=loss_N, metrics=metrics)

@@ -1,0 +1,54 @@
+"""The clipped policy gradient with one ratio for a whole answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from tandem.algorithms.losses._ratio import clipped, ratio
+from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gspo:
+    """GSPO (arXiv 2507.18071): the ratio of an answer is the geometric mean of its tokens' ratios.
+
+    With s = exp(mean over the answer's tokens of logprob - old logprob) the objective is min(s A, clip(s, 1 - clip_low,
+    1 + clip_high) A); the loss is its negative, for every token of the answer. The clips are far narrower than those of
+    a token's ratio, since means hardly move; their defaults are the paper's.
+    """
+
+    by_advantage: ClassVar[bool] = True
+    at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
+    per_token: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    clip_low: float = 3e-4
+    """An answer of negative advantage stops pushing once its ratio is below 1 - clip_low."""
+    clip_high: float = 4e-4
+    """An answer of positive advantage stops pushing once its ratio is above 1 + clip_high."""
+    gradient: Literal["sequence", "token"] = "sequence"
+    """sequence: every token of an answer is pushed by the mean of what its tokens want; token (GSPO-token): by its own
+    advantage, times the same s. They differ where the tokens of one answer have different advantages."""
+    reduction: Reduction = "sequence"
+    """sequence: mean over answers, as in the paper; token: longer answers weigh more; constant: see grpo."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError("clip_low must be between 0 and 1")
+        if not 0 <= self.clip_high < math.inf:
+            raise ValueError("clip_high must be at least 0 and finite")
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
+        """Per-token loss; its sum over an answer has the gradient of the answer's own objective times its length."""
+        gap_N = logprobs_N - micro.old_logprobs_N
+        if self.gradient == "sequence":
+            ratio_N = ratio(micro.means(gap_N))[micro.sample_N]
+        else:
+            same_N = (logprobs_N - logprobs_N.detach()).exp()  # 1, with the gradient of the token's own logprob
+            ratio_N = ratio(micro.means(gap_N.detach()))[micro.sample_N] * same_N
+        loss_N, metrics = clipped(ratio_N, micro.advantages_N, self.clip_low, self.clip_high, None)
+        return TokenLoss(loss_N=loss_N, metrics=metrics)

@@ -1,0 +1,35 @@
+"""The plain policy gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tandem.algorithms.losses._ratio import counts, ratio
+from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce:
+    """REINFORCE (Williams 1992): loss = -A logprob, for tokens that the policy itself has just sampled.
+
+    It compares the policy with no older one. Where tokens are stale or the engine computes otherwise, weigh them by
+    ``corrections``.
+    """
+
+    by_advantage: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
+
+    reduction: Reduction = "token"
+    """token: mean over the step's trained tokens; sequence, constant: see grpo."""
+
+    def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
+        """Per-token loss; the gradient is -A."""
+        with torch.no_grad():
+            none_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
+            metrics = counts(ratio(logprobs_N - micro.old_logprobs_N), none_N, none_N)
+        return TokenLoss(loss_N=-micro.advantages_N * logprobs_N, metrics=metrics)

@@ -1,0 +1,72 @@
+"""A moving average of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tandem.algorithms.references.base import Held, Reference
+from tandem.errors import CheckpointError
+from tandem.lazy import no_grad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average(Reference):
+    """TR-DPO's soft update (arXiv 2404.09656): every so many steps, reference = (1 - mixup) reference + mixup policy.
+
+    It begins as the model was loaded. The sum is taken in float32 and kept in the weights' type: of bfloat16 weights a
+    mixup below 0.01 moves few.
+    """
+
+    saved: ClassVar[bool] = True
+
+    mixup: float = 0.6
+    """Share of the policy in each update; 1 replaces the reference by it."""
+    every: int = 512
+    """Optimizer steps between updates."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.mixup <= 1:
+            raise ValueError("mixup must be above 0 and at most 1; choose reference: start for one that never moves")
+        if self.every < 1:
+            raise ValueError("every must be at least 1")
+
+    def hold(self, live: Iterable[tuple[str, Parameter]]) -> Held:
+        """Saved with every checkpoint."""
+        return _Moving(self, live)
+
+
+class _Moving(Held):
+    """Average bound to weights."""
+
+    def __init__(self, options: Average, live: Iterable[tuple[str, Parameter]]):
+        super().__init__(live)
+        self._options = options
+
+    def due(self, step: int) -> bool:
+        return step % self._options.every == 0
+
+    @no_grad
+    def move(self) -> None:
+        for name, parameter in self._live.items():
+            own = self._own[name].to(parameter.device)
+            mixed = own.float().mul_(1 - self._options.mixup).add_(parameter.float(), alpha=self._options.mixup)
+            self._own[name] = mixed.to(own.dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._own)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        shapes = {name: (own.shape, own.dtype) for name, own in self._own.items()}
+        if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
+            raise CheckpointError(
+                "the reference that was saved is of other weights than the policy; resume with the recipe that the "
+                "checkpoint was made with"
+            )
+        self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}

@@ -1,0 +1,102 @@
+"""What a reference is: an older policy that the trained one must not leave far behind."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MOST = 40.0
+"""Log ratios are held within this, so that products of two of them stay finite in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference(ABC):
+    """A frozen dataclass whose fields are its options. Its penalty is added to every token's loss.
+
+    With d = logprob - reference's logprob, k1 = d, k2 = d^2 / 2 and k3 = exp(-d) - 1 + d estimate KL(policy ||
+    reference) from the policy's own tokens (http://joschu.net/blog/kl-approx.html). Differentiated as they stand, k2
+    gives that KL's gradient on policy, k3 the gradient of the reverse one, and k1 nothing but noise. Times
+    r = exp(logprob - old logprob), which is differentiated too, k1 and k3 both give the KL's gradient, on policy and
+    off (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+
+    saved: ClassVar[bool] = False
+    """Whether checkpoints hold its weights."""
+
+    beta: float = 0.001
+    """The penalty's weight: loss + beta * KL per token."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL; k3 is never negative and varies least."""
+    ratio_corrected: bool = True
+    """Multiply by the ratio to the old policy, so that the gradient is the KL's own; false as in arXiv 2402.03300."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError("beta must be above 0 and finite; leave reference out for no penalty")
+        if self.estimator == "k1" and not self.ratio_corrected:
+            raise ValueError("estimator k1 has a gradient only with ratio_corrected: true; choose k2 or k3 without it")
+
+    def divergence(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The penalty of each token without beta, differentiable, and the bare estimate of the KL, detached."""
+        assert micro.ref_logprobs_N is not None
+        d_N = logprobs_N - micro.ref_logprobs_N
+        if self.estimator == "k1":
+            kl_N = d_N
+        elif self.estimator == "k2":
+            kl_N = d_N.square() / 2
+        else:
+            kl_N = torch.expm1((-d_N).clamp(-_MOST, _MOST)) + d_N
+        if not self.ratio_corrected:
+            return kl_N, kl_N.detach()
+        ratio_N = (logprobs_N - micro.old_logprobs_N).clamp(-_MOST, _MOST).exp()
+        return kl_N * ratio_N, kl_N.detach()
+
+    @abstractmethod
+    def hold(self, live: Iterable[tuple[str, torch.nn.Parameter]]) -> Held:
+        """Keep what the live weights are now; ``live`` are those that training changes."""
+
+
+class Held:
+    """A reference's weights beside the live ones. The weights that training does not change are common to both."""
+
+    def __init__(self, live: Iterable[tuple[str, torch.nn.Parameter]]):
+        self._live = dict(live)
+        self._own = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model computes with the reference's weights. No storage is written: the engine may hold it."""
+        live = {name: parameter.data for name, parameter in self._live.items()}
+        try:
+            for name, parameter in self._live.items():
+                # The live weights may have moved into an engine's memory, on another device, since they were copied.
+                self._own[name] = self._own[name].to(parameter.device)
+                parameter.data = self._own[name]
+            yield
+        finally:
+            for name, parameter in self._live.items():
+                parameter.data = live[name]
+
+    def due(self, step: int) -> bool:
+        """True if the reference moves after optimizer step ``step``."""
+        return False
+
+    def move(self) -> None:
+        """Follow the live weights."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resume needs and cannot make anew."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state_dict``."""

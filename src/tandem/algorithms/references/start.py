@@ -1,0 +1,24 @@
+"""The policy that the run began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.algorithms.references.base import Held, Reference
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Reference):
+    """The model as it was loaded: with ``trains: full`` a second copy, with an adapter the adapter switched off.
+
+    An adapter begins as zero, so keeping its first tensors is to switch it off, and costs no more than they do.
+    """
+
+    def hold(self, live: Iterable[tuple[str, Parameter]]) -> Held:
+        """A resumed run loads the same model again before its checkpoint: nothing of it is saved."""
+        return Held(live)

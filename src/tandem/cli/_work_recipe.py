@@ -1,0 +1,240 @@
+"""What ``tandem work`` reads: the environments' part of a recipe, and where broker and engines are.
+
+A recipe for training is taken as it is: what concerns the trainer alone is left to the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.config import override
+from tandem.config import registry as resolve
+from tandem.config.build import Builder, RewardSpec
+from tandem.config.loading import RunConfig
+from tandem.config.sections import Grading, sampling_checks
+from tandem.config.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
+from tandem.envs.base import Environment
+from tandem.errors import ConfigError, require
+from tandem.observability.options import Patience
+from tandem.types import Json, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerAt:
+    """The broker that groups are handed in to."""
+
+    url: str
+    """Its address, such as http://127.0.0.1:8000: Tandem's or Atropos'."""
+    key_variable: str = ""
+    """Environment variable with its API key; empty: none is sent."""
+
+    def __post_init__(self) -> None:
+        require(url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesAt:
+    """The engines that answers are sampled from; requests go to the one with the fewest under way."""
+
+    urls: tuple[str, ...]
+    """Their addresses: of Tandem's engines, of servers with Atropos' /generate, or of stock vLLM."""
+    model: str | None = None
+    """What they call the model; null: as it is called here."""
+    api_key_variable: str = ""
+    """Environment variable with their API key; empty: none is sent."""
+    request_seconds: float = 3600.0
+    """How long one answer may take."""
+
+    def __post_init__(self) -> None:
+        http = all(url.startswith(("http://", "https://")) for url in self.urls)
+        require(
+            urls=(bool(self.urls) and http, "addresses that begin with http:// or https://"),
+            request_seconds=(self.request_seconds > 0, "above 0 (seconds)"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Environments that play for a broker."""
+
+    model: str
+    """Hugging Face id or folder, whose tokenizer and chat template are used."""
+    broker: BrokerAt = field(metadata={"shorthand": "url"})
+    """Where groups go: an address, or a mapping."""
+    engine: EnginesAt = field(metadata={"shorthand": "urls"})
+    """Where answers are sampled: an address, a list of them, or a mapping."""
+    env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": ("envs",)})
+    """Where tasks come from."""
+    envs: Mapping[str, Source] = field(default_factory=dict, metadata={"entries": Source})
+    """Several environments instead, by name; each is one of its own to the broker."""
+    env_name: str | None = None
+    """The one entry of envs that is played; null: all of them."""
+    rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
+    """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
+    group_size: int = 8
+    """Answers sampled per task."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How answers are sampled."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
+    truncated_penalty: float = 1.0
+    """What truncated: penalise subtracts from the reward."""
+    flat_groups: Literal["drop", "keep"] = "drop"
+    """Groups whose rewards are all equal: left out, or handed in."""
+    context: int | None = None
+    """Most tokens of a prompt and its answer together; null: the model's own limit."""
+    seed: int = 0
+    """Fixes task order."""
+    chat_template: str | None = None
+    """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
+    grading: Grading = field(default_factory=Grading)
+    """Processes that compute rewards."""
+    patience: Patience = field(default_factory=Patience)
+    """How long the work may stand still."""
+    n: int = 16
+    """Groups played at once, at most."""
+    ahead: float = 3.0
+    """Batches that may be queued or under way before this environment pauses."""
+    total_steps: int | None = None
+    """Steps of the trainer after which to end; null: as many as it says it will take; 0: never."""
+    known_as: str | None = None
+    """Name at the broker; null: the environment's."""
+    weight: float = 1.0
+    """Share of the generation against other environments'."""
+    min_share: float | None = None
+    """Least share of every batch, 0 to 1; null: none."""
+    group_seconds: float = 1800.0
+    """How long one group may take; then it is dropped."""
+    patience_seconds: float = 1800.0
+    """How long the broker or all engines may be away; then the work ends with an error."""
+
+    def __post_init__(self) -> None:
+        share = self.min_share
+        require(
+            model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
+            env=(bool(self.env or self.envs), "given, such as gsm8k (tandem list envs), or envs"),
+            envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
+            env_name=(
+                self.env_name is None or self.env_name in self.envs,
+                f"an entry of envs ({', '.join(self.envs) or 'there is none'}), or null",
+            ),
+            rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
+            group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
+            truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
+            context=(self.context is None or self.context >= 2, "at least 2, or null"),
+            n=(self.n >= 1, "at least 1"),
+            ahead=(0 < self.ahead < math.inf, "above 0"),
+            total_steps=(self.total_steps is None or self.total_steps >= 0, "at least 0, or null"),
+            weight=(0 < self.weight < math.inf, "above 0"),
+            min_share=(share is None or 0 <= share <= 1, "from 0 to 1, or null"),
+            group_seconds=(self.group_seconds > 0, "above 0 (seconds)"),
+            patience_seconds=(self.patience_seconds > 0, "above 0 (seconds)"),
+            **sampling_checks(self.sampling),
+        )
+        if not self.rewards and self.env is not None:
+            object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """What is played, by its name at the broker."""
+        if self.env is not None:
+            name, share = self.known_as or self.env.name, self.min_share or 0.0
+            return {name: Source(env=self.env, rewards=self.rewards, weight=self.weight, min_share=share)}
+        return {name: source for name, source in self.envs.items() if self.env_name in (None, name)}
+
+    def inert(self) -> Mapping[str, str]:
+        """What each entry of several environments has of its own, and what the others make useless."""
+        names = ("env", "rewards", "known_as", "weight", "min_share")
+        unread = dict.fromkeys(names, "each entry of envs has its own") if self.envs else {}
+        if self.truncated != "penalise":
+            unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        return unread
+
+
+def load(recipe: Path | None, overrides: Sequence[str]) -> Work:
+    """Read a recipe, or options alone.
+
+    Raises:
+        ConfigError: with every mistake in them.
+    """
+    problems = Problems()
+    source = str(recipe or "tandem work")
+    tree = Branch(where=source) if recipe is None else _parsed(recipe, problems)
+    problems.raise_if_any(source)
+    assert isinstance(tree, Branch)
+    if recipe is not None:
+        resolve.search(recipe if recipe.is_dir() else recipe.parent)
+    return _built(_of_the_environment(tree), overrides, source, problems)
+
+
+def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: str) -> Work:
+    """As ``load``, of options that were made elsewhere, said to be from ``source``."""
+    tree = from_plain(dict(options), source)
+    assert isinstance(tree, Branch)
+    return _built(tree, overrides, source, Problems())
+
+
+def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Problems) -> Work:
+    spell_out(tree)
+    given = rewarded(tree)
+    override.apply(tree, Work, overrides, problems)
+    spell_out(tree)
+    if "engine" in tree.entries:
+        tree.put("engine", _engines(tree.entries["engine"]), tree.key_where["engine"])
+    complete_rewards(tree, given)
+    built = Builder(problems).dataclass(Work, tree, "")
+    problems.raise_if_any(source)
+    assert isinstance(built, Work)
+    return built
+
+
+def _parsed(recipe: Path, problems: Problems) -> Tree:
+    try:
+        text = (recipe / "config.yaml" if recipe.is_dir() else recipe).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the recipe {recipe}: {getattr(error, 'strerror', None) or error}; give a YAML file, or "
+            "options alone, such as env=gsm8k"
+        ) from error
+    tree = parse(text, str(recipe), problems) or Branch(where=str(recipe))
+    if not isinstance(tree, Branch):
+        problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")
+    return tree
+
+
+def _of_the_environment(tree: Branch) -> Branch:
+    """A recipe without what concerns the trainer alone; what nobody knows stays, and is told."""
+    trainers = {f.name for f in fields(RunConfig)} - {f.name for f in fields(Work)}
+    kept = Branch(where=tree.where)
+    for name, value in tree.entries.items():
+        found = value
+        if name in ("broker", "engine") and isinstance(value, Branch):
+            own = {f.name for f in fields(BrokerAt if name == "broker" else EnginesAt)}
+            found = Branch(where=value.where)
+            for key in own & set(value.entries):
+                found.put(key, value.entries[key], value.key_where[key])
+        empty = isinstance(found, Branch) and not found.entries
+        # The trainer's engine by its kind alone says nothing of where one runs.
+        kind = name == "engine" and isinstance(found, Leaf) and "://" not in found.text
+        if name not in trainers and not empty and not kind:
+            kept.put(name, found, tree.key_where[name])
+    return kept
+
+
+def _engines(tree: Tree) -> Tree:
+    """An address or a list of addresses as the mapping that it stands for."""
+    if isinstance(tree, Branch):
+        urls = tree.entries.get("urls")
+        if isinstance(urls, Leaf):
+            tree.put("urls", Items(items=(urls,), where=urls.where), urls.where)
+        return tree
+    branch = Branch(where=tree.where)
+    branch.put("urls", tree if isinstance(tree, Items) else Items(items=(tree,), where=tree.where), tree.where)
+    return branch

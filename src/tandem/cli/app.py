@@ -1,0 +1,335 @@
+"""The command line: each verb is a function here that imports its work when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from tandem import __version__
+from tandem.cli._commands import Overrides, Show, register
+from tandem.errors import TandemError, is_theirs, place_of, said
+
+app = typer.Typer(
+    name="tandem",
+    help="GRPO post-training in which trainer and inference engine ride one copy of the weights.",
+    epilog="A recipe is a YAML file; its options can be overridden as in: tandem train recipe.yaml loss.clip_high=0.3",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich would double the time that help takes
+    pretty_exceptions_enable=False,
+)
+
+Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also with TANDEM_DEBUG=1.")
+    ] = False,
+) -> None:
+    """Options of every verb; ``main`` reads --debug, wherever it stands."""
+
+
+@app.command()
+def train(
+    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run's folder to resume.")],
+    overrides: Overrides = None,
+    show: Show = False,
+) -> None:
+    """Train by a recipe or an Axolotl file, or resume a run by its folder."""
+    from tandem.cli.train import train
+
+    typer.echo(train(target, overrides or [], show=show))
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    overrides: Overrides = None,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="Tasks whose gold answer is scored and whose prompt is measured.")
+    ] = 64,
+    sample: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Also load the model and play N groups: how many have signal.")
+    ] = 0,
+) -> None:
+    """Find what would go wrong, before loading weights.
+
+    Resolves every option, reads the data, scores gold answers, measures prompts, and plans memory.
+    """
+    from tandem.cli.check import check
+    from tandem.cli.check_sample import check_sample
+
+    code = check(recipe, overrides or [], tasks)
+    raise typer.Exit(check_sample(recipe, overrides or [], sample) if sample and not code else code)
+
+
+@app.command()
+def certify(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    overrides: Overrides = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
+    ] = False,
+    inert: Annotated[
+        list[str] | None, typer.Option("--inert", metavar="OPTION", help="This option may change nothing.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
+
+    On made-up answers, on the CPU: it must not depend on how a batch is cut, and must be that of the plain formulas.
+    """
+    from tandem.cli.certify import prove
+
+    raise typer.Exit(prove(recipe, overrides or [], real=real, inert=inert or [], as_json=as_json))
+
+
+@app.command("list")
+def list_parts(
+    slot: Annotated[str | None, typer.Argument(metavar="[SLOT]", help="losses, envs, ...; default: all slots.")] = None,
+) -> None:
+    """Show the parts recipes can name, and options."""
+    from tandem.cli.list_parts import list_parts
+
+    list_parts(slot)
+
+
+@app.command()
+def new(
+    what: Annotated[str, typer.Argument(metavar="env", help="What to make.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, a Python module name.")],
+) -> None:
+    """Write a working environment to start from.
+
+    Makes NAME.py and NAME.yaml in this folder.
+    """
+    from tandem.cli.new import new
+
+    typer.echo(new(what, name, Path()))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|RECIPE|MODEL", help="A run's folder, a recipe, or a model folder.")
+    ],
+    overrides: Overrides = None,
+    step: Step = None,
+) -> None:
+    """Measure mean@k and pass@k on held-out tasks.
+
+    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=...).
+    """
+    from tandem.cli.evaluate import evaluate
+
+    evaluate(target, overrides or [], step)
+
+
+@app.command()
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    stacks: Annotated[bool, typer.Option("--stacks", help="Also show where its threads and tasks stand.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a run is waiting for, since when, and who has to deliver it."""
+    from tandem.cli.why import why
+
+    raise typer.Exit(why(run, stacks=stacks, as_json=as_json))
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    report: Annotated[bool, typer.Option("--report", help="Write report.html anew and print where it is.")] = False,
+) -> None:
+    """Summarise a run."""
+    from tandem.cli.show import show
+
+    show(run, report)
+
+
+@app.command()
+def clean(
+    folder: Annotated[Path, typer.Argument(metavar="RUN|RUNS", help="A run's folder, or a folder of runs.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only listed.")] = False,
+) -> None:
+    """Remove the checkpoints of finished runs, but for the last of each.
+
+    Says how much that frees; runs that are not finished keep theirs.
+    """
+    from tandem.cli.clean import clean
+
+    for line in clean(folder, yes=yes):
+        typer.echo(line)
+
+
+@app.command()
+def mismatch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The step to look at; default: the newest right after a checkpoint."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="About how many of its tokens.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say why the trainer's logprobs differ from the engine's.
+
+    Splits the gap into staleness, numerics, sampling and tokenisation, by recomputing a step's recorded tokens.
+    """
+    from tandem.cli.mismatch import mismatch
+
+    mismatch(run, step=step, tokens=tokens, as_json=as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="A folder to make.")],
+    step: Step = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")
+    ] = False,
+) -> None:
+    """Copy the trained model out of a run.
+
+    The result is an ordinary Hugging Face folder, or a PEFT adapter's.
+    """
+    from tandem.cli.export import export
+
+    typer.echo(export(run, destination, step, merge))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Whose engine is looked at too.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Say what this machine has and lacks."""
+    from tandem.tools.doctor import doctor
+
+    raise typer.Exit(doctor(recipe=recipe, overrides=overrides or []))
+
+
+serve = typer.Typer(help="Run a part alone.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(serve, name="serve")
+
+
+@serve.command("engine")
+def serve_engine(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe with engine: vllm.")],
+    overrides: Overrides = None,
+) -> None:
+    """Run a recipe's vLLM engine alone, until Ctrl-C.
+
+    It is started for what the recipe trains and how its weights travel; a trainer names it in engine.urls.
+    """
+    from tandem.cli.serve import serve
+
+    serve(recipe, overrides or [], typer.echo)
+
+
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 lets other machines in.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Keep everything accepted here through a restart; default: in memory alone."),
+]
+
+
+@serve.command("broker")
+def serve_broker(
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    data: Data = None,
+    max_body: Annotated[int, typer.Option(metavar="MIB", min=1, help="Largest body, sent and inflated.")] = 64,
+    max_held: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="Most data queued before environments are held back.")
+    ] = 2048,
+) -> None:
+    """Run the broker between environments and a trainer, until Ctrl-C.
+
+    It speaks Atropos' protocol. TANDEM_BROKER_KEY and TANDEM_BROKER_ENV_KEY hold API keys, if any.
+    """
+    from tandem.cli.serve_broker import serve_broker
+
+    serve_broker(host, port, data, max_body << 20, max_held << 20, typer.echo)
+
+
+@app.command("run-api")
+def run_api(host: Host = "127.0.0.1", port: Port = 8000, data: Data = None) -> None:
+    """Run the broker, by the name it has in Atropos."""
+    serve_broker(host, port, data)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    import json
+
+    from tandem.config.schema import schema
+
+    typer.echo(json.dumps(schema(), indent=2))
+
+
+@app.command()
+def work(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[RECIPE] [OPTION=VALUE]...", help="A recipe and options, or options alone.")
+    ],
+) -> None:
+    """Play an environment for a broker, sampling elsewhere.
+
+    As in: tandem work env=gsm8k model=MODEL broker=http://127.0.0.1:8000 engine=http://127.0.0.1:9001
+    """
+    from tandem.cli.work import work
+
+    typer.echo(work(words))
+
+
+register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line: the one place where errors become messages and exit codes."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Threads of a product that wait for one another sleep soon instead of spinning: on a machine with anything else
+    # to do, spinning costs several times the work itself. Read when torch loads its OpenMP, which is later.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    debug = "--debug" in given or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
+    try:
+        app([argument for argument in given if argument != "--debug"], prog_name="tandem")
+    except TandemError as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"tandem: {error}", err=True)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        if is_theirs(error) and not debug:
+            typer.echo(f"tandem: {said(error)}{place_of(error)}; it is your code, and --debug shows how", err=True)
+            sys.exit(1)
+        traceback.print_exc()
+        typer.echo(
+            f"tandem: {type(error).__name__}: {error}\n"
+            "tandem: this is a bug, in Tandem or in a part of your own; the traceback above says where",
+            err=True,
+        )
+        sys.exit(1)
+    sys.exit(0)

@@ -1,0 +1,104 @@
+"""``tandem atropos-grpo`` and ``atropos-server``: the command lines of Atropos' example trainer and of its engine."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tandem.cli.train import ended, finish, translated
+from tandem.compat._atropos_server import ServerFlags, divided
+from tandem.compat._atropos_server import translate as translate_server
+from tandem.compat._atropos_services import require_broker, running_engine
+from tandem.compat.atropos import Flags, lay_out, translate
+from tandem.config.loading import from_options
+
+SOURCE = Path("tandem atropos-grpo")
+"""What mistakes in the recipe are said to be in."""
+
+
+def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, unified: bool = False) -> str:
+    """Train as the flags say, or with ``show`` only write down how; returns what to tell.
+
+    An engine that serves at --vllm-port already is used; else one is started.
+
+    Args:
+        given: the flags that were not left out.
+        overrides: options laid over the recipe.
+        show: return the recipe as YAML.
+        unified: as atropos-grpo-run: one copy of the weights, an engine of its own, and times at the end.
+
+    Raises:
+        ConfigError: a flag is wrong, or asks for what cannot be had.
+        BrokerError: there is no broker.
+    """
+    given = {**({"weight_bridge_mode": "shared_vllm", "benchmark": True} if unified else {}), **given}
+    flags = Flags(**given)
+    running = None if unified else running_engine(flags, os.environ)
+    translation = translate(flags, frozenset(given), os.environ, running)
+    if show:
+        return translated(translation.options, translation.notes, overrides, SOURCE)
+    for note in translation.notes:
+        typer.echo(f"tandem: {note}", err=True)
+    os.environ.update(translation.environ)
+    config = from_options(translation.options, overrides, SOURCE).config
+    if config.broker is not None:
+        require_broker(config.broker.url)
+    from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
+
+    folder = finish(run.train(config, resume=None))
+    lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
+    told = f"{ended(folder)}; checkpoints: {flags.save_path}"
+    return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
+
+
+def server(given: Mapping[str, Any], words: Sequence[str], *, show: bool) -> None:
+    """Run the engine alone until Ctrl-C, or with ``show`` only write down which.
+
+    Args:
+        given: the flags that were not left out.
+        words: options laid over the recipe, and other options of vLLM's server.
+        show: print the recipe as YAML.
+
+    Raises:
+        ConfigError: a flag is wrong, or asks for what cannot be had.
+        EngineError: the engine did not start, or it died.
+    """
+    source = Path("tandem atropos-server")
+    rest, overrides = divided(words)
+    translation = translate_server(ServerFlags(**given), frozenset(given), rest, os.environ)
+    if show:
+        typer.echo(translated(translation.options, translation.notes, overrides, source))
+        return
+    for note in translation.notes:
+        typer.echo(f"tandem: {note}", err=True)
+    os.environ.update(translation.environ)
+    config = from_options(translation.options, overrides, source).config
+    from tandem.cli.serve import serve_engine
+
+    serve_engine(config, typer.echo)
+
+
+def benchmark(folder: Path) -> str:
+    """Mean times of a step and its parts, peak memory and the whole time, from what the run wrote down."""
+    from tandem.observability.report.folder import load
+    from tandem.observability.report.summary import column, summarise
+
+    run = load(folder)
+    rows = [("steps", str(len(run.metrics)))]
+    for label, metric in {
+        "mean step": "seconds/step",
+        "mean sync": "seconds/sync",
+        "mean fetch": "seconds/wait",
+    }.items():
+        values = column(run, metric)
+        rows.append((label, f"{statistics.fmean(values):.3f} s" if values else "not measured"))
+    for metric in sorted({name for row in run.metrics for name in row["metrics"] if name.startswith("memory/")}):
+        rows.append((f"peak {metric}", f"{max(column(run, metric)):.2f} GB"))
+    rows.append(("total", f"{summarise(run)['seconds']:.1f} s"))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)

@@ -1,0 +1,354 @@
+"""``tandem check``: everything that can go wrong before weights load, looked at before weights load."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem import machine
+from tandem.cli import _remembered
+from tandem.cli._remembered import Modelled
+from tandem.config import registry as resolve
+from tandem.config.loading import Loaded, RunConfig, load
+from tandem.config.sources import Source
+from tandem.engines.base import CanAttest, CanLend
+from tandem.envs.base import Split
+from tandem.errors import ConfigError, TandemError
+from tandem.trainer import memory_plan as memory
+from tandem.trainer.memory_plan import MemoryPlan
+from tandem.types import Task
+
+if TYPE_CHECKING:
+    from tandem.rewards.grading.workers import Graders
+
+Found = str | None
+"""What a look found; None if what it needs is missing."""
+
+_STATE = len("problem")
+"""Columns of the longest state."""
+
+_OPTIONAL = {"curriculum": "curricula", "reference": "references"}
+"""Parts that a recipe may do without, and their slots."""
+_TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/engines.md)"
+
+
+def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
+    """Print what was found; returns 0, or the exit code of the first problem.
+
+    Raises:
+        ConfigError: the recipe itself is wrong.
+    """
+    return asyncio.run(_check(load(recipe, overrides), tasks))
+
+
+async def _check(loaded: Loaded, tasks: int) -> int:
+    look = _Look(loaded.config, tasks, loaded.given)
+    console = Console()
+    problems: list[TandemError] = []
+    doubtful = 0
+    questions = look.all()
+    width = max(map(len, questions))
+    async with look.graders():
+        for what, ask in questions.items():
+            try:
+                with console.status(Text(f"{what} ...")):
+                    found = await asked if inspect.isawaitable(asked := ask()) else asked
+            except TandemError as error:
+                problems.append(error)
+                console.print(_row(Text("problem", "bold red"), what, str(error), width))
+            else:
+                state = Text("skipped", "yellow") if found is None else Text("ok", "green")
+                console.print(_row(state, what, found or "what it needs is missing, see above", width))
+            doubtful += len(look.doubts)
+            while look.doubts:
+                console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
+    if look.printed:
+        typer.echo(f"\nwhat rewards printed, and their tracebacks: {look.printed}")
+    if look.plan:
+        typer.echo(f"\nmemory:\n{look.plan}\n")
+    if problems:
+        console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)}", style="bold red")
+        return problems[0].exit_code
+    console.print(f"ok, with {doubtful} warning{'s' * (doubtful > 1)}" if doubtful else "ok", style="green")
+    return 0
+
+
+def _row(state: Text, what: str, told: str, width: int) -> Table:
+    """One finding, printed as it is found; all of them are in line."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=_STATE)
+    table.add_column(width=width)
+    table.add_row(state, what, Text(told))
+    return table
+
+
+class _Look:
+    """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
+
+    def __init__(self, config: RunConfig, most: int, given: Collection[str]):
+        self._config = config
+        self._given = given
+        self._most = most
+        self._tasks: dict[str, Sequence[Task]] = {}
+        self._model: Any = None
+        self._planner: memory.Planner | None = None
+        self._opening: dict[str, asyncio.Task[Graders]] = {}
+        self._place: Path | None = None
+        self._kept: Modelled | None = None
+        self._said: dict[str, str] = {}
+        self.plan = ""
+        """The memory plan as text, once it is made."""
+        self.doubts: list[str] = []
+        """What is likely a mistake, and need not be one."""
+        self.printed: Path | None = None
+        """Where lies what rewards printed, if they did."""
+
+    @asynccontextmanager
+    async def graders(self) -> AsyncIterator[None]:
+        """Graders of each environment, whose processes start while the data is read."""
+        from tandem.rewards.grading.workers import Graders
+
+        grading = self._config.grading
+        log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
+
+        async def opened(source: Source) -> Graders:
+            specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout, log=log)
+            await graders.open()
+            return graders
+
+        sources = self._config.sources if self._config.plays else {}
+        self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
+        warner = logging.getLogger(Graders.__module__)  # what it warns of is among the findings
+        level = warner.level
+        warner.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
+                if not isinstance(ready, BaseException):
+                    await ready.close()
+            warner.setLevel(level)
+            if log.exists() and log.stat().st_size:
+                self.printed = log
+            else:
+                shutil.rmtree(log.parent)
+
+    def all(self) -> dict[str, Callable[[], Found | Awaitable[Found]]]:
+        """Questions by name."""
+        config = self._config
+        plays = config.plays
+        held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
+        tasks: dict[str, Callable[[], Found | Awaitable[Found]]] = {
+            "train tasks": self._train_tasks,
+            **held_out,
+            "gold answers": self._gold,
+        }
+        return {
+            "parts": self._parts,
+            "engine": self._engine,
+            "sinks": self._sinks,
+            **(tasks if plays else {}),
+            "model": self._model_config,
+            **({"prompts": self._prompts} if plays else {}),
+            "memory": self._memory,
+            "disk": self._disk,
+        }
+
+    def _parts(self) -> str:
+        """Pairs of parts that must work together."""
+        from tandem.trainer import pairs
+
+        pairs.check_pairs(self._config)
+        slots = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
+        slots |= {"trains": "trains", "engine": "engines", "sync": "sync"}
+        slots |= {name: slot for name, slot in _OPTIONAL.items() if getattr(self._config, name) is not None}
+        envs = [_environment(name, source) for name, source in self._config.sources.items()]
+        named = [f"{name} {resolve.kind_of(slot, getattr(self._config, name))}" for name, slot in slots.items()]
+        return ", ".join([*envs, *named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
+
+    def _engine(self) -> str:
+        """Whether this machine can have it."""
+        config = self._config
+        found = config.engine.check(trains=config.trains, folder=Path(config.runs) / (config.name or ""))
+        lent = CanAttest in config.engine.ports and config.sync.port is CanLend
+        return f"{found}; {_TURNS}" if lent and config.most_lag and machine.in_turns() else found
+
+    def _sinks(self) -> str:
+        """Libraries that sinks need."""
+        for sink in self._config.sinks:
+            sink.check()
+        return ", ".join(["run folder", *(resolve.kind_of("sinks", sink) for sink in self._config.sinks)])
+
+    async def _train_tasks(self) -> str:
+        """The data, of which the first tasks are kept for the other checks."""
+        found = await asyncio.to_thread(self._read, "train")  # graders start meanwhile
+        self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in found.items()}
+        return _of_each({name: f"{len(tasks):,}" for name, tasks in found.items()})
+
+    def _test_tasks(self) -> str | None:
+        """Held-out data, where those to train on could be read."""
+        wanted = self._config.evaluate.tasks
+        if not self._tasks:
+            return None
+
+        def told(count: int) -> str:
+            few = f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
+            return f"{count:,}{few}"
+
+        return _of_each({name: told(len(tasks)) for name, tasks in self._read("test").items()})
+
+    def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
+        from tandem.trainer import players
+
+        return players.tasks(self._config, split)
+
+    async def _gold(self) -> str | None:
+        """Gold replies and wrong ones, graded in the same processes that training grades in.
+
+        Raises:
+            RewardError: a gold reply did not get full marks, or an answer could not be graded.
+        """
+        if not self._tasks:
+            return None
+        sources = self._config.sources
+        return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
+
+    async def _gold_of(self, name: str, source: Source) -> str:
+        from tandem.cli import _grades
+        from tandem.rollout.gold import siblings
+
+        graders = await self._opening[name]
+        graded = await siblings(source.env, graders, self._tasks[name])
+        _grades.require_right(name, graders, graded)
+        label = f"{name}: " if len(self._config.sources) > 1 else ""
+        self.doubts += [label + doubt for doubt in _grades.doubts(source.rewards, graded)]
+        return _grades.told(graders, graded)
+
+    def _model_config(self) -> str:
+        """Configuration of the model; weights are not read."""
+        self._place = _remembered.place(self._config, self._tasks)
+        self._kept = _remembered.read(self._place)
+        if self._kept is not None:
+            return self._kept.model
+        from tandem.model.policy import load_config
+
+        self._model = load_config(self._config.model)
+        self._planner = memory.planner(self._config, self._model)
+        counts = self._planner.modelled.counts
+        told = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
+        self._said["model"] = f"{self._config.model}: {self._model.model_type}, {told}"
+        return self._said["model"]
+
+    def _prompts(self) -> str | None:
+        """Lengths of rendered prompts against the context.
+
+        Raises:
+            ConfigError: a prompt leaves no room for an answer.
+        """
+        if self._kept is not None:
+            return self._kept.prompts or None
+        if self._planner is None or not self._tasks:
+            return None
+        from tandem.model.policy import load_tokenizer
+        from tandem.rollout import chat, prompts
+
+        limit = memory.context(self._config, self._model)
+        tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
+        template = chat.Template(tokenizer, self._config.chat_template_kwargs)
+        longest = prompts.longest([task for some in self._tasks.values() for task in some], template, limit)
+        self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
+        room, wanted = limit - longest, self._config.sampling.max_tokens
+        note = f", which leaves {room} for answers, fewer than sampling.max_tokens ({wanted})" if room < wanted else ""
+        self._said["prompts"] = f"at most {longest} tokens of a context of {limit}{note}"
+        return self._said["prompts"]
+
+    def _memory(self) -> str | None:
+        """The memory plan.
+
+        Raises:
+            DoesNotFit: it exceeds the machine.
+        """
+        planner, kept, chosen = self._planner, self._kept, tuple[str, ...]()
+        if kept is not None:
+            here = machine.host()
+            plan = MemoryPlan(
+                lines=kept.lines,
+                overlap=self._config.most_lag > 0,
+                machine=here,
+                beside=None,
+                parameters=kept.parameters,
+                trainable=kept.trainable,
+            )
+            plan.require()
+        elif planner is None:
+            return None
+        elif self._config.memory == "fit":
+            fitted = memory.fit(planner, self._config, self._given)
+            self._config, plan, chosen = fitted.config, fitted.plan, fitted.told
+        else:
+            plan = planner.plan(self._config)
+            plan.require()
+            self._remember(planner, plan)
+        self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
+        return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
+
+    def _remember(self, planner: memory.Planner, plan: MemoryPlan) -> None:
+        """For the next time: what the model told, and it took long to hear."""
+        if "prompts" not in self._said and self._config.plays:
+            return
+        found = Modelled(
+            model=self._said["model"],
+            prompts=self._said.get("prompts", ""),
+            lines=plan.lines,
+            parameters=plan.parameters,
+            trainable=plan.trainable,
+            checkpoint_bytes=planner.checkpoint_bytes(self._config),
+        )
+        _remembered.write(self._place, found)
+
+    def _disk(self) -> str | None:
+        """Room for checkpoints: a new one is whole before an old one goes.
+
+        Raises:
+            ConfigError: there is less.
+        """
+        if self._config.checkpoint.save == "none":
+            return "nothing is saved (checkpoint: none)"
+        if self._kept is not None:
+            each = self._kept.checkpoint_bytes
+        elif self._planner is not None:
+            each = self._planner.checkpoint_bytes(self._config)
+        else:
+            return None
+        folder, kept = self._config.runs, self._config.checkpoint.keep + 1
+        need, free = kept * each, machine.free_disk(Path(folder))
+        told = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
+        if need > free:
+            raise ConfigError(f"{told} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
+        return told
+
+
+def _environment(name: str, source: Source) -> str:
+    """An environment in words; the kind is left out where it is the name."""
+    kind = resolve.kind_of("envs", source.env)
+    return f"env {name}" + (f" ({kind})" if kind != name else "")
+
+
+def _of_each(told: Mapping[str, str]) -> str:
+    """What is said of each environment; of one alone without its name."""
+    return "; ".join(told.values() if len(told) == 1 else (f"{name} {text}" for name, text in told.items()))

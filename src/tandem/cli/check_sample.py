@@ -1,0 +1,84 @@
+"""``tandem check --sample N``: plays the groups that a run would begin with, and tells how many have signal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tandem.cli.train import finish
+from tandem.config.loading import RunConfig, load
+from tandem.errors import ConfigError
+from tandem.types import Group
+
+if TYPE_CHECKING:
+    from tandem.trainer.forecast import Forecast
+
+LITTLE = 0.25
+"""Share of groups with signal below which most sampling is for nothing."""
+
+
+def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
+    """Play and print; 0, whatever was seen: few groups with signal are a matter of judgement.
+
+    Raises:
+        ConfigError: the recipe has no tasks of its own, or is wrong.
+    """
+    config = load(recipe, overrides).config
+    if config.broker is not None:
+        raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
+    from tandem.observability.loggers.console import shown
+
+    with shown():
+        found = finish(_played(config, count))
+    for line in lines(found, config):
+        typer.echo(line)
+    return 0
+
+
+async def _played(config: RunConfig, count: int) -> Forecast:
+    from tandem.trainer import assemble as run  # only now: it loads torch
+    from tandem.trainer import players
+    from tandem.trainer.forecast import forecast
+
+    async with run.playing(config, players.tasks(config, "train"), None) as streams:
+        return await forecast(config, streams, count)
+
+
+def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
+    """What was seen, in words."""
+    from tandem.observability.completions import shown
+    from tandem.observability.dropped import change, why
+    from tandem.observability.loggers.console import answer_lines
+
+    groups, signal = found.groups, found.signal
+    without = [("flat" if len(group.scored) > 1 else "failed", group) for group in groups if group.is_flat]
+    tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
+    yield f"played {len(groups)} groups of {config.group_size} answers in {found.seconds:.0f} s, {tokens:,} tokens"
+    share = len(signal) / len(groups)
+    told = Counter(why(reason, group) for reason, group in without).most_common(4)
+    rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in told)
+    yield f"  signal: {len(signal)} of {len(groups)} groups ({share:.0%}) have different rewards{rest}"
+    yield from _answers(groups)
+    if config.flat_groups == "drop" and without:
+        most = f"about {config.groups_per_step / share:.0f}" if share else f"far more than {len(groups)}"
+        yield f"  a step of {config.groups_per_step} groups samples {most}, for those without signal are dropped"
+    if share < LITTLE:
+        yield f"  change: {change(without, config.sampling.max_tokens)}"
+    for kind, some in (("with", signal), ("without", [group for _, group in without])):
+        for group in some[:1]:
+            best = max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
+            yield from answer_lines(shown(best), f"  the best answer of a group {kind} signal")
+
+
+def _answers(groups: Sequence[Group]) -> Iterator[str]:
+    """What answers earn and how many are cut."""
+    scored = [rollout for group in groups for rollout in group.scored]
+    if scored:
+        mean = math.fsum(rollout.reward or 0.0 for rollout in scored) / len(scored)
+        cut = sum(rollout.truncated for rollout in scored) / len(scored)
+        yield f"  reward {mean:.3g} on average; {cut:.0%} of the answers are cut at a length limit"

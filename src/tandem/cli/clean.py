@@ -1,0 +1,58 @@
+"""``tandem clean``: the checkpoints of finished runs, but for the last of each, make room."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem import machine
+from tandem.errors import ConfigError
+from tandem.observability.loggers import _lines
+from tandem.observability.report.summary import last_mark
+from tandem.trainer import digests
+from tandem.trainer.lock import Lock
+
+
+def clean(folder: Path, *, yes: bool) -> Iterator[str]:
+    """Remove them, or without ``yes`` only say which; yields what to tell.
+
+    Args:
+        folder: a run's folder, or one that holds runs.
+        yes: remove them.
+
+    Raises:
+        ConfigError: there is no run, or one is being trained.
+    """
+    runs = [config.parent for place in ("config.yaml", "*/config.yaml") for config in sorted(folder.glob(place))]
+    if not runs:
+        raise ConfigError(f"{folder} is no run's folder and holds none; name one such as runs or runs/NAME")
+    freed = 0
+    for run in runs:
+        old = list(digests.steps_in(run / "checkpoints").values())[:-1]
+        if not old:
+            continue
+        if not _finished(run):
+            yield f"{run}: kept, it is not finished (tandem show {run})"
+            continue
+        size = sum(path.stat().st_size for checkpoint in old for path in checkpoint.rglob("*") if path.is_file())
+        freed += size
+        steps = ", ".join(str(int(checkpoint.name)) for checkpoint in old)
+        yield f"{run}: {machine.readable(size)}, checkpoints of steps {steps}"
+        if yes:
+            _remove(run, old)
+    said = f"{machine.readable(freed)} freed" if yes else f"{machine.readable(freed)} would be freed"
+    yield said if yes or not freed else f"{said}; to remove them: tandem clean {folder} --yes"
+
+
+def _finished(run: Path) -> bool:
+    last = last_mark(list(_lines.read(run / "events.jsonl")))
+    return last is not None and last["event"] == "run_done"
+
+
+def _remove(run: Path, checkpoints: list[Path]) -> None:
+    """Each is renamed first, since half of a checkpoint must not bear its name."""
+    with Lock() as lock:
+        lock.take(run)
+        for checkpoint in checkpoints:
+            shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp")))

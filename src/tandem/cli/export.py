@@ -1,0 +1,73 @@
+"""``tandem export``: a checkpoint's model or adapter, out of its run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tandem.cli.train import recipe_of
+from tandem.config.loading import RunConfig, load
+from tandem.errors import CheckpointError, ConfigError
+from tandem.trainer import digests
+
+
+def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
+    """Copy it; returns what to tell.
+
+    Raises:
+        ConfigError: not a run, the destination is taken, or there is nothing to merge.
+        CheckpointError: there is no such checkpoint, or it cannot be copied.
+    """
+    config = load(recipe_of(run)).config
+    weights = weights_of(run, config, step)
+    is_adapter = (weights / "adapter_config.json").is_file()
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ConfigError(f"{destination} is already there and is left as it is; name a folder that is not")
+    if merge and not is_adapter:
+        raise ConfigError(f"{weights} is a whole model already; leave out --merge")
+    aside = destination.with_name(f".{destination.name}.tmp")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if aside.exists():
+            shutil.rmtree(aside)
+        if merge:
+            _merge(config, weights, aside)
+        else:
+            shutil.copytree(weights, aside)
+        aside.replace(destination)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f"cannot export {weights} to {destination}: {error}") from error
+    what = "adapter" if is_adapter and not merge else "model"
+    return f"exported the {what} of step {int(weights.parent.name)} to {destination}"
+
+
+def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
+    """The model or adapter folder of a checkpoint, by default of the newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    checkpoints = run / "checkpoints"
+    found = digests.steps_in(checkpoints)
+    if not found:
+        raise CheckpointError(f"{run} has no checkpoint yet; one is written every {config.checkpoint.every} steps")
+    if step is not None and step not in found:
+        kept = ", ".join(str(number) for number in sorted(found))
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
+    folder = found[max(found) if step is None else step] / config.trains.folder_name
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is missing; the checkpoint is damaged, choose another with --step")
+    return folder
+
+
+def _merge(config: RunConfig, adapter: Path, destination: Path) -> None:
+    """Add the adapter to the weights it was trained on, and write the sum."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.save_pretrained(destination)
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(destination)

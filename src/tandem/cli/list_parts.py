@@ -1,0 +1,84 @@
+"""``tandem list``: the parts that recipes can name, read from the files themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tandem.config import registry as resolve
+from tandem.config.build import hints
+from tandem.config.encode import plain_value
+from tandem.config.words import describe
+
+_OPTION = {
+    "envs": "env",
+    "curricula": "curriculum",
+    "rewards": "rewards",
+    "advantages": "advantage",
+    "losses": "loss",
+    "corrections": "corrections",
+    "references": "reference",
+    "optimizers": "optimizer",
+    "trains": "trains",
+    "engines": "engine",
+    "sync": "sync",
+    "sinks": "sinks",
+}
+"""What a recipe calls a slot."""
+
+
+def list_parts(slot: str | None) -> None:
+    """Print every slot's parts, or one slot's with their options.
+
+    Raises:
+        ConfigError: there is no such slot.
+    """
+    console = Console()
+    if slot is not None:
+        slot = {option: name for name, option in _OPTION.items()}.get(slot, slot)
+        for kind in resolve.names(slot):
+            _print_part(console, slot, kind)
+        return
+    for name in resolve.SLOTS:
+        also = ", or envs for several" if name == "envs" else ""
+        written = "" if _OPTION[name] == name else f"  (in a recipe: {_OPTION[name]}{also})"
+        console.print(Text.assemble((name, "bold"), written))
+        table = Table(box=None, show_header=False, padding=(0, 1), expand=True)
+        table.add_column(no_wrap=True, min_width=16)
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for kind in resolve.names(name):
+            table.add_row(Text(f"  {kind}"), Text(resolve.summary(resolve.find(name, kind))))
+        console.print(table)
+    console.print("\nOptions of the parts of a slot: tandem list SLOT", markup=False)
+
+
+def _print_part(console: Console, slot: str, kind: str) -> None:
+    """One part: what it is and each option's default, type and doc."""
+    cls = resolve.find(slot, kind)
+    console.print(Text.assemble((kind, "bold"), f"  {resolve.summary(cls)}"))
+    docs = resolve.field_docs(cls)
+    for field in resolve.options(cls):
+        inner = field.metadata.get("slot")
+        kind_of_value = f"one of {inner}" if inner else describe(hints(cls)[field.name])
+        console.print(Text.assemble(f"    {field.name}: {default_text(field)}", (f"  {kind_of_value}", "dim")))
+        console.print(Padding(Text(docs.get(field.name, "")), (0, 0, 0, 8)))
+    console.print()
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """An option's default as a recipe writes it."""
+    if field.default is not dataclasses.MISSING:
+        value = plain_value(field.default)
+    elif field.default_factory is not dataclasses.MISSING:
+        value = plain_value(field.default_factory())
+    else:
+        return "(required)"
+    if isinstance(value, str):
+        return value or "''"
+    return json.dumps(value)

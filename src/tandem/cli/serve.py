@@ -1,0 +1,107 @@
+"""``tandem serve engine``: a recipe's engine alone, for trainers that are started apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.config.loading import RunConfig, load
+from tandem.engines.base import CanLend
+from tandem.engines.vllm.client.engine import borrow
+from tandem.engines.vllm.client.fleet import Fleet
+from tandem.engines.vllm.spec import LOOPBACK, Vllm
+from tandem.errors import ConfigError, EngineError
+from tandem.model.policy import load_config
+from tandem.trainer import assemble as run
+from tandem.trainer import memory_plan as memory
+
+Tell = Callable[[str], None]
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether the engine still lives."""
+
+
+def serve(recipe: Path, overrides: Sequence[str], tell: Tell) -> None:
+    """Run the engine until Ctrl-C or SIGTERM.
+
+    Args:
+        recipe: what it is started for.
+        overrides: laid over the recipe.
+        tell: shows a line to the person.
+
+    Raises:
+        ConfigError: the recipe's engine is not one that can be served.
+        EngineError: it did not start, or it died.
+    """
+    serve_engine(load(recipe, overrides, serving=True).config, tell)
+
+
+def serve_engine(config: RunConfig, tell: Tell) -> None:
+    """The same, of a recipe that was read already; raises as ``serve``."""
+    engine = config.engine
+    if not isinstance(engine, Vllm):
+        raise ConfigError(
+            "engine: tandem serve engine runs engine: vllm; the others live in the trainer's own process: tandem train"
+        )
+    if engine.urls:
+        raise ConfigError(
+            "engine.urls names engines that run already; to start one here, remove urls (engine.port says where)"
+        )
+    run.check_pairs(config)
+    engine.check(trains=config.trains, folder=_folder(config))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_serve(config, engine, tell))
+    tell("ended")
+
+
+async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
+    me = asyncio.current_task()
+    assert me is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    runs, folder = Path(config.runs), _folder(config)
+    needs = run.engine_needs(config, folder)
+    context = memory.context(config, load_config(config.model))
+    tell(f"starting {config.model}; it writes to {folder / 'logs'}")
+    async with engine.serve(context=context, needs=needs, adapters=runs) as fleet:
+        bridge = await _lend(fleet, folder) if config.sync.port is CanLend else None
+        try:
+            _introduce(fleet, engine, bridge, tell)
+            while not fleet.dead():
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            if bridge is not None:
+                bridge.unlink(missing_ok=True)  # the memory that it names is going
+        process = fleet.servers[fleet.dead()[0]].process
+        assert process is not None
+        raise EngineError(f"the engine {process.exit_reason()}{process.obituary()}")
+
+
+def _folder(config: RunConfig) -> Path:
+    """Where it writes."""
+    return Path(os.environ.get("LOGDIR") or Path(config.runs) / "served")
+
+
+async def _lend(fleet: Fleet, folder: Path) -> Path:
+    """Lend the weights to whoever finds the file that says where they are."""
+    (server,) = fleet.servers
+    await server.post("/bridge/pause")
+    found = await borrow(server)
+    await server.post("/bridge/resume")
+    return found.write(folder)
+
+
+def _introduce(fleet: Fleet, engine: Vllm, bridge: Path | None, tell: Tell) -> None:
+    """Say where it is and how it is used."""
+    urls = [server.url for server in fleet.servers]
+    tell(f"serving at {', '.join(urls)}" + (f"; its weights are lent by {bridge}" if bridge else ""))
+    key = f", api_key_variable: {engine.api_key_variable}" if engine.api_key_variable else ""
+    tell(f"a trainer uses it by: tandem train RECIPE 'engine={{kind: vllm, urls: [{', '.join(urls)}]{key}}}'")
+    if not key and not engine.host.startswith(LOOPBACK):
+        tell(f"anybody who reaches {engine.host} can use it and overwrite its weights: set engine.api_key_variable")
+    tell("Ctrl-C ends it")

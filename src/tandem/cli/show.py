@@ -1,0 +1,183 @@
+"""``tandem show``: a run in a screenful, from what its folder holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.cli.train import recipe_of
+from tandem.observability import report, vitals
+from tandem.observability.loggers.base import PHASES, phase, phases
+from tandem.observability.report import alarms
+from tandem.observability.report.folder import Row, RunFolder, load
+from tandem.observability.report.summary import column, headline_evaluations, summarise
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVES = (
+    "reward", "accuracy", "length", "entropy", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second",
+    "seconds/step",
+)  # fmt: skip
+"""Metrics drawn as a line each, in this order."""
+
+
+def show(run: Path, write_report: bool) -> None:
+    """Print the summary; with ``write_report`` also write report.html anew.
+
+    Raises:
+        ConfigError: it is not a run's folder.
+    """
+    recipe_of(run)
+    folder = load(run)
+    console = Console()
+    _print_headline(console, folder)
+    if (error := summarise(folder)["error"]) is not None:
+        console.print(f"\nFAILED: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
+        console.print(
+            f"  go on with: tandem train {run}; the traceback is in {run / 'logs' / 'run.log'}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    for line in _alarms(folder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    _print_evaluations(console, headline_evaluations(folder))
+    _print_curves(console, folder)
+    for line in (_time(folder), _now(folder)):
+        if line:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in _events(folder):
+        console.print(line, markup=False, highlight=False)
+    if write_report:
+        console.print(f"report: {report.build(run)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_headline(console: Console, folder: RunFolder) -> None:
+    """What it is, how far it came."""
+    summary = summarise(folder)
+    planned = summary["steps_planned"]
+    steps = f"{summary['steps']} of {planned} steps" if planned else f"{summary['steps']} steps"
+    resumes = summary["resumes"]
+    parts = [summary["status"], steps, f"{duration(summary['seconds'])}"]
+    if resumes:
+        parts.append(f"resumed {resumes} time{'s' * (resumes > 1)}")
+    console.print(Text.assemble((folder.name, "bold"), f"  {', '.join(parts)}"))
+    console.print("  ".join(f"{label}: {value}" for label, value in summary["facts"]), markup=False, style="dim")
+
+
+def _print_evaluations(console: Console, rows: Sequence[Row]) -> None:
+    """Held-out results by step, with their intervals."""
+    if not rows:
+        return
+    table = Table(title=f"held out: {rows[0]['env']}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("step", "mean", "", f"pass@{rows[-1]['pass_k']}", "", "tokens"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["step"]), _number(row["mean"]), _interval(row["ci"]), _number(row["pass"]),
+            _interval(row["pass_ci"]), _number(row["tokens"]),
+        )  # fmt: skip
+    console.print()
+    console.print(table)
+
+
+def _print_curves(console: Console, folder: RunFolder) -> None:
+    """One line for each metric: first, curve, last."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for justify in ("left", "right", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name in _CURVES:
+        values = column(folder, name)
+        if values:
+            table.add_row(name, _number(values[0]), curve(values), _number(values[-1]))
+    if table.row_count:
+        console.print()
+        console.print(table)
+
+
+def _alarms(folder: RunFolder) -> Iterator[str]:
+    """Alarms that are open in full, and a line for each that is over."""
+    for row in alarms.episodes(folder):
+        if row["over"] is not None:
+            yield f"alarm {row['alarm']}, steps {row['since']} to {row['over']}, over: {row['seen']}"
+            continue
+        yield f"\nALARM {row['alarm']} since step {row['since']}: {row['seen']}"
+        yield f"  usually: {row['means']}"
+        yield f"  change:  {row['change']}"
+
+
+def _time(folder: RunFolder) -> str:
+    """How long each phase took over the whole run, and its share; empty before anything did."""
+    spans = {name: sum(column(folder, name)) for name in (f"seconds/{part}" for part in PHASES)}
+    spans["seconds/evaluate"] = sum(float(row.get("seconds") or 0.0) for row in folder.evaluations)
+    found, total = phases(spans, folder.config), summarise(folder)["seconds"]
+    if not found:
+        return ""
+    if (rest := total - sum(found.values())) > 0.01 * total:
+        found["start and the rest"] = rest
+    total = max(total, sum(found.values()))  # phases that overlap count in full
+    told = ", ".join(f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in found.items())
+    return f"\ntime: {told}"
+
+
+def _now(folder: RunFolder) -> str:
+    """What a live run is doing, by its last sign of life; empty for others."""
+    signs = vitals.read(folder.path) if folder.process == "alive" else None
+    if signs is None:
+        return ""
+    age = max(0.0, time.time() - signs["at"])
+    doing = [f"{phase(name, folder.config)} for {duration(seconds + age)}" for name, seconds in signs["doing"]]
+    told = ", ".join(doing) or "starting, or between two phases"
+    return f"now: {told} (who waits for whom: tandem why {folder.path})"
+
+
+def _events(folder: RunFolder) -> Iterator[str]:
+    """What was dropped, and the last thing that happened."""
+    dropped = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
+    if dropped:
+        yield "\ngroups dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+    rates = [event for event in folder.events if event.get("event") == "rate_changed"]
+    if rates:
+        now = rates[-1]
+        yield (
+            f"sampling is {now.get('ahead')} groups ahead (lag {now.get('lag')}) since step {now.get('step')}, "
+            f"{now.get('reason')}; changed {len(rates)} time{'s' * (len(rates) > 1)}"
+        )
+    if folder.events:
+        last = folder.events[-1]
+        ago = duration(max(0.0, time.time() - last.get("time", time.time())))
+        yield f"last event: {last.get('event')}, {ago} ago"
+
+
+def curve(values: Sequence[float], width: int = 32) -> str:
+    """A line of bars, each the mean of its share of the values."""
+    width = min(width, len(values))
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """``1 h 02 min``, ``3 min 20 s`` or ``12 s``."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""

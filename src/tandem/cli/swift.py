@@ -1,0 +1,64 @@
+"""``tandem swift``: ms-swift's command line, run as the recipe it comes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from tandem.cli.train import ended, finish, translated
+from tandem.compat import swift
+from tandem.config.loading import from_options
+
+
+def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
+    """Train as the arguments say, or with ``show`` only write down how; returns what to tell.
+
+    Args:
+        given: the values of every argument that was not left out.
+        overrides: options laid over the recipe.
+        show: return the recipe as YAML.
+
+    Raises:
+        ConfigError: an argument is wrong or would change nothing.
+        EnvError: the data cannot be read.
+    """
+    source = Path("tandem swift rlhf")
+    translation = swift.rlhf(given, os.environ)
+    if show:
+        return translated(translation.options, translation.notes, overrides, source)
+    _tell(translation)
+    loaded = from_options(translation.options, overrides, source)
+    from tandem.trainer import (
+        assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
+    )
+
+    folder = finish(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
+    return ended(folder)
+
+
+def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> None:
+    """Run the engine alone until Ctrl-C, or with ``show`` only write down which.
+
+    Raises:
+        ConfigError: an argument is wrong or would change nothing.
+        EngineError: the engine did not start, or it died.
+    """
+    source = Path("tandem swift deploy")
+    translation = swift.deploy(given)
+    if show:
+        typer.echo(translated(translation.options, translation.notes, overrides, source))
+        return
+    _tell(translation)
+    os.environ.update(translation.environ)
+    config = from_options(translation.options, overrides, source).config
+    from tandem.cli.serve import serve_engine
+
+    serve_engine(config, typer.echo)
+
+
+def _tell(translation: swift.Translation) -> None:
+    for note in translation.notes:
+        typer.echo(f"tandem: {note}", err=True)

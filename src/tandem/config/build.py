@@ -1,0 +1,398 @@
+"""Located tree -> dataclasses, with every mistake found, and back again.
+
+A dataclass's fields are the only truth about its options. Beyond their types it may say more:
+
+- ``__post_init__`` raises ``ValueError`` for values out of range (one message per line; a message that starts
+  with an option's name is shown where that option was written);
+- ``inert()`` maps options that change nothing, given the others, to the reason; giving one is a mistake, unless it is
+  the file's and an override of the same part makes it so;
+- a field with a ``slot`` in its metadata holds another part, chosen by its ``kind``;
+- one with a ``shorthand`` holds a mapping of which a single text is that option;
+- one with an ``unless`` must be given unless one of the fields that it names is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from tandem.config import registry as resolve
+from tandem.config.dialects import elsewhere
+from tandem.config.tree import SHELL, Branch, Items, Leaf, Problems, Tree, plain
+from tandem.config.words import describe, got
+from tandem.errors import ConfigError, RewardError, TandemError
+
+
+class _Bad:
+    """Stands for a value whose problem is already noted."""
+
+
+BAD = _Bad()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """One reward of a run."""
+
+    kind: str
+    """A file of ``rewards/``, or ``pkg.module:name`` (a recipe may write a dot for the colon)."""
+    reward: Any
+    """The part, or a plain function."""
+    weight: float
+    """What its value is multiplied by before rewards are summed."""
+
+
+def part(slot: str, default: str) -> Any:
+    """A field that holds one part of a slot, of this kind unless the recipe names another.
+
+    One without a default kind is ``field(metadata={"slot": slot})``.
+    """
+    return dataclasses.field(metadata={"slot": slot, "default": default}, default_factory=partial(_make, slot, default))
+
+
+def parts(slot: str, default: tuple[str, ...]) -> Any:
+    """A field that holds a tuple of parts of a slot."""
+
+    def make() -> tuple[Any, ...]:
+        return tuple(_make(slot, kind) for kind in default)
+
+    return dataclasses.field(metadata={"slot": slot, "many": True}, default_factory=make)
+
+
+def _make(slot: str, kind: str) -> Any:
+    return resolve.find(slot, kind)()
+
+
+@cache
+def hints(cls: type) -> dict[str, Any]:
+    """Types of a dataclass's options.
+
+    Raises:
+        ConfigError: an annotation names something that its module does not import at run time.
+    """
+    try:
+        return typing.get_type_hints(cls)
+    except NameError as error:
+        raise ConfigError(f"{cls.__module__}.{cls.__name__}: a field's type cannot be read: {error}") from error
+
+
+class Builder:
+    """Builds dataclasses from a tree and notes what is wrong on the way."""
+
+    def __init__(self, problems: Problems) -> None:
+        self.problems = problems
+        self.given: dict[str, str] = {}
+        """Where each option that the user set was written, by dotted path."""
+
+    def dataclass(self, cls: type, tree: Branch, path: str, label: str = "") -> Any:
+        """An instance, or BAD."""
+        fields = {field.name: field for field in resolve.options(cls)}
+        values: dict[str, Any] = {}
+        bad = False
+        for key, value in tree.entries.items():
+            where = tree.key_where[key]
+            if key not in fields:
+                self._unknown(cls, key, value, where, label)
+                bad = True
+                continue
+            inner = f"{path}.{key}" if path else key
+            self.given[inner] = where
+            values[key] = self.field(cls, fields[key], value, inner)
+            bad = bad or values[key] is BAD
+        for name, field in fields.items():
+            others = field.metadata.get("unless")
+            required = _required(field) or (others is not None and not set(others) & set(tree.entries))
+            if required and name not in tree.entries:
+                doc = resolve.field_docs(cls).get(name, "")
+                self.problems.add(
+                    tree.where, f"{label + ' needs' if label else 'missing'} {name!r}: {doc}".rstrip(": ")
+                )
+                bad = True
+        return self._alone(cls, values, tree.where, path) if bad else self._construct(cls, values, tree.where, path)
+
+    def field(self, cls: type, field: dataclasses.Field[Any], tree: Tree, path: str) -> Any:
+        """The value of one option, or BAD."""
+        slot = field.metadata.get("slot")
+        if slot is None:
+            return self.value(hints(cls)[field.name], opened(field, tree), path)
+        if field.default is None and isinstance(tree, Leaf) and tree.value is None:
+            return None
+        if field.metadata.get("weighted"):
+            return self.rewards(slot, tree, path)
+        if field.metadata.get("many"):
+            if not isinstance(tree, Items):
+                return self._wrong(tree, path, f"a list of {slot}, such as [{', '.join(resolve.names(slot)[:2])}]")
+            built = tuple(self.part(slot, item, path, None) for item in tree.items)
+            return BAD if _any_bad(built) else built
+        return self.part(slot, tree, path, field.metadata.get("default"))
+
+    def part(self, slot: str, tree: Tree, path: str, default: str | None) -> Any:
+        """A part by kind, with its options."""
+        kind, branch = self._kind(slot, tree, path, default)
+        if kind is None:
+            return BAD
+        try:
+            cls = resolve.find(slot, kind)
+        except ConfigError as error:
+            where = branch.key_where.get("kind", branch.where)
+            self.problems.add(where, f"{path}: {error}", _import_error(slot, kind))
+            return BAD
+        return self.dataclass(cls, _without(branch, "kind"), path, f"{path} ({kind})")
+
+    def rewards(self, slot: str, tree: Tree, path: str) -> Any:
+        """Reward specs by name."""
+        if not isinstance(tree, Branch):
+            return self._wrong(tree, path, "a mapping of reward names to weights, such as {exact: 1.0}")
+        specs = {name: self._reward(slot, name, value, f"{path}.{name}") for name, value in tree.entries.items()}
+        return BAD if _any_bad(specs.values()) else specs
+
+    def value(self, hint: Any, tree: Tree, path: str) -> Any:
+        """A value of a plain type, or BAD."""
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if hint is Any or hint is object:
+            return plain(tree)
+        if origin in (Union, types.UnionType):
+            return self._union(hint, args, tree, path)
+        if origin in (list, tuple, Sequence):
+            return self._list(hint, origin, args, tree, path)
+        if origin in (dict, Mapping):
+            if not isinstance(tree, Branch):
+                return self._wrong(tree, path, describe(hint))
+            entries = {key: self.value(args[1], inner, f"{path}.{key}") for key, inner in tree.entries.items()}
+            return BAD if _any_bad(entries.values()) else entries
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            if not isinstance(tree, Branch):
+                return self._wrong(tree, path, f"a mapping of {', '.join(f.name for f in resolve.options(hint))}")
+            return self.dataclass(hint, tree, path, path)
+        if not isinstance(tree, Leaf):
+            return self._wrong(tree, path, describe(hint))
+        return self._leaf(hint, args, tree, path)
+
+    def _leaf(self, hint: Any, args: tuple[Any, ...], leaf: Leaf, path: str) -> Any:
+        value = leaf.value
+        if typing.get_origin(hint) is Literal:
+            for choice in args:
+                if value == choice and type(value) is type(choice):
+                    return choice
+            close = resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
+            return self._wrong(leaf, path, describe(hint), close)
+        if hint is float and type(value) in (int, float):
+            return self._wrong(leaf, path, describe(hint)) if math.isnan(float(value)) else float(value)  # type: ignore[arg-type]
+        if hint in (bool, int, str, type(None)) and type(value) is hint:
+            return value
+        if hint in (str, Path):
+            if isinstance(value, str) or (leaf.from_shell and value is not None):
+                return hint(leaf.text)
+            quote = "" if value is None else f"; put it in quotes: {leaf.text!r}"
+            return self._wrong(leaf, path, describe(hint), quote)
+        if hint not in (bool, int, float, type(None)):
+            raise ConfigError(f"{path}: an option cannot be of type {hint}")
+        return self._wrong(leaf, path, describe(hint))
+
+    def _union(self, hint: Any, args: tuple[Any, ...], tree: Tree, path: str) -> Any:
+        if isinstance(tree, Leaf) and tree.value is None and type(None) in args:
+            return None
+        choices = [arg for arg in args if arg is not type(None)]
+        if len(choices) == 1:
+            return self.value(choices[0], tree, path)
+        for strict in (True, False):
+            for choice in choices:
+                if strict and isinstance(tree, Leaf) and type(tree.value) is not choice:
+                    continue
+                attempt = Builder(Problems())
+                built = attempt.value(choice, tree, path)
+                if not attempt.problems:
+                    self.given.update(attempt.given)
+                    return built
+        return self._wrong(tree, path, describe(hint))
+
+    def _list(self, hint: Any, origin: Any, args: tuple[Any, ...], tree: Tree, path: str) -> Any:
+        if not isinstance(tree, Items):
+            fix = f"; write [{tree.text}]" if isinstance(tree, Leaf) and tree.value is not None else ""
+            return self._wrong(tree, path, describe(hint), fix)
+        fixed = origin is tuple and args[-1] is not Ellipsis
+        if fixed and len(args) != len(tree.items):
+            return self._wrong(tree, path, describe(hint))
+        kinds = args if fixed else (args[0],) * len(tree.items)
+        built = [self.value(kind, item, path) for kind, item in zip(kinds, tree.items, strict=True)]
+        if _any_bad(built):
+            return BAD
+        return tuple(built) if origin is tuple else built
+
+    def _kind(self, slot: str, tree: Tree, path: str, default: str | None) -> tuple[str | None, Branch]:
+        """Kind and options as written; kind None if a problem was noted."""
+        if isinstance(tree, Leaf) and isinstance(tree.value, str):
+            return tree.value, Branch(where=tree.where)
+        if not isinstance(tree, Branch):
+            self._wrong(tree, path, f"a name ({', '.join(resolve.names(slot))}) or a mapping with kind and options")
+            return None, Branch(where=tree.where)
+        kind = tree.entries.get("kind")
+        if kind is None and default is None:
+            self.problems.add(tree.where, f"{path} needs a kind; known: {', '.join(resolve.names(slot))}")
+            return None, tree
+        if kind is None:
+            return default, tree
+        if not (isinstance(kind, Leaf) and isinstance(kind.value, str)):
+            self._wrong(kind, f"{path}.kind", f"one of {', '.join(resolve.names(slot))}")
+            return None, tree
+        return kind.value, tree
+
+    def _reward(self, slot: str, name: str, tree: Tree, path: str) -> Any:
+        """One entry of ``rewards``: a weight, or a mapping of weight, kind and options."""
+        weight: Any = 1.0
+        branch = tree
+        if isinstance(tree, Leaf):
+            weight, branch = self.value(float, tree, path), Branch(where=tree.where)
+        elif isinstance(tree, Branch) and "weight" in tree.entries:
+            weight = self.value(float, tree.entries["weight"], f"{path}.weight")
+        if not isinstance(branch, Branch):
+            return self._wrong(tree, path, "a weight, or a mapping of weight, kind and options")
+        if weight is not BAD and not math.isfinite(weight):
+            weight = self._wrong(tree, path, "a finite weight")
+        kind, options = self._kind(slot, _without(branch, "weight"), path, name)
+        if kind is None or weight is BAD:
+            return BAD
+        if "." in kind and ":" not in kind:  # as Axolotl and TRL write an import path
+            kind = ":".join(kind.rpartition(".")[::2])
+            options, where = _without(options, "kind"), options.key_where.get("kind", options.where)
+            options.put("kind", Leaf(value=kind, text=kind, where=where), where)
+        function = self._function(kind, options, path) if ":" in kind else None
+        reward = self.part(slot, options, path, name) if function is None else function
+        return BAD if reward is BAD else RewardSpec(kind=kind, reward=reward, weight=weight)
+
+    def _function(self, kind: str, options: Branch, path: str) -> Any:
+        """A plain function by import path; None if the path leads to a part."""
+        where = options.key_where.get("kind", options.where)
+        try:
+            thing = resolve.import_object(kind)
+        except ConfigError as error:
+            self.problems.add(where, f"{path}: {error}", RewardError)
+            return BAD
+        if isinstance(thing, type):
+            return None
+        if not callable(thing):
+            self.problems.add(where, f"{path}: {kind} is a {type(thing).__name__}, not a function", RewardError)
+            return BAD
+        for key in _without(options, "kind").entries:
+            self.problems.add(
+                options.key_where[key], f"{path}: a plain function takes no option {key!r}; use a dataclass"
+            )
+            return BAD
+        return thing
+
+    def _construct(self, cls: type, values: dict[str, Any], where: str, path: str) -> Any:
+        """Make the instance; refuse values out of range and options that change nothing."""
+        try:
+            built = cls(**values)
+        except (ValueError, TandemError) as error:
+            for line in str(error).splitlines() or ["its options are refused"]:
+                self._refused(cls, line, where, path, _kind_of(error))
+            return self._alone(cls, values, where, path)
+        shell = {other for other, written in self.given.items() if written.startswith(SHELL)}
+        overridden = bool(path) and any(other.startswith(f"{path}.") for other in shell)
+        for name, reason in inert(built).items():
+            full = f"{path}.{name}" if path else name
+            if full in self.given and (full in shell or not overridden):
+                self.problems.add(self.given[full], f"{full} changes nothing: {reason}; remove it")
+        return built
+
+    def _alone(self, cls: type, values: dict[str, Any], where: str, path: str) -> _Bad:
+        """Where something is wrong already, judge each other option by itself: what others should be is not known."""
+        right = {name: value for name, value in values.items() if value is not BAD}
+        required = [field.name for field in resolve.options(cls) if _required(field)]
+        if not set(required) <= set(right):
+            return BAD
+        for name, value in right.items():
+            try:
+                cls(**{other: right[other] for other in required} | {name: value})
+            except (ValueError, TandemError) as error:
+                for line in str(error).splitlines():
+                    if _named(line).partition(".")[0] == name:
+                        self._refused(cls, line, where, path, _kind_of(error))
+        return BAD
+
+    def _refused(self, cls: type, message: str, where: str, path: str, kind: type[Exception]) -> None:
+        """Note what a dataclass said of its options, where the option was written that the message starts with."""
+        first = _named(message)
+        name = f"{path}.{first}" if path else first
+        is_option = first.partition(".")[0] in {field.name for field in resolve.options(cls)}
+        text = f"{path}{'.' if is_option else ': '}{message}" if path else message
+        self.problems.add(self.given.get(name, where), text, kind)
+
+    def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str) -> None:
+        known = [field.name for field in resolve.options(cls)]
+        nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
+        of = f" of {label}" if label else ""
+        foreign = {} if nested else elsewhere(key, value, where)
+        for place, told in foreign.items():
+            self.problems.add(place, told)
+        hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
+        listing = f"; known: {', '.join(known)}" if known else "; it has none"
+        if not foreign:
+            self.problems.add(where, f"unknown option {key!r}{of}{hint or listing}")
+
+    def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
+        self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")
+        return BAD
+
+
+def opened(field: dataclasses.Field[Any], tree: Tree) -> Tree:
+    """The mapping that a single text stands for, where the field has a shorthand."""
+    key = field.metadata.get("shorthand")
+    if key is None or not isinstance(tree, Leaf) or tree.value is None:
+        return tree
+    branch = Branch(where=tree.where)
+    branch.put(key, tree, tree.where)
+    return branch
+
+
+def inert(built: object) -> Mapping[str, str]:
+    """Options of a dataclass that change nothing, and why."""
+    rule = getattr(built, "inert", None)
+    return rule() if callable(rule) else {}
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _named(message: str) -> str:
+    """The option, by dotted path, that a dataclass's message starts with, if it does."""
+    return message.split(maxsplit=1)[0].rstrip(":,") if message.strip() else ""
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    return type(error) if isinstance(error, TandemError) else ConfigError
+
+
+def _any_bad(values: Iterable[Any]) -> bool:
+    return any(value is BAD for value in values)
+
+
+def _nested(cls: type) -> list[str]:
+    """Dotted paths of the options one level down, to guess what a misplaced key meant."""
+    found = []
+    for field in resolve.options(cls):
+        inner = hints(cls)[field.name]
+        if field.metadata.get("default"):
+            inner = resolve.find(field.metadata["slot"], field.metadata["default"])
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            found += [f"{field.name}.{option.name}" for option in resolve.options(inner)]
+    return found
+
+
+def _without(branch: Branch, key: str) -> Branch:
+    """A mapping less one entry."""
+    kept = {name: value for name, value in branch.entries.items() if name != key}
+    return Branch(entries=kept, key_where=branch.key_where, where=branch.where)
+
+
+def _import_error(slot: str, kind: str) -> type[Exception]:
+    """The error that a part which cannot be found is: a reward's own import path has its own exit code."""
+    return RewardError if slot == "rewards" and ":" in kind else ConfigError

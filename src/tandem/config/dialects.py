@@ -1,0 +1,55 @@
+"""Files of other systems that are read as recipes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config.tree import Branch, Problems, Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translated:
+    """What a file comes to."""
+
+    tree: Branch
+    """The recipe; every value knows where in the file it was written."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how it differs from the file."""
+
+
+Dialect = Callable[[Branch, bool, Problems], Translated | None]
+"""Given a file's options and whether it is read to serve an engine alone: what it comes to, or None if it is not of
+this system. Mistakes are added to the problems."""
+
+DIALECTS = ("tandem.compat.axolotl",)
+"""Modules with a ``translate``, by name since ``compat`` stands above whatever reads recipes."""
+
+
+NAMES = "tandem.compat.names"
+"""Module with a ``meant``: what options of other systems are called here."""
+
+
+def elsewhere(option: str, value: Tree, where: str) -> dict[str, str]:
+    """What to tell of an option that another system has, by where it is written; empty if none has it.
+
+    Or of those in the mapping that it holds, as in ``actor_rollout_ref: {rollout: {n: 8}}``.
+    """
+    meant: Callable[[str], str | None] = importlib.import_module(NAMES).meant
+    if (itself := meant(option)) is not None:
+        return {where: f"unknown option {option!r}; {itself}"}
+    found: dict[str, str] = {}
+    if isinstance(value, Branch):
+        for key, inner in value.entries.items():
+            found |= elsewhere(f"{option}.{key}", inner, value.key_where[key])
+    return found
+
+
+def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
+    """The recipe that a file comes to; a recipe of Tandem's is one already."""
+    for name in DIALECTS:
+        dialect: Dialect = importlib.import_module(name).translate
+        if (translated := dialect(tree, serving, problems)) is not None:
+            return translated
+    return Translated(tree=tree)

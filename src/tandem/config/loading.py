@@ -1,0 +1,399 @@
+"""A recipe: YAML and dotted overrides in, a ``RunConfig`` of live parts out, and back."""
+
+# ruff: noqa: RUF009 - part() and parts() are calls to dataclasses.field
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem import machine
+from tandem.algorithms.curricula.base import Curriculum
+from tandem.config import override
+from tandem.config import registry as resolve
+from tandem.config.build import Builder, RewardSpec, part, parts
+from tandem.config.dialects import translate
+from tandem.config.encode import encode
+from tandem.config.objective import inert_objective, replay_fault
+from tandem.config.sections import (
+    Alarms,
+    Broker,
+    Checkpoint,
+    Evaluate,
+    Grading,
+    Rate,
+    Replay,
+    Reroll,
+    group_size_check,
+    sampling_checks,
+)
+from tandem.config.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
+from tandem.envs.base import Environment
+from tandem.errors import ConfigError, require
+from tandem.observability.loggers.base import Sink
+from tandem.observability.options import Patience, PrintCompletions
+from tandem.types import Json, Sampling
+
+if TYPE_CHECKING:
+    from tandem.algorithms.advantages.base import Advantage
+    from tandem.algorithms.corrections.base import Correction
+    from tandem.algorithms.losses.base import Loss
+    from tandem.algorithms.references.base import Reference
+    from tandem.engines.base import EngineSpec
+    from tandem.optimizers.base import Optimizer
+    from tandem.trainable.base import Trains
+    from tandem.weight_sync.base import WeightSync
+else:  # their bases import torch; a field made by ``part`` is built by its slot, not by its annotation
+    Advantage = Correction = EngineSpec = Loss = Optimizer = Reference = WeightSync = Trains = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything about a run. Part fields hold live parts, not names."""
+
+    model: str
+    """Hugging Face id or a local folder."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": ("envs", "broker")})
+    """Where tasks come from; with broker those to evaluate on, if any."""
+    envs: Mapping[str, Source] = field(default_factory=dict, metadata={"entries": Source})
+    """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
+    broker: Broker | None = field(default=None, metadata={"shorthand": "url"})
+    """Train on what environments elsewhere send to this broker: its address, or a mapping."""
+    rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
+    """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
+    groups_per_step: int = 8
+    """Groups (tasks) trained on in one step."""
+    group_size: int = 8
+    """Answers sampled per task."""
+    max_lag: int | Literal["auto"] = 0
+    """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy, and auto
+    chooses within rate by who waits for whom."""
+    rate: Rate = field(default_factory=Rate)
+    """What max_lag: auto may do."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How training answers are sampled."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
+    truncated_penalty: float = 1.0
+    """What truncated: penalise subtracts from the reward."""
+    flat_groups: Literal["drop", "keep"] = "drop"
+    """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
+    max_resample_times: int | None = None
+    """How often a batch's worth of flat groups is sampled anew; then the step takes what there is. null: until full."""
+    replay: Replay = field(default_factory=Replay)
+    """Groups with signal that take the place of flat ones, before others are sampled."""
+    reroll: Reroll = field(default_factory=Reroll)
+    """Tasks that nobody solved, drawn again later."""
+    curriculum: Curriculum | None = field(default=None, metadata={"slot": "curricula"})
+    """How often each task is drawn, by what came of it so far; null: once in every epoch."""
+    advantage: Advantage = part("advantages", "dr_grpo")
+    """How much better an answer was than its group."""
+    loss: Loss = part("losses", "grpo")
+    """The objective, per token."""
+    old_logprobs: Literal["sampled", "recomputed"] = "sampled"
+    """What ratios are against: the sampler's logprobs, or the policy's own as the step began (decoupled)."""
+    corrections: tuple[Correction, ...] = parts("corrections", ())
+    """Weights of tokens by how far their sampler was from the policy; several are multiplied."""
+    reference: Reference | None = field(default=None, metadata={"slot": "references"})
+    """An older policy whose KL is penalised; null: none."""
+    updates: int = 1
+    """Optimizer updates on each batch, all within one step; above 1 the policy leaves what sampled the batch."""
+    optimizer: Optimizer = part("optimizers", "adamw")
+    """How weights are updated, and the learning rate."""
+    trains: Trains = part("trains", "full")
+    """What is trained: every weight, or an adapter."""
+    engine: EngineSpec = part("engines", "embedded")
+    """What samples the answers."""
+    sync: WeightSync = part("sync", "shared")
+    """How new weights reach the engine."""
+    dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Type of the weights; optimizers keep float32 masters where it is narrower. auto: float32 on a processor without
+    instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
+    memory: Literal["check", "fit"] = "check"
+    """What a run does with its memory plan, before weights load: check it against what is free, or also choose
+    micro_batch_tokens, checkpointing and the states of adamw so that it fits. What the recipe sets is kept."""
+    micro_batch_tokens: int = 1024
+    """Most tokens of one forward and backward; lowers memory, changes no result. With memory: fit the most it may
+    choose, where it is set."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of being kept: selective all but products and attention, full
+    each layer; lowers memory, changes no result."""
+    matmul: Literal["dtype", "fp8"] = "dtype"
+    """Products of the layers' linear weights: in the type of the weights, or in 8 bits (a GPU of compute capability 8.9
+    or above, and torchao)."""
+    context: int | None = None
+    """Most tokens of a prompt and its answer together; null: the model's own limit."""
+    seed: int = 0
+    """Fixes task order, sampling and initialisation."""
+    chat_template: str | None = None
+    """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    """Measuring on held-out tasks."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata={"shorthand": "save"})
+    """When the run is saved."""
+    grading: Grading = field(default_factory=Grading)
+    """Processes that compute rewards."""
+    patience: Patience = field(default_factory=Patience)
+    """How long a run may stand still."""
+    alarms: Alarms = field(default_factory=Alarms, metadata={"shorthand": "action"})
+    """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
+    print_completions: PrintCompletions = field(default_factory=PrintCompletions, metadata={"shorthand": "every"})
+    """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
+    sinks: tuple[Sink, ...] = parts("sinks", ("console",))
+    """Where metrics go besides metrics.jsonl, which is always written."""
+    runs: str = "runs"
+    """Folder that holds the run's folder."""
+    name: str | None = None
+    """The run's folder name; null: <env>-<model>-<UTC time>."""
+    threads: int = 0
+    """CPU threads of torch; 0 uses every core."""
+
+    def __post_init__(self) -> None:
+        if self.dtype == "auto":  # here and nowhere else: whoever reads a configuration finds a type
+            object.__setattr__(self, "dtype", "bfloat16" if machine.computes_bfloat16() else "float32")
+        require(
+            model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
+            steps=(self.steps >= 1, "at least 1"),
+            groups_per_step=(self.groups_per_step >= 1, "at least 1"),
+            group_size=group_size_check(self.group_size, self.groups_per_step),
+            env=(
+                bool(self.env or self.envs or self.broker),
+                "given, such as gsm8k (tandem list envs), or envs, or broker, where environments are elsewhere",
+            ),
+            envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
+            rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
+            max_lag=(
+                self.max_lag >= (self.broker is not None) if isinstance(self.max_lag, int) else self.broker is None,
+                "at least 1 with broker, and not auto, since its environments sample while a step is trained"
+                if self.broker
+                else "at least 0, or auto",
+            ),
+            updates=(self.updates >= 1, "at least 1"),
+            old_logprobs=(
+                self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
+                "recomputed for corrections that truncate: against the sampler the loss has the ratio inside; or choose"
+                " beyond: mask",
+            ),
+            max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
+            replay=((wrong := replay_fault(self)) is None, wrong or ""),
+            truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
+            micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
+            matmul=(
+                self.matmul == "dtype" or (self.dtype == "bfloat16" and self.compile is not False),
+                "dtype with float32 weights or compile: false: casts that are not fused cost more than 8 bits save",
+            ),
+            context=(self.context is None or self.context >= 2, "at least 2, or null"),
+            seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+            threads=(self.threads >= 0, "at least 0"),
+            name=(self.name is None or _is_folder_name(self.name), "a folder's name, not a path"),
+            runs=(bool(self.runs.strip()), "a folder"),
+            **{
+                "reference.every": (
+                    self.steps < 1 or getattr(self.reference, "every", 0) < self.steps,
+                    f"below steps ({self.steps}): the average would never move",
+                ),
+                **sampling_checks(self.sampling),
+            },
+        )
+        if not self.rewards and self.env is not None:
+            object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    @property
+    def most_lag(self) -> int:
+        """Most steps by which a trained token's weights may be older; with max_lag: auto those of its budget."""
+        return self.rate.max_lag if self.max_lag == "auto" else self.max_lag
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """Every environment with its rewards, by the name that its groups and metrics bear; one is a mixture of one."""
+        return self.envs if self.env is None else {self.env.name: Source(env=self.env, rewards=self.rewards)}
+
+    @property
+    def plays(self) -> bool:
+        """True if tasks are played in the trainer's process, to train on or to evaluate."""
+        return self.broker is None or self.evaluates
+
+    @property
+    def evaluates(self) -> bool:
+        """True if held-out tasks are looked at in this run."""
+        asked = self.evaluate
+        return bool(self.sources) and asked.tasks > 0 and bool(asked.before or asked.after or asked.every)
+
+    def inert(self) -> Mapping[str, str]:
+        """Options that change nothing, given the others."""
+        unread: dict[str, str] = inert_objective(self)
+        if self.envs:
+            unread |= dict.fromkeys(("env", "rewards"), "envs names several environments, each with its rewards")
+        else:
+            unread["envs"] = "it names none"
+        if self.dtype == "float32":
+            unread["optimizer.gradients"] = "dtype: float32 gives float32 gradients"
+        if self.max_lag != "auto":
+            unread["rate"] = "it is read by max_lag: auto alone"
+        if self.truncated != "penalise":
+            unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
+        if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
+            unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
+        if self.flat_groups == "keep":
+            unread["max_resample_times"] = "flat_groups: keep samples nothing anew"
+        if self.broker is not None:
+            elsewhere = "tasks are drawn elsewhere (broker)"
+            unread |= dict.fromkeys(("max_resample_times", "replay", "reroll", "curriculum"), elsewhere)
+            unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
+        # Which tokens end an answer is read by the trainer where they may not come too early.
+        stops = ("sampling.stop", *(() if self.sampling.min_tokens else ("sampling.stop_token_ids",)))
+        if self.broker is not None and not self.sources:
+            elsewhere = "environments are elsewhere (broker) and there is no env to evaluate on"
+            unread |= dict.fromkeys(("rewards", "evaluate", "grading", *stops), elsewhere)
+        elif self.broker is not None and not self.evaluates:
+            nothing = "tasks come from elsewhere (broker) and nothing is evaluated"
+            unread |= dict.fromkeys(("env", "envs", "rewards", "grading", *stops), nothing)
+        return unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A recipe that was read."""
+
+    config: RunConfig
+    """The run it describes."""
+    source: Path
+    """The file."""
+    given: Mapping[str, str]
+    """Where each option that was set is written, by dotted path."""
+    options: Json
+    """What was set, overrides included, as plain data."""
+    notes: tuple[str, ...] = ()
+    """How it differs from what the file says, where that is another system's."""
+
+
+def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) -> Loaded:
+    """Read a recipe, or another system's file that can be read as one.
+
+    Args:
+        source: the file.
+        overrides: laid over the recipe.
+        serving: read it to start its engine alone.
+
+    Raises:
+        ConfigError: with every mistake in it, each with file, line and a hint.
+        RewardError: if all that is wrong is a reward that cannot be imported.
+    """
+    problems = Problems()
+    tree = parse(_read(source), str(source), problems)
+    resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
+    if tree is None and not problems:
+        tree = Branch(where=str(source))
+    if not isinstance(tree, Branch):
+        if tree is not None:
+            problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")
+        problems.raise_if_any(str(source))
+        raise AssertionError("a tree that is no mapping has a problem")
+    tree.where = str(source)
+    translated = translate(tree, serving, problems)
+    if translated.tree is not tree:
+        problems.raise_if_any(str(source))  # what follows from a mistake in another system's file is not told
+    return _build(translated.tree, source, overrides, problems, translated.notes)
+
+
+def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: Path) -> Loaded:
+    """A run described without a recipe's file: ``options`` as a recipe would hold them, said to be from ``source``.
+
+    Raises:
+        ConfigError, RewardError: as ``load``.
+    """
+    tree = from_plain(dict(options), str(source))
+    assert isinstance(tree, Branch)
+    return _build(tree, source, overrides, Problems())
+
+
+def _build(
+    tree: Branch, source: Path, overrides: Sequence[str], problems: Problems, notes: tuple[str, ...] = ()
+) -> Loaded:
+    """Overrides laid over a tree, and the whole of it built."""
+    spell_out(tree)
+    given = rewarded(tree)
+    override.apply(tree, RunConfig, overrides, problems)
+    spell_out(tree)
+    complete_rewards(tree, given)
+    builder = Builder(problems)
+    config = builder.dataclass(RunConfig, tree, "")
+    problems.raise_if_any(str(source))
+    assert isinstance(config, RunConfig)
+    options = plain(tree)
+    if options.get("dtype") == "auto" and config.dtype == "float32":
+        notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
+    return Loaded(config=config, source=source, given=builder.given, options=options, notes=notes)
+
+
+def _read(source: Path) -> str:
+    """Text of a recipe."""
+    if source.is_dir():
+        if (source / "config.yaml").is_file():
+            raise ConfigError(f"{source} is a run's folder, not a recipe; its recipe is {source / 'config.yaml'}")
+        raise ConfigError(f"{source} is a folder without a config.yaml; give a recipe or a run's folder")
+    try:
+        return source.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe {source}{_nearby(source)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not a recipe: it is not UTF-8 text ({error.reason})") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}") from error
+
+
+def _nearby(source: Path) -> str:
+    """Recipes that may have been meant."""
+    folders = (source.parent, Path("recipes"), Path())
+    found = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
+    by_stem = {Path(path).stem: path for path in reversed(list(found))}
+    close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {by_stem[close[0]]}?"
+    return f"; there are {', '.join(list(found)[:8])}" if found else f" (looked in {Path.cwd()})"
+
+
+def dump(config: RunConfig) -> str:
+    """Complete YAML that loads to an equal config; options that are inert are left out."""
+    return render(encode(config, complete=False))
+
+
+def as_json(config: RunConfig) -> dict[str, Json]:
+    """The whole recipe as plain data, inert options included."""
+    encoded = encode(config)
+    assert isinstance(encoded, dict)
+    return encoded
+
+
+RESUMABLE = frozenset({
+    "steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience", "alarms",
+    "print_completions",
+})  # fmt: skip
+"""Options that a resumed run may change: they do not decide what a training step computes."""
+RESUMABLE_SYNC = {"prove_every": 1, "tolerance": 0.0}
+"""Those of the way that weights travel, with the values that they have in the digest of every run."""
+
+
+def digest(config: RunConfig) -> str:
+    """Hex digest of everything that decides what a training step computes."""
+    trained = {key: value for key, value in as_json(config).items() if key not in RESUMABLE | {"runs", "name"}}
+    assert isinstance(trained["sync"], dict)
+    trained["sync"] = {**trained["sync"], **RESUMABLE_SYNC}
+    return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
+
+
+def _is_folder_name(name: str) -> bool:
+    return bool(name.strip()) and name not in (".", "..") and not set(name) & set("/\\\0")

@@ -1,0 +1,216 @@
+"""Part name -> component. The file name is the registry: ``losses/grpo.py`` is ``loss: grpo``."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem import clone
+from tandem.errors import ConfigError
+
+SLOTS = {
+    "envs": "tandem.envs",
+    "curricula": "tandem.algorithms.curricula",
+    "rewards": "tandem.rewards",
+    "advantages": "tandem.algorithms.advantages",
+    "losses": "tandem.algorithms.losses",
+    "corrections": "tandem.algorithms.corrections",
+    "references": "tandem.algorithms.references",
+    "optimizers": "tandem.optimizers",
+    "trains": "tandem.trainable",
+    "engines": "tandem.engines",
+    "sync": "tandem.weight_sync",
+    "sinks": "tandem.observability.loggers",
+}
+"""Slots of a recipe, and the packages in which one file, or one package with a ``spec`` module, is one part."""
+SPEC = "spec"
+"""Module that holds the part of a kind whose code is a package."""
+
+
+def names(slot: str) -> list[str]:
+    """Kinds a slot offers, sorted; read from the folder without importing any of them."""
+    if slot not in SLOTS:
+        raise ConfigError(f"there is no slot {slot!r}{did_you_mean(slot, SLOTS)}; slots: {', '.join(SLOTS)}")
+    package = importlib.import_module(SLOTS[slot])
+    found = [module for module in pkgutil.iter_modules(package.__path__) if module.name != "base"]
+    return sorted(
+        module.name
+        for module in found
+        if not module.name.startswith("_") and (not module.ispkg or _has_spec(package, module.name))
+    )
+
+
+def _has_spec(package: ModuleType, name: str) -> bool:
+    """Whether a package among a slot's modules is a part, rather than what parts share."""
+    return any(Path(folder, name, f"{SPEC}.py").is_file() for folder in package.__path__)
+
+
+def _module_of(slot: str, kind: str) -> str:
+    """Module in which the part of a kind is declared."""
+    package = importlib.import_module(SLOTS[slot])
+    own = f"{SLOTS[slot]}.{kind}"
+    return f"{own}.{SPEC}" if _has_spec(package, kind) else own
+
+
+@cache
+def find(slot: str, kind: str) -> type:
+    """The dataclass behind a kind: a file's name, or ``pkg.mod:Name`` for one outside the tree.
+
+    Raises:
+        ConfigError: there is no such part, or it cannot be imported.
+    """
+    if ":" in kind:
+        part = import_object(kind)
+        if not (inspect.isclass(part) and dataclasses.is_dataclass(part)):
+            raise ConfigError(f"{kind} is {_describe(part)}, not a dataclass; a part's options are its fields")
+        return part
+    known = names(slot)
+    if kind not in known:
+        raise ConfigError(
+            f"there is no {kind!r} in {slot}{did_you_mean(kind, known)}; known: {', '.join(known)} "
+            f"(or pkg.module:Name for your own)"
+        )
+    module = importlib.import_module(_module_of(slot, kind))
+    public = [
+        thing
+        for name, thing in vars(module).items()
+        if inspect.isclass(thing)
+        and thing.__module__ == module.__name__
+        and dataclasses.is_dataclass(thing)
+        and not name.startswith("_")
+    ]
+    if len(public) != 1:
+        found = ", ".join(cls.__name__ for cls in public) or "none"
+        raise ConfigError(f"{module.__name__} must define exactly one public dataclass, its part; found: {found}")
+    return public[0]
+
+
+def kind_of(slot: str, part: object) -> str:
+    """Inverse of ``find`` for an instance, and of ``import_object`` for a plain function."""
+    thing: Any = part if inspect.isroutine(part) else type(part)
+    package, _, kind = thing.__module__.removesuffix(f".{SPEC}").rpartition(".")
+    return kind if package == SLOTS[slot] else f"{thing.__module__}:{thing.__qualname__}"
+
+
+def import_object(path: str) -> Any:
+    """Import ``pkg.mod:name`` or ``pkg.mod.name``; the working directory is searched too.
+
+    Raises:
+        ConfigError: the module cannot be imported or has no such name.
+    """
+    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not name:
+        raise ConfigError(f"{path!r} is not an import path; write pkg.module:name")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code may raise anything while it is imported; the message carries it
+        raise ConfigError(_import_failure(path, module_name, error)) from error
+    thing: Any = module
+    for attribute in name.split("."):
+        if not hasattr(thing, attribute):
+            public = [other for other in vars(thing) if not other.startswith("_")]
+            where = getattr(module, "__file__", None) or module_name
+            raise ConfigError(f"{where} has no {attribute!r}{did_you_mean(attribute, public)} (asked for by {path})")
+        thing = getattr(thing, attribute)
+    return thing
+
+
+_PLACES = "modules.json"
+"""In a run's folder: where its recipe's modules were looked for."""
+_searched: dict[str, None] = {}
+"""Folders that this process imports modules from besides the working directory and Python's own, in order."""
+
+
+def search(folder: Path) -> None:
+    """Import modules from this folder too, after all others: nothing in it hides a library.
+
+    A run's folder stands for those that its recipe's modules were looked for in.
+    """
+    recorded = folder / _PLACES
+    remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
+    for path in (str(folder.resolve()), *remembered):
+        _searched[path] = None
+        if path not in sys.path:
+            sys.path.append(path)
+
+
+def remember(folder: Path) -> None:
+    """Write into a run's folder where modules are looked for, so that it goes on from any working directory."""
+    places = list(dict.fromkeys([os.getcwd(), *_searched]))
+    (folder / _PLACES).write_text(json.dumps(places) + "\n", encoding="utf-8")
+
+
+def _import_failure(path: str, module_name: str, error: Exception) -> str:
+    """What to tell somebody whose import path failed."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and (module_name + ".").startswith(f"{missing}."):
+        return (
+            f"cannot import {path}: there is no module {missing!r} in {os.getcwd()} nor among installed packages; "
+            f"name its folder in PYTHONPATH{clone.where(module_name.replace('.', '/') + '.py')}"
+        )
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"cannot import {path}: importing {module_name} failed{at} with {type(error).__name__}: {error}"
+
+
+def _describe(thing: object) -> str:
+    """A noun for an object that is not what was expected."""
+    return "a function" if inspect.isroutine(thing) else f"a {type(thing).__name__}"
+
+
+def options(cls: type) -> list[dataclasses.Field[Any]]:
+    """Fields of a dataclass that a recipe may set."""
+    return [f for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")]
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring beneath each field, inherited ones included, on one line each."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs.update(_own_docs(base))
+    return {field.name: docs[field.name] for field in dataclasses.fields(cls) if field.name in docs}
+
+
+def _own_docs(cls: type) -> dict[str, str]:
+    """Docstrings beneath the fields that one class body declares."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+def summary(cls: type) -> str:
+    """First sentence of a part's docstring; empty if it has only the one that ``dataclass`` makes."""
+    doc = " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
+    return "" if doc.startswith(f"{cls.__name__}(") else doc
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` if something known is close, else nothing."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(given.lower(), list(lower), n=1, cutoff=0.6)
+    return f"; did you mean {lower[close[0]]!r}?" if close else ""

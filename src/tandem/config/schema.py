@@ -1,0 +1,154 @@
+"""JSON schema of a recipe, from the same dataclass fields that load it: for editors to complete and check."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from tandem.config import registry as resolve
+from tandem.config.build import RewardSpec, hints
+from tandem.config.encode import plain_value
+from tandem.config.loading import RunConfig
+from tandem.types import Json
+
+_OUTSIDE = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$", "description": "A part of your own: pkg.module:Name."}
+_PATH = r"^[\w.]+[:.][\w.]+$"
+"""An import path as the name of a reward: with a colon, or with dots alone."""
+_WEIGHT = {"type": "number", "description": resolve.field_docs(RewardSpec)["weight"]}
+_PLAIN: dict[Any, dict[str, Json]] = {
+    str: {"type": "string"},
+    Path: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    Any: {},
+    object: {},
+}
+
+
+def schema() -> dict[str, Json]:
+    """The schema, draft 2020-12."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Tandem recipe",
+        **_dataclass(RunConfig),
+        "$defs": {slot: _by_kind(slot) if slot == "rewards" else _slot(slot) for slot in resolve.SLOTS},
+    }
+
+
+def _dataclass(cls: type) -> dict[str, Json]:
+    """An object whose properties are the options of a dataclass."""
+    fields, docs = resolve.options(cls), resolve.field_docs(cls)
+    properties: dict[str, Json] = {}
+    for field in fields:
+        properties[field.name] = {**_field(cls, field), "description": docs.get(field.name, "")}
+        if field.default is not dataclasses.MISSING:
+            properties[field.name]["default"] = plain_value(field.default)
+    missing = dataclasses.MISSING
+    required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
+    either = [name for f in fields if "unless" in f.metadata for name in (f.name, *f.metadata["unless"])]
+    return {
+        **({"anyOf": [{"required": [name]} for name in either]} if either else {}),
+        "type": "object",
+        "description": resolve.summary(cls),
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
+    slot = field.metadata.get("slot")
+    if "entries" in field.metadata:
+        # A number is a weight, and without an env the name is one.
+        entry = {**_dataclass(field.metadata["entries"]), "required": []}
+        return {"type": "object", "additionalProperties": {"anyOf": [_PLAIN[float], entry]}}
+    if slot is None:
+        described = _type(hints(cls)[field.name])
+        key = field.metadata.get("shorthand")
+        return described if key is None else _or_one_option(described, key)
+    if field.metadata.get("weighted"):
+        return _weighted(slot)
+    if field.metadata.get("many"):
+        return {"type": "array", "items": {"$ref": f"#/$defs/{slot}"}}
+    default = field.metadata.get("default")
+    if default is None:
+        one: dict[str, Json] = {"$ref": f"#/$defs/{slot}"}
+        if slot == "rewards":  # entries of that slot have a name, so that a part's own reward is its only bare kind
+            one = {"anyOf": [{"enum": resolve.names(slot)}, one]}
+        return {"anyOf": [one, _PLAIN[type(None)]]} if field.default is None else one
+    without_kind = _dataclass(resolve.find(slot, default))
+    return {"anyOf": [{"$ref": f"#/$defs/{slot}"}, without_kind], "default": default}
+
+
+def _or_one_option(described: dict[str, Json], key: str) -> dict[str, Json]:
+    """A mapping, or the value of one of its options alone."""
+    either = described.get("anyOf", [described])
+    (option,) = [each["properties"][key] for each in either if "properties" in each]
+    return {"anyOf": [{k: v for k, v in option.items() if k not in ("description", "default")}, *either]}
+
+
+def _slot(slot: str) -> dict[str, Json]:
+    """A part of a slot: its kind alone, or a mapping of kind and options."""
+    kinds = resolve.names(slot)
+    short = [{"const": kind, "description": resolve.summary(resolve.find(slot, kind))} for kind in kinds]
+    long = [_with_kind(kind, _dataclass(resolve.find(slot, kind))) for kind in kinds]
+    own = {"type": "object", "properties": {"kind": _OUTSIDE}, "required": ["kind"]}
+    return {"oneOf": [*short, _OUTSIDE, *long, own]}
+
+
+def _with_kind(kind: str, options: dict[str, Json]) -> dict[str, Json]:
+    """The options of a kind, with the kind among them."""
+    return {
+        **options,
+        "properties": {"kind": {"const": kind, "description": options["description"]}, **options["properties"]},
+        "required": ["kind", *options["required"]],
+    }
+
+
+def _weighted(slot: str) -> dict[str, Json]:
+    """A mapping of names to a weight, or to weight, kind and options; where a name is a kind, it need not be said."""
+    by_kind = {"$ref": f"#/$defs/{slot}"}
+    entries = {kind: _with_weight(_dataclass(resolve.find(slot, kind))) for kind in resolve.names(slot)}
+    function = {"type": "object", "properties": {"weight": _WEIGHT}}
+    return {
+        "type": "object",
+        "properties": {kind: {"anyOf": [_WEIGHT, options, by_kind]} for kind, options in entries.items()},
+        "patternProperties": {_PATH: {"anyOf": [_WEIGHT, function]}},
+        "additionalProperties": by_kind,
+    }
+
+
+def _by_kind(slot: str) -> dict[str, Json]:
+    """Weight, kind and options of a part whose name says nothing."""
+    path = {**_OUTSIDE, "pattern": _PATH}
+    own = {"type": "object", "properties": {"kind": path, "weight": _WEIGHT}, "required": ["kind"]}
+    kinds = resolve.names(slot)
+    return {"oneOf": [*(_with_weight(_with_kind(kind, _dataclass(resolve.find(slot, kind)))) for kind in kinds), own]}
+
+
+def _with_weight(options: dict[str, Json]) -> dict[str, Json]:
+    return {**options, "properties": {"weight": _WEIGHT, **options["properties"]}}
+
+
+def _type(hint: Any) -> dict[str, Json]:
+    """A plain type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _PLAIN:
+        return dict(_PLAIN[hint])
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_type(arg) for arg in args]}
+    if origin in (list, Sequence) or (origin is tuple and args[-1] is Ellipsis):
+        return {"type": "array", "items": _type(args[0])}
+    if origin is tuple:
+        return {"type": "array", "prefixItems": [_type(arg) for arg in args], "minItems": len(args), "items": False}
+    if origin in (dict, Mapping):
+        return {"type": "object", "additionalProperties": _type(args[1])}
+    return _dataclass(hint)

@@ -1,0 +1,234 @@
+"""Mappings of a recipe that choose no part: evaluation, checkpoints, grading, replay, alarms, and a broker."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tandem.config import registry as resolve
+from tandem.cores import cores
+from tandem.errors import require
+from tandem.observability.alarms.base import Name
+from tandem.types import Sampling
+
+MOST_ANSWERS = 1 << 20
+"""Answers of one step: they are held in the trainer's memory, token by token."""
+MOST_TOKENS = 1 << 24
+"""Tokens of an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Measuring on held-out tasks."""
+
+    every: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    tasks: int = 40
+    """Held-out tasks, the first of the test split; 0 never evaluates."""
+    samples: int = 4
+    """Answers per task: mean@k and pass@k are over these."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy, null is that of sampling."""
+    top_p: float | None = None
+    """Nucleus of the evaluation's answers; 1 keeps every token, null is that of sampling."""
+    before: bool = True
+    """Evaluate the model as loaded."""
+    after: bool = True
+    """Evaluate after the last step."""
+
+    def __post_init__(self) -> None:
+        require(
+            every=(self.every >= 0, "at least 0"),
+            tasks=(self.tasks >= 0, "at least 0"),
+            samples=(self.samples >= 1, "at least 1"),
+            temperature=(self.temperature is None or 0 <= self.temperature < math.inf, "at least 0, or null"),
+            top_p=(self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or null"),
+        )
+
+    def sampling(self, training: Sampling) -> Sampling:
+        """How the answers are sampled: as those that are trained on, but for what is said here."""
+        temperature = training.temperature if self.temperature is None else self.temperature
+        return replace(training, temperature=temperature, top_p=training.top_p if self.top_p is None else self.top_p)
+
+    def inert(self) -> Mapping[str, str]:
+        """Without tasks or occasions nothing else is read; greedy answers are all alike."""
+        if self.tasks == 0:
+            return {
+                f.name: "tasks is 0, so nothing is evaluated" for f in resolve.options(Evaluate) if f.name != "tasks"
+            }
+        if not (self.before or self.after or self.every):
+            never = "before and after are false and every is 0, so nothing is evaluated"
+            return dict.fromkeys(("tasks", "samples", "temperature", "top_p"), never)
+        if self.temperature == 0:
+            greedy = "temperature is 0, so an answer is always the likeliest one"
+            return {"top_p": greedy, **({"samples": greedy} if self.samples > 1 else {})}
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What survives a crash. One is always written at the end, unless save is none."""
+
+    save: Literal["all", "weights", "none"] = "all"
+    """What is saved: all that a resume needs, the weights alone (to export and evaluate, at a third of the size or
+    less), or nothing; a run can go on from all of it only."""
+    every: int = 50
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        require(every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
+
+    def inert(self) -> Mapping[str, str]:
+        """Where nothing is saved, there is no when and how many."""
+        return dict.fromkeys(("every", "keep"), "save is none, so nothing is saved") if self.save == "none" else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """How rewards are computed: in processes that can be killed."""
+
+    workers: int | None = None
+    """Grader processes of each environment; null: one for each core, but no more than groups_per_step."""
+    timeout: float = 10.0
+    """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
+
+    def __post_init__(self) -> None:
+        workers = self.workers is None or self.workers >= 1
+        require(workers=(workers, "at least 1"), timeout=(0 < self.timeout < math.inf, "above 0 (seconds)"))
+
+    def processes(self, groups: int) -> int:
+        """How many each environment has that plays so many groups at a time: each grades one of them."""
+        return self.workers or min(cores(), groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What max_lag: auto may do: how far off-policy it may go to keep engine and trainer busy."""
+
+    ess_floor: float = 0.8
+    """Least effective sample size of the ratios to the sampler, as a share of a step's tokens; below it, less lag."""
+    max_lag: int = 4
+    """Most steps by which the weights that sampled a token may be older than those it trains."""
+
+    def __post_init__(self) -> None:
+        require(
+            ess_floor=(0 <= self.ess_floor < 1, "at least 0 and below 1"),
+            max_lag=(self.max_lag >= 1, "at least 1; on-policy is max_lag: 0 itself"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Groups that had signal, trained again in the place of those that have none."""
+
+    size: int = 0
+    """Groups that are kept, the newest that were trained and not flat; 0 keeps none."""
+    max_age: int = 8
+    """Most steps by which the weights that sampled a replayed token may be older than those it trains, in place of
+    max_lag."""
+
+    def __post_init__(self) -> None:
+        require(size=(self.size >= 0, "at least 0"), max_age=(self.max_age >= 1, "at least 1"))
+
+    def inert(self) -> Mapping[str, str]:
+        """Without a store there is nothing that could be too old."""
+        return {} if self.size else {"max_age": "size is 0, so nothing is replayed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reroll:
+    """Tasks that nobody solved, drawn again when the policy has learned more."""
+
+    start_fraction: float = 1.0
+    """Part of all steps after which they come; 1 is never."""
+    max_groups: int = 1
+    """Most of them that are drawn for one batch."""
+
+    def __post_init__(self) -> None:
+        require(
+            start_fraction=(0 <= self.start_fraction <= 1, "between 0 and 1"),
+            max_groups=(self.max_groups >= 1, "at least 1"),
+        )
+
+    def inert(self) -> Mapping[str, str]:
+        """Never is never, however many."""
+        return {} if self.start_fraction < 1 else {"max_groups": "start_fraction is 1, so nothing is drawn again"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarms:
+    """What becomes of a run whose metrics show that training goes wrong while nothing is broken."""
+
+    action: Literal["warn", "stop"] = "warn"
+    """Tell it, or also end the run with everything saved."""
+    ignore: tuple[Name, ...] = ()
+    """Alarms that are not looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broker:
+    """Environments elsewhere: what they sample and score is trained on, through a broker."""
+
+    url: str
+    """Its address, such as http://127.0.0.1:8000 (tandem serve broker, or Atropos' run-api)."""
+    key_variable: str = ""
+    """Environment variable with the trainer's key, where the broker asks for one."""
+    lease_seconds: float = 600.0
+    """How long the broker keeps a batch for a trainer that it does not hear of; then it is served again."""
+    missing_logprobs: Literal["refuse", "policy"] = "refuse"
+    """Groups without sampling logprobs: end with an error, or train as if the policy of now had sampled them."""
+    given_advantages: bool = False
+    """Train on the advantages that environments give for each token; where one gives none, the recipe's advantage."""
+
+    def __post_init__(self) -> None:
+        require(
+            url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"),
+            lease_seconds=(0 < self.lease_seconds < math.inf, "above 0 (seconds)"),
+        )
+
+
+def group_size_check(size: int, groups: int) -> tuple[bool, str]:
+    """What ``require`` checks of how many answers there are to a task, and so to a step's tasks."""
+    if size < 2:
+        return False, "at least 2: an answer is judged against its siblings"
+    return size * groups <= MOST_ANSWERS, (
+        f"smaller: groups_per_step times group_size is {size * groups:,} answers in one step, and more than "
+        f"{MOST_ANSWERS:,} cannot be held in memory"
+    )
+
+
+def _compiles(regex: str) -> bool:
+    try:
+        re.compile(regex)
+    except re.error:
+        return False
+    return True
+
+
+def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
+    """What ``require`` checks of how training answers are sampled."""
+    two = "from -2 to 2"
+    checks = {
+        # vLLM takes what is lower for 0.01, and says so in its log alone.
+        "temperature": (0.01 <= sampling.temperature < math.inf, "at least 0.01: greedy answers are all alike"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "at least 0"),
+        "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
+        "repetition_penalty": (0 < sampling.repetition_penalty < math.inf, "above 0; 1 is off"),
+        "presence_penalty": (-2 <= sampling.presence_penalty <= 2, two),
+        "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, two),
+        "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        "max_tokens": (
+            1 <= sampling.max_tokens <= MOST_TOKENS,
+            "at least 1" if sampling.max_tokens < 1 else f"at most {MOST_TOKENS:,}: no context is longer",
+        ),
+        "stop": (all(sampling.stop), "texts that are not empty"),
+        "regex": (_compiles(sampling.regex), "a regular expression"),
+        "stop_token_ids": (all(token >= 0 for token in sampling.stop_token_ids), "token ids, which are at least 0"),
+    }
+    return {f"sampling.{name}": check for name, check in checks.items()}

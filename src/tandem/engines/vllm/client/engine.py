@@ -1,0 +1,400 @@
+"""A live vLLM engine, or several that hold the same weights: what the trainer sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Needs, Probe
+from tandem.engines.vllm.adapter_layout import Stored
+from tandem.engines.vllm.adapter_slot import Borrowed
+from tandem.engines.vllm.client.fleet import Fleet
+from tandem.engines.vllm.client.http import Replaced, Server, Unreachable
+from tandem.engines.vllm.client.pauses import Pauses
+from tandem.engines.vllm.client.takeover import inherit
+from tandem.engines.vllm.client.waves import Waves
+from tandem.engines.vllm.protocol import groups as group
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm.protocol.frames import Sampled
+from tandem.errors import EngineError, StaleWeights, TransportError
+from tandem.observability import waits
+from tandem.transport.bridge import VllmBridge
+from tandem.transport.checksums import joined
+from tandem.types import Completion, Finish, PolicyVersion, Sampling
+
+PROBE_TEMPERATURE = 0.7
+"""Not 1, so that logprobs that leave the temperature out are seen."""
+TRIES = 3
+"""How often a request is asked of engines of somebody else's that are well and do not answer it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """An adapter's slot that an engine has lent."""
+
+    epoch: int
+    asked: wire.LendSlot
+    memory: Borrowed
+
+
+class Vllm(Engine):
+    """One policy on one or more servers."""
+
+    def __init__(self, fleet: Fleet, *, seeded: bool, context: int, ends: Sequence[int], needs: Needs, patience: float):
+        self.fleet = fleet
+        self._seeded = seeded
+        self._context = context
+        self._ends = list(ends)
+        self._needs = needs
+        self._patience = patience
+        self._version = PolicyVersion(step=0, digest="")
+        self._least = -1
+        self._swapped: list[str] = []
+        self._pending: str | None = None
+        self._adapter: Adapter | None = None
+        self._stored = Stored()
+        self._slot: _Slot | None = None
+        self._bridge: Path | None = None
+        self._told: Sequence[tuple[str, tuple[int, ...], str]] = ()
+        self._republish: Callable[[], Awaitable[None]] | None = None
+        self._pauses = Pauses()
+        self._waves = Waves()
+
+    # Life and death
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """Where requests go."""
+        return self.fleet.servers
+
+    async def start(self) -> None:
+        """Start or find the servers."""
+        await self.fleet.start()
+        if self.fleet.adopted:
+            again = self.recover if self.fleet.ours else self.fleet.start
+            self._swapped = await inherit(
+                lambda: self.servers, self._needs, patience=self._patience, wake=self.wake, again=again
+            )
+        self._context = self.fleet.least = min(self._context, self.fleet.context)
+
+    async def recover(self) -> bool:
+        found = await self.fleet.recover()
+        if found:
+            self._swapped.clear()
+        return found
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.fleet.failure
+
+    @property
+    def epoch(self) -> int:
+        return self.fleet.epoch
+
+    def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:
+        self._republish = republish
+        self.fleet.watch(republish)
+
+    async def close(self) -> None:
+        self._slot = None
+        await self.fleet.close()
+        if self._bridge is not None:
+            self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
+
+    @property
+    def adopted(self) -> bool:
+        return self.fleet.adopted
+
+    async def load(self, folder: Path, adapter: Adapter) -> None:
+        self._adapter = adapter
+        await self._load(folder, f"{folder.name}-{self.epoch}")
+
+    async def relaunch(self, weights: Path | None) -> None:
+        if weights is not None:
+            self.fleet.model = str(weights)
+        await self.fleet.relaunch()
+        self._swapped.clear()
+
+    # Sampling
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+        room = self._context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
+                "shorten the prompt or raise context"
+            )
+        seed, least = key % 2**63 if self._seeded else None, self._least
+        tries = 0
+        while True:
+            if not self.fleet.ready.is_set():
+                async with waits.waiting(waits.actor("rollouts"), "an engine with weights", on="trainer"):
+                    await self.fleet.ready.wait()
+            if self.fleet.failure is not None:
+                raise self.fleet.failure
+            epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
+            later = self._patience if least > self._version.step else 0.0  # it waits for the trainer first
+            try:
+                found = await self._waves.answer(
+                    server,
+                    lambda: wire.asked(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least),
+                    (prompt, sampling, least),
+                    seed=seed,
+                    later=later,
+                )
+                return self._completion(server, found, least)
+            except Unreachable:
+                tries += 1
+                if self.fleet.closed or not await self._revived(server, epoch, tries):
+                    raise
+
+    async def _revived(self, server: Server, epoch: int, tries: int) -> bool:
+        """Bring the engines back to life, weights and all; False if there is nothing to be brought back."""
+        if epoch != self.epoch or not self.fleet.ready.is_set():
+            return True  # somebody is at it, or was
+        if self.fleet.ours and (not await server.gone() or not await self.recover()):
+            await self.fleet.settled()  # it may answer since a moment, to whoever is starting it again
+            return epoch != self.epoch
+        if self._republish is not None:
+            await self._republish()  # which recovers those of others, though not in the midst of a publish
+        return self.fleet.ours or epoch != self.epoch or tries < TRIES
+
+    def _completion(self, server: Server, found: Sampled, least: int) -> Completion:
+        self._same(server, found.engine)
+        versions, least = wire.steps(found.versions), max(0, least)
+        if min(versions, default=least) < least:
+            newest = f"version {least} was" if least else "any weights were"
+            raise StaleWeights(f"{server.name} sampled before {newest} published to it")
+        if len(found.logprobs) != len(found.tokens):
+            raise EngineError(f"{server.name} told {len(found.logprobs)} logprobs of {len(found.tokens)} tokens")
+        if not math.isfinite(math.fsum(found.logprobs)):
+            raise server.odd("/generate", "a logprob is no finite number")
+        finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
+        return Completion(
+            tokens=found.tokens, logprobs=found.logprobs, versions=versions, finish=finish.get(found.finish, "abort")
+        )
+
+    def _same(self, server: Server, boot: str) -> None:
+        if boot != server.boot:
+            raise Replaced(
+                f"{server.name} is another process than the one that weights were published to: it was restarted "
+                "behind our back. Resume the run: its weights are then published again"
+            )
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        asked = wire.Generate(
+            prompt=wire.Ids(prompt_token_ids=list(tokens)), max_tokens=1, prompt_logprobs=0, detokenize=False
+        )
+        found = await self.servers[0].generate(asked)
+        prompt = found.prompt_logprobs or []
+        return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
+
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+        return await asyncio.gather(*(self._probe(server, tokens, samples) for server in self.servers))
+
+    async def _probe(self, server: Server, tokens: Sequence[int], samples: int) -> Probe:
+        asked = wire.Probe(
+            tokens=list(tokens),
+            temperature=PROBE_TEMPERATURE,
+            max_tokens=samples,
+            adapter=self._pending,
+        )
+        found: wire.Probed = await server.post("/bridge/probe", asked, wire.Probed)
+        finish: Finish = "stop" if found.finish == "stop" else "length"
+        sampled = Completion(
+            tokens=tuple(found.tokens),
+            logprobs=_numbers(found.logprobs),
+            versions=(0,) * len(found.tokens),
+            finish=finish,
+        )
+        return Probe(
+            name=server.name,
+            scored=_numbers(found.scored),
+            sampled=sampled,
+            temperature=found.temperature,
+            cached=found.cached,
+        )
+
+    async def health(self) -> Health:
+        found = await asyncio.gather(*(s.get("/health", dict) for s in self.servers), return_exceptions=True)
+        bad = [str(f) for f in found if isinstance(f, BaseException)]
+        running, waiting = (sum(int(f[key]) for f in found if isinstance(f, dict)) for key in ("running", "waiting"))
+        return Health(ok=not bad, running=running, waiting=waiting, detail="; ".join(bad))
+
+    # The transaction
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def stamp(self, version: PolicyVersion) -> None:
+        body = wire.Stamp(step=version.step, digest=version.digest, adapter=self._pending)
+        for answer, server in zip(await self.fleet.all("/bridge/stamp", body), self.servers, strict=True):
+            self._same(server, answer["engine"])
+        self._version = version
+        if self._pending is not None:
+            await self._forget_old()
+        self._pending = None
+
+    def ahead(self, step: int) -> bool:
+        self._least = step
+        return True
+
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience, step=step, by=_me()))
+
+    async def release(self, reason: str) -> None:
+        await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._patience)
+
+    async def resume(self) -> float:
+        answers, told = await self.fleet.all("/bridge/resume"), self._version
+        self._pauses.over()
+        for server, answer in zip(self.servers, answers, strict=True):
+            if told.digest and (answer["step"], answer["digest"]) != (told.step, told.digest):
+                raise StaleWeights(
+                    f"{server.name} was stamped with version {told.step} and goes on with {answer['step']}: somebody "
+                    "else publishes to it, or the stamp was lost. Resume the run: its weights are then published again"
+                )
+        self.fleet.ready.set()
+        return max(float(answer["seconds"]) for answer in answers)
+
+    @property
+    def sleeps(self) -> int:
+        return self.fleet.sleeps
+
+    async def sleep(self) -> None:
+        await self.fleet.all("/bridge/sleep", wire.Sleep(level=1 if self.sleeps == 1 else 2))
+
+    async def wake(self) -> None:
+        if self.sleeps:
+            await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._patience))
+
+    async def stop(self, reason: str) -> None:
+        self._pauses.over()
+        await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))
+
+    async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
+        """What every server holds; the parts that its ranks hold added up."""
+        body = wire.Checksums(travels=travels, adapter=self._pending)
+        if self._pending is not None and self._adapter is not None:
+            body.names, body.config = [name for name, _ in self._adapter.tensors], dict(self._adapter.config)
+        out: dict[str, Mapping[str, int]] = {}
+        for server, answer in zip(self.servers, await self.fleet.all("/bridge/checksums", body), strict=True):
+            self._same(server, answer["engine"])
+            out[server.name] = joined(server.name, answer["ranks"])
+        return out
+
+    async def lend(self) -> Mapping[str, Any]:
+        (server,) = self.servers
+        found = await borrow(server)
+        if self._needs.folder is not None and self.fleet.ours:
+            self._bridge = found.write(Path(os.environ.get("LOGDIR") or self._needs.folder))
+        return found.attach()
+
+    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+        return self._stored.of(adapter.tensors, adapter.config)
+
+    async def adapt(self, adapter: Adapter) -> int:
+        (server,) = self.servers
+        stored = self._stored.of(adapter.tensors, adapter.config)
+        asked = wire.LendSlot(
+            config=dict(adapter.config),
+            tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
+        )
+        for _ in range(2):
+            slot = self._slot
+            if slot is None or (slot.epoch, slot.asked) != (self.epoch, asked):
+                (rank,) = (await server.post("/bridge/lend_slot", asked))["ranks"]
+                slot = self._slot = _Slot(epoch=self.epoch, asked=asked, memory=Borrowed(rank, stored))
+            if (await server.post("/bridge/adapt", wire.Adapt(key=slot.memory.key)))["held"]:
+                return slot.memory.write(stored)
+            self._slot = None  # the engine was restarted behind our back, or its adapter unloaded
+        raise EngineError(
+            f"{server.name} lent its adapter's slot to somebody else as soon as it had lent it here: another trainer "
+            "publishes to it; end one of the two"
+        )
+
+    async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+        self._adapter = adapter
+        # Never a name twice: an engine may outlive its trainer, and versions that it holds still are sampled from.
+        await self._load(folder, f"step-{version.step:06d}-{secrets.token_hex(4)}")
+        return int(sum(t.numel() * t.element_size() for _, t in adapter.tensors)) * len(self.servers)
+
+    async def _load(self, folder: Path, name: str) -> None:
+        asked = wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name, served=False)
+        await self.fleet.all("/lora/load", asked)
+        self._pending = name
+        self._swapped.append(name)
+
+    async def _forget_old(self) -> None:
+        """Unload versions that no request can need any more; one still in use is asked about again next time."""
+        for name in self._swapped[: -self._needs.versions]:
+            answers = await self.fleet.all("/lora/unload", wire.UnloadAdapter(adapter_name=name, unless_used=True))
+            if all(name in answer["unloaded"] for answer in answers):
+                self._swapped.remove(name)
+
+    async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
+        """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
+        self._told = ()
+        for server, rank in zip(self.servers, first, strict=True):
+            body = group.StartReceiver(
+                init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
+                world_size=int(rendezvous["world"]),
+                backend=rendezvous["backend"],
+                name=rendezvous["name"],
+                seconds=float(rendezvous["seconds"]),
+                first_rank=rank,
+            )
+            await server.post("/nccl/start_receiver", body)
+
+    async def workers(self) -> Sequence[Sequence[str]]:
+        """Accelerators of each server's ranks."""
+        return [[worker.accelerator for worker in (await server.info()).workers] for server in self.servers]
+
+    async def addresses(self) -> Sequence[str]:
+        return [await server.address() for server in self.servers]
+
+    async def connected(self) -> bool:
+        found = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
+        for server, answer in zip(self.servers, found, strict=True):
+            if answer["status"] == "error":
+                raise TransportError(f"{server.name} could not join the process group: {answer['error']}")
+        return all(answer["status"] == "connected" for answer in found)
+
+    async def receive(
+        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
+    ) -> None:
+        body = group.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
+        if manifest != self._told:  # they remember it as long as they are connected
+            body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
+        await self.fleet.all("/nccl/receive", body)
+        self._told = manifest
+
+    async def disconnect(self) -> None:
+        await self.fleet.all("/nccl/stop_receiver")
+
+
+def _me() -> str:
+    """This trainer, as an engine that it paused tells others of it."""
+    return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
+
+
+def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float("nan") if value is None else value for value in found)
+
+
+async def borrow(server: Server) -> VllmBridge:
+    """Have a paused engine of one process lend its weights; where they are."""
+    answer = await server.post("/bridge/lend")
+    (rank,) = answer["ranks"]
+    return VllmBridge.lending(answer["model"], rank["lent"], rank["map"], url=server.url)

@@ -1,0 +1,397 @@
+"""The servers that hold one policy: started, found again, restarted and ended, always by their own handles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.engines.base import Needs
+from tandem.engines.vllm.client.health import watch
+from tandem.engines.vllm.client.http import Denied, Server, Unreachable
+from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.errors import EngineError
+from tandem.observability import waits
+from tandem.transport import sharing
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether a server of somebody else's is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How our own engines are started."""
+
+    command: Callable[[str, int, int], list[str]]
+    """By model folder, port, and how many were started before."""
+    environment: Callable[[int, str], dict[str, str]]
+    """By replica and API key."""
+    trainer: str
+    """This process, for them to watch."""
+    log: Path
+    """Folder of their logs."""
+    records: Path | None
+    """Folder of the files by which a resumed run finds them."""
+
+
+class Fleet:
+    """One or more servers; ``launch`` is None for those that somebody else runs."""
+
+    def __init__(self, servers: Sequence[Server], *, launch: Launch | None, options: Any, needs: Needs):
+        self.servers = list(servers)
+        self.context = 0
+        """Most tokens that every server takes."""
+        self.epoch = 0
+        """Counts starts."""
+        self.adopted = launch is None
+        """Somebody else started one of them: an earlier trainer, or whoever runs what is at ``urls``."""
+        self.model = str(needs.weights or needs.model)
+        """What the next start loads."""
+        self.ready = asyncio.Event()
+        """Clear while a server was started and nothing was published to it yet."""
+        self.ready.set()
+        self.sleeps: int = options.sleep
+        """How deep they sleep while a step is trained."""
+        self.least = 0
+        """Tokens that a server must take to join later."""
+        self.republish: Callable[[], Awaitable[None]] | None = None
+        """Recovers, and brings the current weights to every server, while nothing else is published."""
+        self.failure: Exception | None = None
+        """Why servers that came back could not be published to."""
+        self._away: list[Server] = []
+        self._back: list[Server] = []
+        self._said: set[str] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._launch = launch
+        self._options = options
+        self._needs = needs
+        self._restarts = 0
+        self._starts = 0
+        self._recovering = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start or find every server, and check it against the run's needs."""
+        await asyncio.gather(*(self._begin(i) for i in range(len(self.servers))))
+
+    async def _begin(self, index: int) -> None:
+        if self._launch is None:
+            await self._arrival(self.servers[index])
+        elif not await self._adopt(self._launch, index):
+            _unused(self.servers[index].url)
+            await self._spawn(index)
+
+    async def _arrival(self, server: Server) -> Server:
+        """Greet a server that somebody else runs, or is about to: who is started first does not matter."""
+        deadline, told = time.monotonic() + self._options.start_seconds, False
+        patience = self._options.start_seconds + 10  # beyond the deadline below, which says more
+        async with waits.waiting(waits.actor("trainer"), "an engine to answer", on=server.name, deadline=patience):
+            while True:
+                try:
+                    await self._greet(server)
+                    break
+                except Unreachable as error:
+                    said = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
+                    if time.monotonic() >= deadline:
+                        raise EngineError(f"{said} (engine.start_seconds: {self._options.start_seconds:g})") from error
+                    if not told:
+                        log.warning("%s; it is waited for", said)
+                        told = True
+                await asyncio.sleep(LOOK_SECONDS)
+        if told:
+            log.warning("%s answers", server.name)
+        return server
+
+    async def _adopt(self, launch: Launch, index: int) -> bool:
+        """Go on with an engine that an earlier trainer of this run left behind, if it still answers."""
+        record = None if launch.records is None else EngineRecord.read(_record(launch.records, index))
+        process = None if record is None else EngineProcess.adopt(record)
+        if record is None or process is None:
+            return False
+        options = self._options
+        server = Server(
+            record.url, record.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
+        )
+        server.process = process
+        try:
+            await server.get("/health", dict)
+            await server.post("/bridge/adopt", wire.Adopt(trainer=launch.trainer))
+            await self._greet(server)
+        except EngineError as error:
+            log.warning("%s, left by an earlier trainer, cannot be used, so another is started: %s", server.name, error)
+            await server.close()
+            await process.stop()
+            return False
+        log.info("going on with %s, which an earlier trainer started", server.name)
+        self.servers[index], self.adopted = server, True
+        return True
+
+    async def _spawn(self, index: int) -> None:
+        """Start a server, again if somebody kills it meanwhile: what it ends of by itself would be the same again."""
+        while True:
+            try:
+                return await self._start(index)
+            except EngineError as error:
+                process = self.servers[index].process
+                if process is None or not process.killed or self._restarts >= self._options.restarts:
+                    raise
+                self._restarts += 1
+                log.warning("%s; starting it again", str(error).splitlines()[0])
+
+    async def _start(self, index: int) -> None:
+        launch, server = self._launch, self.servers[index]
+        assert launch is not None
+        sharing.remove_orphans()  # what an engine that was killed had lent lies in memory until somebody removes it
+        number, self._starts = self._starts, self._starts + 1
+        process = server.process = EngineProcess.start(
+            launch.command(self._loadable(), urlsplit(server.url).port or 0, number),
+            launch.environment(index, server.key),
+            launch.log / f"engine-{index}.log",
+        )
+        self._note(launch, index)  # at once: a trainer that dies during the start must leave a trace
+        try:
+            seconds = self._options.start_seconds
+            # It has a deadline of its own, and says more when that has passed.
+            async with waits.waiting(waits.actor("trainer"), "its start", on=server.name, deadline=seconds + 10):
+                await process.wait_healthy(server.url, seconds)
+            self._note(launch, index)
+            await self._greet(server)
+        except BaseException:
+            await process.stop()
+            raise
+
+    def _loadable(self) -> str:
+        """What the next start loads: the checkpoint that a run went on from, until that is pruned, and then the model.
+
+        Which of them does not matter, since the weights of now are published to it.
+        """
+        given = self._needs.weights
+        pruned = given is not None and self.model == str(given) and not given.exists()
+        return self._needs.model if pruned else self.model
+
+    def _note(self, launch: Launch, index: int) -> None:
+        server = self.servers[index]
+        if launch.records is not None and server.process is not None:
+            server.process.record(server.url, server.key).write(_record(launch.records, index))
+
+    async def _greet(self, server: Server) -> None:
+        try:
+            info = await server.info()
+        except (Unreachable, Denied):
+            raise
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; stock vLLM lacks the routes that engine.urls need; start it by: tandem serve engine RECIPE"
+            ) from error
+        server.boot = info.engine
+        if info.logprobs != "processed_logprobs":
+            raise EngineError(
+                f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+        if self._needs.travels == "adapter" and not info.adapters:
+            raise EngineError(f"{server.name} was started without adapters; start it with --enable-lora")
+        if info.context < self.least:
+            raise EngineError(f"{server.name} takes {info.context} tokens and this run needs {self.least}")
+        self.context = min(self.context or info.context, info.context)
+
+    def dead(self) -> list[int]:
+        """Places of servers of ours whose process has ended."""
+        return [i for i, s in enumerate(self.servers) if s.process is not None and not s.process.alive()]
+
+    async def _fallen(self) -> list[int]:
+        """Those, and servers whose engine has died behind them: their own process ends some seconds later."""
+        return [i for i, s in enumerate(self.servers) if s.process is not None and await s.gone()]
+
+    async def recover(self) -> bool:
+        """Start dead servers of ours again, and go on without those of others; False if nothing is to be published to.
+
+        Raises:
+            EngineError: it happened too often, or all servers of others stay away.
+        """
+        async with self._recovering:
+            if self._closed:
+                return False
+            if self._launch is None:
+                return await self._regroup()
+            dead = await self._fallen()
+            if not dead:
+                return False
+            self.ready.clear()
+            self._restarts += 1
+            for index in dead:
+                server = self.servers[index]
+                assert server.process is not None
+                alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
+                fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
+                if self._restarts > self._options.restarts:
+                    raise EngineError(
+                        f"{server.name} {fate}, and engine.restarts allows "
+                        f"{self._options.restarts} restarts{server.process.obituary()}"
+                    )
+                log.warning("%s %s; starting it again", server.name, fate)
+                await server.process.stop()
+                await self._spawn(index)
+            self.epoch += 1
+            return True
+
+    async def settled(self) -> None:
+        """Wait for the end of a recovery that is under way."""
+        async with self._recovering:
+            return
+
+    async def _regroup(self) -> bool:
+        """Go on with those servers of others that answer; False if they are who they were. Nothing may be published.
+
+        One that came back, or that is another process than before, has no weights of ours yet.
+        """
+        before = [(server.url, server.boot) for server in self.servers]
+        answers = await asyncio.gather(*(self._answers(server, patient=True) for server in self.servers))
+        there = [server for server, does in zip(self.servers, answers, strict=True) if does]
+        gone = [server for server, does in zip(self.servers, answers, strict=True) if not does]
+        there += [server for server in self._back if await self._answers(server)]
+        self._back.clear()
+        self._away = [server for server in (*self._away, *gone) if server not in there]
+        if not there:
+            there = [await self._first_of(self._away)]
+            self._away.remove(there[0])
+        elif gone:
+            names = ", ".join(server.name for server in gone)
+            log.warning("%s does not answer; the other engines take over until it does", names)
+        if before == [(server.url, server.boot) for server in there]:
+            return False
+        self.servers[:] = there
+        self.ready.clear()
+        self.epoch += 1
+        if self._away and self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="engines that are away")
+        return True
+
+    async def _answers(self, server: Server, *, patient: bool = False) -> bool:
+        """Whether a server of somebody else's can be used; ``patient`` is with connections that break."""
+        try:
+            if patient and await server.gone():
+                return False
+            await self._greet(server)
+        except Unreachable:
+            return False
+        except EngineError as error:  # somebody answers, but not as this run needs it
+            if str(error) not in self._said:
+                log.warning("%s; it is left out", error)
+            self._said.add(str(error))
+            return False
+        return True
+
+    async def _first_of(self, servers: Sequence[Server]) -> Server:
+        """The first that answers; an error if none does in time."""
+        arriving = {asyncio.ensure_future(self._arrival(server)) for server in servers}
+        try:
+            while True:
+                done, arriving = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
+                well = [task for task in done if task.exception() is None]
+                if well or not arriving:
+                    return next(iter(well or done)).result()
+        finally:
+            for task in arriving:
+                task.cancel()
+            await asyncio.gather(*arriving, return_exceptions=True)
+
+    def watch(self, republish: Callable[[], Awaitable[None]]) -> None:
+        """Bring the weights back to servers that lose them; ``republish`` is the field's, instead of one before."""
+        self.republish = republish
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = asyncio.create_task(watch(self, republish), name="engines that are there")
+
+    async def _look(self) -> None:
+        """Look for servers of others that are away, and have those published to that answer again."""
+        try:
+            while self._away and not self._closed:
+                await asyncio.sleep(LOOK_SECONDS)
+                self._back = [server for server in self._away if await self._answers(server)]
+                if self._back and self.republish is not None:
+                    names = ", ".join(server.name for server in self._back)
+                    log.warning("%s answers again; the weights of now are published to it", names)
+                    await self.republish()
+        except Exception as error:  # whoever asks for tokens next is told
+            self.failure = error
+            self.ready.set()
+        finally:
+            self._looking = None
+
+    async def relaunch(self) -> None:
+        """End every server of ours and, once its memory is free, start it on ``model``."""
+        async with self._recovering:
+            self.ready.clear()
+            for index, server in enumerate(self.servers):
+                assert server.process is not None
+                await server.process.stop()
+                await self._spawn(index)
+            self.epoch += 1
+
+    async def close(self) -> None:
+        """End our servers and let go of the others."""
+        self._closed = True
+        self.ready.set()
+        for task in (self._looking, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        for server in self._away:
+            await server.close()
+        for index, server in enumerate(self.servers):
+            await server.close()
+            if server.process is not None and self._launch is not None:
+                await server.process.stop()
+                if self._launch.records is not None:
+                    _record(self._launch.records, index).unlink(missing_ok=True)
+
+    @property
+    def ours(self) -> bool:
+        """True if the servers are ours to start and end."""
+        return self._launch is not None
+
+    @property
+    def closed(self) -> bool:
+        """True once nobody may ask any more."""
+        return self._closed
+
+    async def all(self, path: str, body: Any = None) -> list[Any]:
+        """Tell every server at once; the first failure is raised when all have answered."""
+        found = await asyncio.gather(*(s.post(path, body) for s in self.servers), return_exceptions=True)
+        for answer in found:
+            if isinstance(answer, BaseException):
+                raise answer
+        return list(found)
+
+
+def _unused(url: str) -> None:
+    """See that nobody listens where an engine is about to: it would say so at the end of a long start.
+
+    Raises:
+        EngineError: somebody does.
+    """
+    place = urlsplit(url)
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 0), timeout=1.0):
+            pass
+    except OSError:
+        return
+    raise EngineError(
+        f"somebody else listens at {url}, where the engine is to; if that is an engine for this trainer, name it by "
+        f"engine.urls: [{url}], otherwise choose another engine.port"
+    )
+
+
+def _record(folder: Path, index: int) -> Path:
+    return folder / f"engine-{index}.json"

@@ -1,0 +1,247 @@
+"""One engine over HTTP: every call has a deadline, every failure says which engine and what it last said."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from tandem.engines.vllm.client.process import EngineProcess
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.errors import EngineError, StaleWeights
+from tandem.observability import waits
+
+T = TypeVar("T")
+
+AGAIN = 2
+"""How often a call is repeated whose connection broke: the network's fault, unless nobody listens there any more."""
+ONCE = ("/nccl/", "/lora/")
+"""How routes begin whose calls do something else the second time."""
+GONE_SECONDS = 10.0
+"""An engine that nobody can connect to for this long has gone."""
+LOOK_SECONDS = 0.2
+"""Between two looks whether a process of ours still runs."""
+
+
+class Unreachable(EngineError):
+    """Nobody answers: the engine's process is gone, or the way to it."""
+
+
+class Fallen(Unreachable):
+    """Its HTTP process says that the engine behind it has died; that process will end too, in a few seconds."""
+
+
+class Replaced(Unreachable, StaleWeights):
+    """Another process answers than the one that weights were published to."""
+
+
+class Denied(EngineError):
+    """It wants another API key."""
+
+
+class Server:
+    """An engine's HTTP process, and our child if we started it."""
+
+    def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
+        self.url = url.rstrip("/")
+        self.process: EngineProcess | None = None
+        self.boot = ""
+        self.outstanding = 0
+        self.key = key
+        self._control = control_seconds
+        self.request_seconds = request_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._attending: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"engine {self.url}" + (f" (pid {self.process.pid})" if self.process else "")
+
+    def opened(self) -> aiohttp.ClientSession:
+        """The session; made where the event loop runs."""
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            connector = aiohttp.TCPConnector(limit=0)  # vLLM queues; a second queue here would only hide it
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+            if self.process is not None:
+                self._attending = asyncio.create_task(self._attend(self._session), name=f"whether {self.name} runs")
+        return self._session
+
+    async def _attend(self, session: aiohttp.ClientSession) -> None:
+        """Fail what was asked of our process when that has ended.
+
+        Those that it had started may outlive it and hold its listening socket, where a call then waits for ever.
+        """
+        while not self._ended():
+            await asyncio.sleep(LOOK_SECONDS)
+        if self._session is session:
+            self._session = None
+        await session.close()
+
+    def _ended(self) -> bool:
+        return self.process is not None and not self.process.alive()
+
+    async def close(self) -> None:
+        """Close connections; requests in flight fail."""
+        self._closed = True
+        if self._attending is not None:
+            self._attending.cancel()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def info(self) -> wire.Info:
+        """What it is and holds."""
+        return await self.get("/bridge/info", wire.Info)
+
+    async def address(self) -> str:
+        """This machine's address on the way to it, by which it reaches us too unless something in between translates.
+
+        Raises:
+            Unreachable: nobody listens there.
+        """
+        parts = urlsplit(self.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(GONE_SECONDS):
+                _, way = await asyncio.open_connection(parts.hostname, port)
+        except OSError as error:
+            raise Unreachable(f"{self.name} cannot be connected to: {error}") from error
+        own = str(way.get_extra_info("sockname")[0])
+        way.close()
+        return own
+
+    async def get(self, path: str, kind: type[T]) -> T:
+        """Ask; see ``post``."""
+        found: T = await self._call("GET", path, None, kind, self._control)
+        return found
+
+    async def post(self, path: str, body: Any = None, kind: Callable[..., T] | Any = dict, seconds: float = 0.0) -> Any:
+        """Tell.
+
+        Args:
+            path: the route.
+            body: a struct of ``_vllm_wire`` or plain data.
+            kind: type of the answer.
+            seconds: deadline; by default that of control messages.
+
+        Raises:
+            Unreachable: nobody answers, or the engine behind who answers has died.
+            EngineError: it answers that something went wrong.
+            Deadline: it answers too late.
+        """
+        return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
+
+    async def generate(self, asked: wire.Generate, *, later: float = 0.0) -> wire.Generated:
+        """Sample; counted, so that load can be spread. It may begin as many seconds ``later``."""
+        self.outstanding += 1
+        try:
+            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self.request_seconds + later)
+        finally:
+            self.outstanding -= 1
+        return answer
+
+    async def many(self, path: str, body: Callable[[], bytes], took: Callable[[bytes], None]) -> None:
+        """Ask for what comes in pieces, each of which is taken as it comes; raises as ``post``, but for the deadline.
+
+        Args:
+            path: the route.
+            body: what is asked, made anew where a connection breaks and another can be had.
+            took: takes a piece.
+        """
+        status, found = await self._answer("POST", path, body, took)
+        self._refused(path, status, found)
+
+    async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
+        data = None if body is None else msgspec.json.encode(body)
+        async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
+            status, found = await self._answer(method, path, lambda: data)
+        self._refused(path, status, found)
+        try:
+            return msgspec.json.decode(found, type=kind)
+        except msgspec.DecodeError as error:  # a logprob that is no number, for one
+            raise self.odd(path, error) from error
+
+    def odd(self, path: str, error: object) -> EngineError:
+        """The error of an answer that cannot be read."""
+        return EngineError(f"{self.name} answers {path} with something else than was asked for: {error}")
+
+    def _refused(self, path: str, status: int, found: bytes) -> None:
+        if status in (401, 403):
+            variable = "engine.api_key_variable names the environment variable that holds it"
+            raise Denied(f"{self.name} answers {path} with {status}: {_detail(found)}; {variable}")
+        if status >= 400:
+            # The title of the problem.
+            raise self.refusal(path, status, _detail(found), fallen=b'"EngineDeadError"' in found)
+
+    def refusal(self, path: str, status: int, detail: str, *, fallen: bool) -> EngineError:
+        """The error of a request that was refused; ``fallen`` if the engine behind who answers has died."""
+        kind = Fallen if fallen else EngineError
+        return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
+
+    async def _answer(
+        self, method: str, path: str, body: Callable[[], bytes | None], took: Callable[[bytes], None] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body, but for what is taken; asked again where a connection breaks and another can be had."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+        tries = 0
+        while True:
+            if self._ended():
+                raise Unreachable(f"{self.name} does not answer {path}{self._last_words()}")
+            try:
+                async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
+                    if took is None or response.status >= 400:
+                        return response.status, await response.read()
+                    async for piece in response.content.iter_any():
+                        took(piece)
+                    return response.status, b""
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                broke = not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
+                if broke and tries < AGAIN and not path.startswith(ONCE) and not self._closed:
+                    tries += 1
+                    continue
+                said = str(error) or type(error).__name__
+                raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
+
+    def _last_words(self) -> str:
+        """What its log says, if it is our child and dead."""
+        if self.process is None or not self._ended():
+            return ""
+        return f"; it {self.process.exit_reason()}{self.process.obituary()}"
+
+    async def gone(self) -> bool:
+        """True if the engine itself has ended, or is about to, rather than one connection."""
+        late = time.monotonic() + GONE_SECONDS
+        for _ in range(20):  # a dying process closes its sockets before it can be waited for
+            if self._ended():
+                return True
+            try:
+                await self.get("/health", dict)
+            except Fallen:
+                return True
+            except Unreachable:
+                if time.monotonic() > late:
+                    return True
+                await asyncio.sleep(0.1)
+            except EngineError:
+                return False  # it has its reasons, and says them
+            else:
+                return False
+        return True
+
+
+def _detail(body: bytes) -> str:
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body.decode(errors="replace")[:500]
+    if isinstance(found, dict):
+        return str(found.get("detail") or found.get("error") or found)
+    return str(found)[:500]

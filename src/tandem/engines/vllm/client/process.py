@@ -1,0 +1,391 @@
+"""One engine as a child process: started, watched, found again by a later trainer, and ended with all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tandem.errors import ConfigError, Deadline, EngineError
+from tandem.processes import Identity, alive_after, family, gone, identity, kill
+from tandem.transport.sharing import remove_orphans
+
+_POLL_SECONDS = 0.1
+"""Between two looks at a process that is starting or ending."""
+
+_ANSWER_SECONDS = 5.0
+"""How long one look at ``/health`` may take."""
+
+_LOOK_SECONDS = 60.0
+"""How long an interpreter may take to say whether it has vLLM; off a slow disk that is seconds."""
+
+_STRAGGLER_SECONDS = 2.0
+"""What the engine's own children get to end by themselves once the engine is gone."""
+
+_KILLED_SECONDS = 30.0
+"""Longest time from SIGKILL until the system has taken a process down; gigabytes of memory take a moment."""
+
+_TAIL_BYTES = 64 * 1024
+_TAIL_LINES = 20
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"^(?!.*\b(?:DEBUG|INFO|WARNING) ).*\b\w*(?:Error|Exception): \S")
+"""A line that names an exception, but not a warning about one that might come."""
+
+_DROPPED = frozenset({
+    # They belong to the trainer's interpreter; the engine's may be another.
+    "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV",
+    # A trainer started by torchrun has a place among trainers, which the engine would take for its own.
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    # Its routes would let anybody who reaches the port pause the engine or overwrite its weights.
+    "VLLM_SERVER_DEV_MODE",
+})  # fmt: skip
+_DROPPED_PREFIXES = ("OMP_", "MKL_", "KMP_", "TORCHELASTIC_")
+"""How the trainer spreads its threads, and its launcher's; vLLM binds its own."""
+
+_SET = {
+    "VLLM_NO_USAGE_STATS": "1",  # no reports about what we run
+    "DO_NOT_TRACK": "1",
+    "PYTHONUNBUFFERED": "1",  # else the last lines of an engine that is killed never reach its log
+    "NO_COLOR": "1",  # its output is a file
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # what is forked holds the socket of a server that is dead
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """What a later trainer needs to find a running engine again; it holds the key, so its file is the owner's alone."""
+
+    pid: int
+    """The engine's process."""
+    started: str
+    """When that process started, as ``Identity`` has it."""
+    url: str
+    """Where it answers."""
+    key: str
+    """Its API key."""
+    log: str
+    """Its log file."""
+    family: tuple[Identity, ...] = ()
+    """The processes it had started by then."""
+
+    def write(self, path: Path) -> None:
+        """Write it atomically, mode 0600."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        new.unlink(missing_ok=True)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(asdict(self), file)
+        new.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> EngineRecord | None:
+        """Read it back; None if there is none.
+
+        Raises:
+            EngineError: the file is no such record.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            started = tuple(Identity(int(pid), str(when)) for pid, when in fields.pop("family", ()))
+            return cls(**fields, family=started)
+        except FileNotFoundError:
+            return None
+        except (AttributeError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{path} is not the record of an engine ({error}); end that engine, if it runs, and remove the file"
+            ) from error
+
+
+class EngineProcess:
+    """An engine's process and, while it runs, whatever that started."""
+
+    def __init__(
+        self, me: Identity, *, log: Path, grace: float, child: subprocess.Popen[bytes] | None = None, log_start: int = 0
+    ) -> None:
+        self._me = me
+        self._log = log
+        self._log_start = log_start
+        self._grace = grace
+        self._child = child
+        self._known = {me}
+        self._stopped = False
+        self._killed = False
+
+    @classmethod
+    def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path, grace: float = 15.0) -> EngineProcess:
+        """Start a command in a session of its own, so that Ctrl-C reaches the trainer alone.
+
+        Args:
+            command: Program and arguments; no secret belongs here, as anybody on the machine can read it.
+            env: The whole environment, see ``environment``.
+            log: What it prints is appended here.
+            grace: Seconds between asking it to end and killing it.
+
+        Raises:
+            EngineError: the program cannot be started.
+        """
+        if identity(os.getpid()) is None:
+            raise EngineError(
+                "an engine can be started where Linux's /proc is; elsewhere start it by hand, see engine.urls"
+            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
+            log_start = out.tell()
+            try:
+                child = subprocess.Popen(
+                    list(command),
+                    env=dict(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EngineError(
+                    f"the engine cannot be started: {error}; engine.python is {command[0]}, and must be an interpreter "
+                    "that has vLLM"
+                ) from error
+        me = identity(child.pid)
+        assert me is not None  # it stays there, dead or alive, until it is waited for
+        return cls(me, log=log, grace=grace, child=child, log_start=log_start)
+
+    @classmethod
+    def adopt(cls, record: EngineRecord, grace: float = 15.0) -> EngineProcess | None:
+        """Take over an engine that an earlier trainer started; None if it is gone.
+
+        Processes that a dead engine left behind are ended here: they may hold the memory that the next one needs.
+        """
+        if alive_after(record.pid, record.started):
+            engine = cls(Identity(record.pid, record.started), log=Path(record.log), grace=grace)
+            engine._known.update(record.family)
+            return engine
+        kill(record.family)
+        return None
+
+    @property
+    def pid(self) -> int:
+        """The engine's own process, leader of its session."""
+        return self._me.pid
+
+    def record(self, url: str, key: str) -> EngineRecord:
+        """How to find it again; taken once it is healthy, it knows the processes that the engine started."""
+        others = tuple(sorted(self._family() - {self._me}))
+        log = str(self._log.absolute())
+        return EngineRecord(pid=self.pid, started=self._me.started, url=url, key=key, log=log, family=others)
+
+    def alive(self) -> bool:
+        """False once the engine's process ended, whatever became of those it started."""
+        if self._child is not None:
+            return self._exit() is None
+        return alive_after(*self._me)
+
+    async def wait_healthy(self, url: str, seconds: float) -> None:
+        """Return once ``GET url/health`` answers 200. A late engine is left running; its owner stops it.
+
+        Raises:
+            EngineError: the process ended first; the message has the end of its log.
+            Deadline: ``seconds`` passed.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = await asyncio.to_thread(_health, url)
+            if not self.alive():  # looked at after the question: a stranger on the same port does not count
+                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.obituary()}")
+            if answer == "200":
+                return
+            if time.monotonic() >= deadline:
+                raise Deadline(
+                    f"the engine (pid {self.pid}) was not healthy after {seconds:g} s: {url}/health: {answer}; a large "
+                    f"model or a first compilation takes minutes: allow more, or look into its log{self.obituary()}"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def stop(self) -> None:
+        """Ask the engine to end, then kill what is left of it and of all it started; safe to call twice.
+
+        Raises:
+            EngineError: a process outlives even SIGKILL, so its memory is not free.
+        """
+        if self._stopped:
+            return
+        self._killed = self._child is not None and (self._exit() or 0) < 0
+        started = self._family()  # now: who loses its parent later can no longer be found by it
+        try:
+            if self.alive():
+                os.kill(self.pid, signal.SIGTERM)
+                await gone({self._me}, self._grace)
+            if not self.alive():
+                await gone(started := started | self._family(), _STRAGGLER_SECONDS)
+        finally:  # also if the wait was cancelled
+            kill(started := started | self._family())
+        left = await gone(started, _KILLED_SECONDS)
+        if left:
+            raise EngineError(
+                f"the engine's process {', '.join(str(one.pid) for one in sorted(left))} is still there "
+                f"{_KILLED_SECONDS:g} s after SIGKILL, and with it its memory; a driver may be stuck: look at it with "
+                "ps before another engine is started"
+            )
+        if self._child is not None:
+            self._child.wait(_KILLED_SECONDS)
+        remove_orphans()  # vLLM kills its workers as it ends, so what they lent on a host still has its name
+        self._stopped = True
+
+    @property
+    def killed(self) -> bool:
+        """True if somebody's signal ended it before it was told to end."""
+        return self._killed
+
+    def exit_reason(self) -> str:
+        """How the process ended, as a predicate: ``ended with exit code 1``."""
+        if self._child is None:
+            return "is running" if self.alive() else "ended (how is unknown: another process started it)"
+        code = self._exit()
+        if code is None:
+            return "is running"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+        hint = "; if nobody did that, the machine ran out of memory" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+
+    def tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines it printed."""
+        return "\n".join(self._printed(_TAIL_BYTES)[-lines:])
+
+    def _printed(self, limit: int) -> list[str]:
+        """Lines since it was started, of the log's last ``limit`` bytes."""
+        try:
+            with self._log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, size - limit))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        return _COLOUR.sub("", text).rstrip().splitlines()
+
+    def obituary(self) -> str:
+        """What the log says, for the end of a message.
+
+        vLLM's processes each print a traceback as they fall, so the cause stands far above the last lines.
+        """
+        lines = self._printed(16 * _TAIL_BYTES)
+        if not lines:
+            return f"; it printed nothing to {self._log}"
+        end = lines[-_TAIL_LINES:]
+        first = next((line for line in lines if _ERROR.search(line)), None)
+        cause = "" if first is None or first in end else f"\nits first error was:\n  {first.strip()}"
+        return f"{cause}\nthe last lines of {self._log}:\n" + "\n".join(f"  {line}" for line in end)
+
+    def _exit(self) -> int | None:
+        """Exit code of our child, negative for a signal; None while it runs.
+
+        It is not reaped before ``stop``: as long as its pid is taken, no stranger's session can have that number.
+        """
+        assert self._child is not None
+        if self._child.returncode is not None:
+            return self._child.returncode
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def _family(self) -> set[Identity]:
+        """The process and all that it started, as far as they are alive and were ever seen or can be found."""
+        self._known = family(self._me, self._known)
+        return self._known
+
+
+def environment(base: Mapping[str, str], *, python: str | None = None, **extra: str | None) -> dict[str, str]:
+    """The engine's environment: the trainer's, less what belongs to the trainer, and with ``extra``.
+
+    Args:
+        base: The trainer's environment, ``os.environ``.
+        python: The engine's interpreter; the programs beside it (ninja, say) are found first, as in an activated
+            virtual environment.
+        extra: Variables to set, or to remove where the value is None. They win over everything else.
+    """
+    env = {name: value for name, value in base.items() if name not in _DROPPED}
+    env = {name: value for name, value in env.items() if not name.startswith(_DROPPED_PREFIXES)}
+    env |= _SET
+    if python is not None and os.path.dirname(python):
+        env["PATH"] = os.pathsep.join(filter(None, [os.path.dirname(os.path.abspath(python)), env.get("PATH")]))
+    for name, value in extra.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def import_path(folder: Path) -> Path:
+    """Make a folder that holds this package and nothing else, for the engine's ``PYTHONPATH``.
+
+    The trainer's own ``site-packages`` there would give the engine the trainer's torch instead of its own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    package, link = Path(__file__).resolve().parents[1], folder.absolute() / "tandem"
+    if not link.is_symlink() or link.readlink() != package:
+        link.unlink(missing_ok=True)
+        link.symlink_to(package, target_is_directory=True)
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name != link.name)
+    if others:
+        raise EngineError(f"{folder} must hold nothing but a link to this package, but has {', '.join(others)}")
+    return folder.absolute()
+
+
+def has_vllm(python: str | None) -> None:
+    """See, without importing it, that an interpreter (None: this one) has vLLM.
+
+    Raises:
+        ConfigError: it has none, or is no interpreter.
+    """
+    fix = "let engine.python name one that has it; tandem doctor looks for one"
+    if python is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(f"engine.python is not set, and {sys.executable} has no vLLM; {fix}")
+        return
+    code = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+    env = environment(os.environ, python=python)
+    try:
+        done = subprocess.run(
+            [python, "-c", code], env=env, capture_output=True, text=True, timeout=_LOOK_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.python: {python} cannot be run: {error}; {fix}") from error
+    if done.stdout.split()[-1:] != ["True"]:
+        why = (done.stderr.strip().splitlines() or ["there is none in it"])[-1]
+        raise ConfigError(f"engine.python: {python} cannot run vLLM: {why}; {fix}")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now; a server that is to have it should take it soon."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _health(url: str) -> str:
+    """The status code of ``url/health``, or why there is none. A proxy of the machine is not asked."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_SECONDS)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
+        return str(connection.getresponse().status)
+    except (OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()

@@ -1,0 +1,186 @@
+"""In the trainer: answers that are asked for in one turn of the event loop are asked of a server by one request.
+
+A request of its own costs each rollout, here and in the engine's HTTP process, as much as all else that the host does
+for it. Whoever asks notices nothing: each answer has its own seed, deadline, error and end, and comes when it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.engines.vllm.client.http import Server
+from tandem.engines.vllm.protocol.frames import Failed, Frame, Many, Sampled, Siblings, TakeBack, frames, siblings
+from tandem.engines.vllm.protocol.messages import Generate
+from tandem.errors import EngineError
+from tandem.observability import waits
+
+PATH = "/generate/many"
+MOST = 64
+"""Answers of one request: the engine begins with the first ones while the next are being asked for."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One answer that somebody waits for."""
+
+    siblings: Siblings
+    seed: int | None
+    answer: asyncio.Future[Sampled]
+
+
+class Waves:
+    """What is asked of servers."""
+
+    def __init__(self) -> None:
+        self._next: dict[Server, _Wave] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def answer(
+        self,
+        server: Server,
+        asked: Callable[[], Generate],
+        like: tuple[Sequence[int], object, int],
+        *,
+        seed: int | None,
+        later: float = 0.0,
+    ) -> Sampled:
+        """One answer of a server; counted, so that load can be spread.
+
+        Args:
+            server: which.
+            asked: makes the request, if it is not that of the answer asked for just before.
+            like: what it is made of: prompt, sampling and policy step.
+            seed: of its random stream.
+            later: by how many seconds it may begin later than now.
+
+        Raises:
+            Unreachable: nobody answers, or the engine behind who answers has died.
+            EngineError: it answers that something went wrong.
+            Deadline: it answers too late.
+        """
+        wave = self._next.get(server)
+        if wave is None or len(wave.asked) >= MOST:
+            wave = self._next[server] = _Wave(server)
+            asyncio.get_running_loop().call_soon(self._begin, wave)
+        number = wave.add(asked, like, seed)
+        seconds = server.request_seconds + later
+        server.outstanding += 1
+        try:
+            async with waits.waiting(waits.actor("trainer"), "POST /generate", on=server.name, deadline=seconds):
+                return await wave.asked[number].answer
+        except BaseException:
+            wave.leave(number)
+            raise
+        finally:
+            server.outstanding -= 1
+
+    def _begin(self, wave: _Wave) -> None:
+        if self._next.get(wave.server) is wave:
+            del self._next[wave.server]
+        # In a context of its own: it is nobody's wait, each answer's is registered by whoever asked for it.
+        wave.task = task = asyncio.get_running_loop().create_task(wave.run(), context=Context())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+@dataclass(slots=True)
+class _Wave:
+    """Answers that are asked for together."""
+
+    server: Server
+    asked: list[_Asked] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+    _id: str = ""
+    _like: tuple[Sequence[int], object, int] | None = None
+    _siblings: Siblings | None = None
+    _sent: list[int] = field(default_factory=list)
+    _buffer: bytearray = field(default_factory=bytearray)
+    _taking_back: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def add(self, asked: Callable[[], Generate], like: tuple[Sequence[int], object, int], seed: int | None) -> int:
+        """One answer more; its number."""
+        if self._siblings is None or like != self._like:
+            self._siblings, self._like = siblings(asked()), like
+        self.asked.append(_Asked(self._siblings, seed, asyncio.get_running_loop().create_future()))
+        return len(self.asked) - 1
+
+    def leave(self, number: int) -> None:
+        """Nobody waits for an answer any more: have the engine end it; with the last the request itself ends."""
+        future = self.asked[number].answer
+        future.cancel()
+        if self.task is None or self.task.done():
+            return
+        if all(one.answer.done() for one in self.asked):
+            self.task.cancel()
+        elif number in self._sent:
+            task = asyncio.get_running_loop().create_task(self._take_back(self._sent.index(number)), context=Context())
+            self._taking_back.add(task)
+            task.add_done_callback(self._taking_back.discard)
+
+    async def _take_back(self, place: int) -> None:
+        with contextlib.suppress(EngineError):  # what led here is told, and the answers that are awaited tell the rest
+            await self.server.post("/generate/take_back", TakeBack(id=self._id, numbers=[place]))
+
+    async def run(self) -> None:
+        """Ask, and hand out what comes."""
+        try:
+            if all(one.answer.done() for one in self.asked):  # nobody waits any more
+                return
+            await self.server.many(PATH, self._body, self._took)
+            if left := [one for one in self.asked if not one.answer.done()]:
+                raise self.server.odd(PATH, f"{len(left)} of {len(self.asked)} answers are missing")
+        except Exception as error:  # whoever waits is told, whatever it is
+            for one in self.asked:
+                if not one.answer.done():
+                    one.answer.set_exception(_copy(error))
+        finally:
+            for one in self.asked:
+                one.answer.cancel()  # where the run ends
+
+    def _body(self) -> bytes:
+        """What is not answered yet, siblings together."""
+        self._id = secrets.token_hex(8)
+        self._sent = [number for number, one in enumerate(self.asked) if not one.answer.done()]
+        self._buffer.clear()
+        prompts: list[Siblings] = []
+        last = None
+        for one in (self.asked[number] for number in self._sent):
+            if one.siblings is not last:
+                last = one.siblings
+                prompts.append(Siblings(asked=last.asked, seeds=[]))
+            prompts[-1].seeds.append(one.seed)
+        return msgspec.json.encode(Many(id=self._id, prompts=prompts))
+
+    def _took(self, piece: bytes) -> None:
+        self._buffer += piece
+        try:
+            for frame in frames(self._buffer):
+                self._hand_out(frame)
+        except (msgspec.DecodeError, IndexError) as error:
+            raise self.server.odd(PATH, error) from error
+
+    def _hand_out(self, frame: Frame) -> None:
+        answer = self.asked[self._sent[frame.number]].answer
+        if answer.done():  # taken back meanwhile
+            return
+        if isinstance(frame, Failed):
+            fallen = frame.title == "EngineDeadError"
+            answer.set_exception(self.server.refusal("/generate", frame.status, frame.detail, fallen=fallen))
+        else:
+            answer.set_result(frame)
+
+
+def _copy(error: Exception) -> Exception:
+    """The error for one of many who are told it: each has a traceback of its own."""
+    if not isinstance(error, EngineError):
+        return error
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

@@ -1,0 +1,171 @@
+"""The engine's scheduler (``--scheduler-cls``): the logprobs of an answer leave its process in pieces of many tokens.
+
+vLLM hands over a token's logprob as three arrays of one number each. To encode them takes the process that samples
+forty times as long as the token itself, under the lock that the next forward pass needs to be launched, and the HTTP
+process as long again to read them. Who waits for a whole answer needs none of it before its end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tandem.engines.vllm.server.watch import end_with_parent
+
+ASKED = "tandem_pieces"
+"""In a request's ``extra_args``: it is answered whole, so its logprobs may come in pieces."""
+PIECE = 32
+"""Tokens of a piece: enough that a token costs little, few enough that answers that end together end at once."""
+FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
+"""Of vLLM's ``LogprobsLists``, as far as they are known here; the last says where each request's rows begin, and is
+None where each has one row, or all rows are of one request."""
+
+
+def scheduler(**given: Any) -> Any:
+    """The scheduler that vLLM would take by itself, with logprobs in pieces if this version's are known here."""
+    from vllm.v1.outputs import LogprobsLists
+
+    end_with_parent()
+    config = copy.copy(given["vllm_config"].scheduler_config)
+    config.scheduler_cls = None
+    chosen = config.get_scheduler_cls()
+    known = getattr(LogprobsLists, "_fields", None) == FIELDS
+    return (type("Scheduler", (Pieces, chosen), {}) if known else chosen)(**given)
+
+
+class Pieces:
+    """What comes before one of vLLM's schedulers in the order of bases."""
+
+    requests: Mapping[str, Any]
+    """Those that have not ended, by id."""
+
+    def __init__(self, **given: Any):
+        self._held = Held()
+        super().__init__(**given)
+
+    def update_from_output(self, scheduled: Any, ran: Any) -> Any:
+        """What a forward pass gave, for each client.
+
+        Args:
+            scheduled: what it was to do.
+            ran: vLLM's ``ModelRunnerOutput``.
+        """
+        rows, index = ran.logprobs, ran.req_id_to_index
+        single = rows is not None and rows.cu_num_generated_tokens is None
+        if single:
+            for key in ran.req_ids:
+                if key not in self._held and self._asked(key):
+                    self._held.begin(key)
+            if all(key in self._held for key in ran.req_ids):
+                ran = copy.copy(ran)
+                ran.logprobs = None  # nobody needs those of one token, and to cut them out takes time
+        found = super().update_from_output(scheduled, ran)  # type: ignore[misc]
+        ours = [output for of in found.values() for output in of.outputs if output.request_id in self._held]
+        for output in ours:
+            if single:
+                output.new_logprobs = None
+            elif output.new_logprobs is not None:  # of several tokens: what was held goes before them
+                output.new_logprobs = joined(self._held.take(output.request_id), output.new_logprobs)
+        if single:
+            self._held.add(rows, [(index[o.request_id], o) for o in ours if o.new_token_ids])
+        for output in ours:
+            if output.finish_reason is not None:
+                output.new_logprobs = joined(output.new_logprobs, self._held.take(output.request_id))
+                self._held.end(output.request_id)
+        return found
+
+    def finish_requests(self, *given: Any, **more: Any) -> Any:
+        """End requests from without: what is held of them goes with them."""
+        found = super().finish_requests(*given, **more)  # type: ignore[misc]
+        for key in [key for key in self._held if self._over(key)]:
+            self._held.end(key)
+        return found
+
+    def _over(self, key: str) -> bool:
+        request = self.requests.get(key)
+        return request is None or request.is_finished()
+
+    def _asked(self, key: str) -> bool:
+        """Whether it wants pieces, and of a token no other logprob than its own."""
+        params = None if self._over(key) else self.requests[key].sampling_params
+        return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(ASKED))
+
+
+class Held:
+    """Logprobs that are kept back, up to a piece of each request: a row for each, so that a pass is filed at once."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[str, int] = {}
+        self._free: list[int] = []
+        self._counts = np.zeros(0, np.int64)
+        self._due = np.zeros(0, np.int64)
+        self._stores: list[np.ndarray[Any, Any]] = []
+        self._kind: Any = None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._row_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row_of)
+
+    def begin(self, key: str) -> None:
+        """Keep a request's back from now on; its first piece is shorter, so that not all are full at once."""
+        if not self._free:
+            rows = len(self._counts)
+            self._free = list(range(2 * rows + PIECE - 1, rows - 1, -1))
+            self._counts = np.concatenate([self._counts, np.zeros(len(self._free), np.int64)])
+            self._due = np.concatenate([self._due, np.zeros(len(self._free), np.int64)])
+        self._row_of[key] = row = self._free.pop()
+        self._due[row] = 1 + row % PIECE
+
+    def end(self, key: str) -> None:
+        """Forget a request."""
+        row = self._row_of.pop(key)
+        self._counts[row] = 0
+        self._free.append(row)
+
+    def add(self, found: Any, outputs: Sequence[tuple[int, Any]]) -> None:
+        """File one token of each output, and give a full piece to the output that fills it.
+
+        Args:
+            found: a forward pass's ``LogprobsLists``.
+            outputs: each with its row there.
+        """
+        if not outputs:
+            return
+        self._kind = type(found)
+        arrays = (found.logprob_token_ids[:, 0], found.logprobs[:, 0], found.sampled_token_ranks)
+        if not self._stores:
+            self._stores = [np.zeros((0, PIECE), array.dtype) for array in arrays]
+        if missing := len(self._counts) - len(self._stores[0]):
+            self._stores = [np.concatenate([s, np.zeros((missing, PIECE), s.dtype)]) for s in self._stores]
+        places = [place for place, _ in outputs]
+        rows = np.array([self._row_of[output.request_id] for _, output in outputs])
+        at = self._counts[rows]
+        for store, array in zip(self._stores, arrays, strict=True):
+            store[rows, at] = array[places]
+        self._counts[rows] = at + 1
+        for i in np.flatnonzero(at + 1 == self._due[rows]).tolist():
+            output = outputs[i][1]
+            output.new_logprobs = self.take(output.request_id)
+
+    def take(self, key: str) -> Any:
+        """What is held of a request, and no longer is; None if nothing was."""
+        row = self._row_of[key]
+        count, self._counts[row], self._due[row] = int(self._counts[row]), 0, PIECE
+        if not count:
+            return None
+        ids, logprobs, ranks = (store[row, :count].copy() for store in self._stores)
+        return self._kind(ids[:, None], logprobs[:, None], ranks, None)
+
+
+def joined(one: Any, other: Any) -> Any:
+    """One ``LogprobsLists`` of two, as wide as the narrower; where one is None, the other."""
+    if one is None or other is None:
+        return other if one is None else one
+    width = min(one.logprobs.shape[1], other.logprobs.shape[1])
+    ids, logprobs = (np.concatenate([getattr(part, name)[:, :width] for part in (one, other)]) for name in FIELDS[:2])
+    return type(one)(ids, logprobs, np.concatenate([one.sampled_token_ranks, other.sampled_token_ranks]), None)

@@ -1,0 +1,156 @@
+"""LoRA adapters of a live engine: one that is overwritten in place, and any number that are swapped by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm.protocol.messages import IN_PLACE, Refused, parsed
+from tandem.engines.vllm.server.frontend import Frontend
+
+FOLDERS = "TANDEM_ADAPTER_FOLDERS"
+"""Environment variable: folders, separated as in PATH, that adapters may be loaded from."""
+SLOT = 1_000_000
+"""Id of the adapter that is written in place; vLLM counts its own from 1."""
+
+
+class Adapters:
+    """The /lora/* routes, and what /generate needs of them."""
+
+    def __init__(self, frontend: Frontend, state: Any):
+        self._frontend = frontend
+        self._state = state
+        self._loaded: dict[str, Any] = {}
+        self.in_place: Any = None
+
+    async def lend(self, asked: wire.LendSlot) -> list[Any]:
+        """Give the adapter in place a slot and lend it; what each rank answers."""
+        self.require_enabled()
+        arguments = json.dumps(asked.config), json.dumps(asked.tensors)
+        return [json.loads(text) for text in await self._frontend.rpc("tandem_lend_slot", SLOT, *arguments)]
+
+    async def adapt(self, key: str) -> bool:
+        """Whether the slot's borrower may write it; it is then taken to hold what nobody has stamped yet."""
+        self.require_enabled()
+        held = all(await self._frontend.rpc("tandem_lent_slot", SLOT, key))
+        if held:
+            self._frontend.written = True
+            self.written()
+        return held
+
+    def written(self) -> None:
+        """The adapter in place holds values: requests use it once its step is stamped, those to /v1 as a model."""
+        from vllm.lora.request import LoRARequest
+
+        self.in_place = LoRARequest(lora_name=IN_PLACE, lora_int_id=SLOT, lora_path="in-memory")
+        self._state.openai_serving_models.lora_requests[IN_PLACE] = self.in_place
+
+    def require_enabled(self) -> None:
+        """Raise Refused unless the engine was started with LoRA."""
+        if self._frontend.client.vllm_config.lora_config is None:
+            raise Refused(409, "this engine was started without adapters; start it with trains: lora in the recipe")
+
+    def named(self, name: str) -> Any:
+        """The request object of a loaded adapter.
+
+        Raises:
+            Refused: there is none of that name.
+        """
+        if name in self._loaded:
+            return self._loaded[name]
+        if name == IN_PLACE and self.in_place is not None:
+            return self.in_place
+        raise Refused(404, f"there is no adapter {name!r}; loaded: {', '.join(self._loaded) or 'none'}")
+
+    def slot(self, name: str | None) -> int:
+        """Its integer id; of the one written in place by default."""
+        return SLOT if name is None else int(self.named(name).lora_int_id)
+
+    async def status(self, _: bytes) -> Any:
+        """GET /lora/status."""
+        served = self._frontend.adapter
+        return {
+            "enabled": self._frontend.client.vllm_config.lora_config is not None,
+            "served": served.lora_name if served else None,
+            "loaded": [{"name": r.lora_name, "id": r.lora_int_id, "path": r.lora_path} for r in self._loaded.values()],
+            "in_place": self.in_place is not None,
+        }
+
+    async def load(self, body: bytes) -> Any:
+        """POST /lora/load: a PEFT folder becomes an adapter by name; it is served at once where nobody stamps steps."""
+        asked = parsed(body, wire.LoadAdapter)
+        self.require_enabled()
+        folder = allowed(asked.adapter_path)
+        name = asked.adapter_name or folder.name
+        not_kept(name)
+        if name in self._loaded:
+            raise Refused(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
+        self._loaded[name] = await self._load(name, folder)
+        if asked.served and self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
+            self._frontend.adapter = self._loaded[name]
+        return {"status": "ok", "adapter_name": name, "id": self._loaded[name].lora_int_id}
+
+    async def _load(self, name: str, folder: Path) -> Any:
+        """Through vLLM's own list of models, so that /v1 knows the name too."""
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        models = self._state.openai_serving_models
+        answer = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder)))
+        if not isinstance(answer, str):
+            raise Refused(400, f"vLLM refuses the adapter in {folder}: {answer.error.message}")
+        return models.lora_requests[name]
+
+    async def unload(self, body: bytes) -> Any:
+        """POST /lora/unload."""
+        asked = parsed(body, wire.UnloadAdapter)
+        held = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
+        names = held if asked.adapter_name is None else [asked.adapter_name]
+        if asked.unless_used:
+            names = [name for name in names if not self._frontend.places.users[name]]
+        for name in names:
+            request = self.named(name)
+            self._frontend.forget(request)
+            self._loaded.pop(name, None)
+            self._state.openai_serving_models.lora_requests.pop(name, None)
+            if name == IN_PLACE:
+                self.in_place = None
+                await self._frontend.rpc("tandem_forget", SLOT)
+            else:
+                await self._frontend.client.remove_lora(request.lora_int_id)
+        return {"status": "ok", "unloaded": names}
+
+
+def not_kept(name: str) -> None:
+    """Raise Refused where loading an adapter of this name would replace the one that is trained."""
+    if name == IN_PLACE:
+        raise Refused(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
+
+
+def allowed(path: str) -> Path:
+    """The folder, links resolved, if it and all its files are within one that adapters may come from.
+
+    Raises:
+        Refused: they are not, or it holds no adapter.
+    """
+    places = [Path(place).resolve() for place in os.environ.get(FOLDERS, "").split(os.pathsep) if place]
+
+    def inside(found: Path) -> bool:
+        return any(found.is_relative_to(place) for place in places)
+
+    try:
+        folder = Path(path).resolve()
+        within = bool(path) and inside(folder)
+        held = {file.name: inside(file.resolve()) for file in folder.iterdir()} if within and folder.is_dir() else {}
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a null byte, no right to look
+        raise Refused(400, f"there is no adapter at {path!r}: {error}") from error
+    outside = [name for name, found in held.items() if not found]
+    if not within or outside:
+        what = f"{path!r}" if not within else f"{path!r}, whose {outside[0]} is a link to elsewhere"
+        known = ", ".join(map(str, places)) or f"none; name some in {FOLDERS}"
+        raise Refused(403, f"adapters may not be loaded from {what}; allowed folders: {known}")
+    if "adapter_config.json" not in held:
+        raise Refused(404, f"{path!r} is no adapter: it holds no adapter_config.json")
+    return folder

@@ -1,0 +1,189 @@
+"""Plain ASGI, as little of it as the routes need: bodies, answers, refusals, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem import doors
+from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm.server.frontend import Stopped
+
+log = logging.getLogger("vllm.tandem")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
+
+KEY = "TANDEM_API_KEY"
+"""Environment variable of the key that every request but /health must bear."""
+HOST = "TANDEM_HOST"
+"""Environment variable of the address that it listens on, a name of which it is known by."""
+MOST = 16 << 20
+"""Bytes of the largest body that routes of ours read; a list of what broadcasts bring to the largest models has 10."""
+LARGE = 64 << 20
+"""The same of requests for many answers, and of vLLM's own routes, where pictures come."""
+
+_STATUS = {
+    # By name: vLLM's releases give these classes other bases, and the engine's process may have any of them.
+    "VLLMValidationError": 400,
+    "VLLMNotFoundError": 404,
+    "VLLMUnprocessableEntityError": 422,
+    "VLLMClientError": 400,
+    "EngineDeadError": 503,
+}
+
+
+class Gone(Exception):
+    """The client went away, so nobody reads the answer."""
+
+
+_client: ContextVar[str] = ContextVar("client")
+
+
+def client() -> str:
+    """Address of whoever asks what is being answered; empty where that is not known."""
+    return _client.get("")
+
+
+def authorise(scope: Scope, path: str) -> None:
+    """Raise Refused unless the request bears the key, or where there is none, is no page's in a browser.
+
+    /health needs no key.
+    """
+    address = scope.get("client")
+    _client.set(f"{address[0]}:{address[1]}" if address else "")
+    key, headers = os.environ.get(KEY), doors.headers_of(scope)
+    if key:
+        if path != "/health" and not hmac.compare_digest(
+            headers.get("authorization", "").encode("latin-1"), f"Bearer {key}".encode()
+        ):
+            raise Refused(401, "this engine wants its API key, as in 'Authorization: Bearer KEY'")
+        return
+    method = scope.get("method", "GET")
+    reads = scope["type"] == "http" and method in ("GET", "HEAD")
+    why = doors.from_a_page(method, headers, acts=not reads, names=[os.environ.get(HOST, "")])
+    if why := why or ("" if reads else doors.without_json(headers)):
+        raise Refused(403, f"{why}: an engine takes one by engine.api_key_variable")
+
+
+async def read(receive: Receive, most: int = MOST) -> bytes:
+    """The whole body.
+
+    Raises:
+        Refused: it is longer than ``most`` bytes.
+        Gone: the client went away.
+    """
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise Refused(413, f"the request's body is larger than {most >> 20} MiB")
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
+    """Wait for work, or for the first of ``ends``, which cancels the work and raises why.
+
+    Raises:
+        Gone: one of ``ends`` returned without an error of its own.
+    """
+    mine = asyncio.ensure_future(work)
+    others = [asyncio.ensure_future(end) for end in ends]
+    try:
+        await asyncio.wait((mine, *others), return_when=asyncio.FIRST_COMPLETED)
+        if mine.done():
+            return mine.result()
+        for other in others:
+            if other.done():
+                other.result()
+        raise Gone
+    finally:
+        for future in (mine, *others):
+            future.cancel()
+        await asyncio.gather(mine, *others, return_exceptions=True)  # what was sampled is aborted by now
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has gone away; its body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def given(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) -> Receive:
+    """A ``receive`` for vLLM's own routes: the body that was read already, then the client's disconnection.
+
+    Routes of vLLM abort what they sample when their client goes away, so that is what they are told of a stop too.
+    """
+    first = True
+
+    async def again() -> Message:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        with contextlib.suppress(Stopped):
+            await unless(disconnected(receive), stopped())
+        return {"type": "http.disconnect"}
+
+    return again
+
+
+async def answer(
+    send: Send, value: Any, status: int = 200, kind: bytes = b"application/json", headers: Any = ()
+) -> None:
+    """Send a JSON answer."""
+    body = msgspec.json.encode(value)
+    more = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": more})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Send, error: Exception) -> None:
+    """Answer with an error, as RFC 9457's problem+json."""
+    if isinstance(error, Gone):
+        return
+    status, title, said = problem(error)
+    headers = error.headers if isinstance(error, Refused) else ()
+    told = {"status": status, "title": title, "detail": said}
+    await answer(send, told, status, b"application/problem+json", headers)
+
+
+def problem(error: Exception) -> tuple[int, str, str]:
+    """The one place where errors become statuses: status, title and detail."""
+    if type(error).__name__ == "EngineGenerateError" and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # vLLM's wrapper, which says nothing itself
+    status = _status(error)
+    if status == 500:
+        log.error("a request failed", exc_info=error)
+    said = str(error) or type(error).__name__
+    if isinstance(error, Stopped):
+        said = f"the engine is stopped: {said}"
+    return status, type(error).__name__, said
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, Refused):
+        return error.status
+    if isinstance(error, Stopped):
+        return 503
+    for cls in type(error).__mro__:
+        if cls.__name__ in _STATUS:
+            return _STATUS[cls.__name__]
+    if isinstance(error, TimeoutError):
+        return 504
+    return 400 if isinstance(error, ValueError) else 500  # ValueError: parameters that vLLM refuses

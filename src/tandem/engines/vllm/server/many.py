@@ -1,0 +1,156 @@
+"""In the engine's HTTP process: one request for many answers, each of which is given out as soon as it is there.
+
+A step's rollouts are asked for in the same moment. To read, route and answer hundreds of requests takes this process
+and the trainer's longer than the forward pass that they wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm.protocol.frames import KIND, Failed, Many, Sampled, Siblings, TakeBack, framed
+from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm.server.adapters import Adapters
+from tandem.engines.vllm.server.asgi import Gone, Receive, Send, disconnected, problem
+from tandem.engines.vllm.server.frontend import Frontend
+from tandem.engines.vllm.server.limits import Limits
+
+MOST = 4096
+"""Answers of one request."""
+
+
+class ManyAnswers:
+    """The routes /generate/many and /generate/take_back."""
+
+    def __init__(self, frontend: Frontend, adapters: Adapters, limits: Limits):
+        self._frontend = frontend
+        self._adapters = adapters
+        self._limits = limits
+        self._live: dict[str, _Answers] = {}
+
+    async def take_back(self, body: bytes) -> Any:
+        """End answers that nobody waits for any more; those that are there already stay."""
+        asked = wire.parsed(body, TakeBack)
+        if (live := self._live.get(asked.id)) is not None:
+            live.take_back(asked.numbers)
+        return {}
+
+    async def generate(self, body: bytes, receive: Receive, send: Send) -> None:
+        """Ask vLLM for all, and give each out.
+
+        Raises:
+            Refused: the request is not as it should be; nothing was sent yet.
+            Gone: the client went away.
+        """
+        asked = wire.parsed(body, Many)
+        if not any(siblings.seeds for siblings in asked.prompts):
+            raise Refused(400, "prompts is empty: no answer is asked for")
+        if (number := sum(len(siblings.seeds) for siblings in asked.prompts)) > MOST:
+            raise Refused(400, f"{number} answers are asked for at once, {MOST} at most: send several requests")
+        live = self._live[asked.id] = _Answers(self._frontend)
+        ends = [asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._frontend.broken_off())]
+        try:
+            for siblings in asked.prompts:
+                live.begin(siblings, self._adapters, self._limits)
+            await live.give_out(send, *ends)
+        finally:
+            self._live.pop(asked.id, None)
+            await live.close(*ends)
+
+
+class _Answers:
+    """Those of one request."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ready: list[bytes] = []
+        self._left = 0
+        self._number = 0
+        self._changed = asyncio.Event()
+
+    def begin(self, siblings: Siblings, adapters: Adapters, limits: Limits) -> None:
+        """Ask vLLM for the answers to one prompt. What is wrong with it costs these alone."""
+        numbers = range(self._number, self._number + len(siblings.seeds))
+        self._number += len(numbers)
+        self._left += len(numbers)
+        try:
+            asked = wire.parsed(bytes(siblings.asked), wire.Generate)
+            if isinstance(asked.prompt, str) or not asked.prompt.prompt_token_ids or asked.n != 1:
+                raise Refused(400, "many answers are asked for by the token ids of their prompts, one by one")
+            limits.check(asked.prompt.prompt_token_ids, asked)
+            adapter = None if asked.adapter is None else adapters.named(asked.adapter)
+            given = asked.sampling()
+            params = {seed: self._frontend.params({**given, "seed": seed}) for seed in set(siblings.seeds)}
+        except Exception as error:
+            for number in numbers:
+                self._failed(number, error)
+            return
+        for number, seed in zip(numbers, siblings.seeds, strict=True):
+            work = self._answer(number, asked.prompt.prompt_token_ids, params[seed], adapter, asked.min_step)
+            self._tasks[number] = asyncio.ensure_future(work)
+
+    async def _answer(self, number: int, prompt: list[int], params: Any, adapter: Any, min_step: int) -> None:
+        try:
+            found = await self._frontend.generate(prompt, params, adapter=adapter, min_step=min_step)
+            (one,) = found.completions
+            frame = Sampled(
+                number=number,
+                tokens=tuple(one.tokens),
+                logprobs=tuple(one.own_logprobs),
+                versions=wire.runs(self._frontend.steps_of(one)),
+                finish=one.finish,
+                engine=self._frontend.id,
+            )
+            self._give(number, framed(frame))
+        except Exception as error:  # of this answer alone
+            self._failed(number, error)
+
+    def take_back(self, numbers: list[int]) -> None:
+        """End some."""
+        for number in numbers:
+            if (task := self._tasks.pop(number, None)) is not None:
+                task.cancel()
+                self._left -= 1
+        self._changed.set()
+
+    def _failed(self, number: int, error: Exception) -> None:
+        status, title, detail = problem(error)
+        self._give(number, framed(Failed(number=number, status=status, title=title, detail=detail)))
+
+    def _give(self, number: int, frame: bytes) -> None:
+        self._tasks.pop(number, None)
+        self._left -= 1
+        self._ready.append(frame)
+        self._changed.set()
+
+    async def give_out(self, send: Send, *ends: asyncio.Future[Any]) -> None:
+        """Send what is there, until nothing is left; ``ends`` are the client's going away and a stop."""
+        for end in ends:
+            end.add_done_callback(lambda _: self._changed.set())
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", KIND)]})
+        while self._left or self._ready:
+            await self._changed.wait()
+            self._changed.clear()
+            self._end(*ends)
+            ready, self._ready = b"".join(self._ready), []
+            await send({"type": "http.response.body", "body": ready, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _end(self, gone: asyncio.Future[Any], stopped: asyncio.Future[Any]) -> None:
+        """Nobody reads on, or weights are in doubt, which all that is not there yet is told."""
+        if gone.done():
+            raise Gone
+        if stopped.done() and isinstance(error := stopped.exception(), Exception):
+            for number, task in list(self._tasks.items()):
+                task.cancel()
+                self._failed(number, error)
+
+    async def close(self, *ends: asyncio.Future[Any]) -> None:
+        """End all that is under way."""
+        under_way = [*ends, *self._tasks.values()]
+        for future in under_way:
+            future.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)  # what was sampled is aborted by now

@@ -1,0 +1,313 @@
+"""Routes of ours on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
+
+Everything else passes through untouched, but for four things (``_vllm_stock``): what no engine can be asked is refused;
+requests get a cache salt, so that no prefix outlives the weights it was computed with; replies wait while weights are
+being proven; and adapters that vLLM's own route is told to load must lie where adapters may come from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm.protocol.messages import Refused, parsed
+from tandem.engines.vllm.server.adapters import Adapters
+from tandem.engines.vllm.server.asgi import (
+    LARGE,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    authorise,
+    client,
+    disconnected,
+    read,
+    refuse,
+    unless,
+)
+from tandem.engines.vllm.server.frontend import Frontend, Stopped
+from tandem.engines.vllm.server.limits import Limits
+from tandem.engines.vllm.server.many import ManyAnswers
+from tandem.engines.vllm.server.probe import probe
+from tandem.engines.vllm.server.receiver import Receiver
+from tandem.engines.vllm.server.sleep import Sleeper
+from tandem.engines.vllm.server.stock import Stock
+from tandem.engines.vllm.server.watch import APART, Watch
+
+AWAKE = frozenset(
+    {
+        "/bridge/resume",
+        "/bridge/lend",
+        "/bridge/lend_slot",
+        "/bridge/adapt",
+        "/bridge/checksums",
+        "/bridge/probe",
+        "/lora/load",
+        "/nccl/receive",
+    }
+)
+"""Routes of ours that read or write memory which an engine that sleeps does not have."""
+MOST_SAID = 4000
+"""Characters of a reason that are kept."""
+MANY = "/generate/many"
+"""The route whose answers are sent one by one."""
+SAMPLE = frozenset({"/generate", "/bridge/probe"})
+"""Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
+
+Handler = Callable[[bytes], Awaitable[Any]]
+
+
+class Routes:
+    """The middleware. It finds vLLM's engine in the application's state at the first request."""
+
+    def __init__(self, app: Any):
+        self._app = app
+        self._live: _Live | None = None
+        self._watch = Watch.begin()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI event."""
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        try:
+            authorise(scope, path)
+            live = self._engine(scope)
+            if path == MANY and scope["method"] == "POST":
+                await live.many.generate(await read(receive, LARGE), receive, send)
+                return
+            methods = live.handlers.get(path)
+            if methods is not None:
+                await answer(send, await self._handled(live, path, methods, scope["method"], receive))
+                return
+        except Exception as error:
+            await refuse(send, error)
+            return
+        await live.stock(path, scope, receive, send)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            authorise(scope, "")
+        except Refused as error:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+            return
+        await self._app(scope, receive, send)
+
+    def _engine(self, scope: Scope) -> _Live:
+        if self._live is None:
+            engine = getattr(scope["app"].state, "engine_client", None)
+            if engine is None:
+                raise Refused(503, "the engine is starting")
+            self._live = _Live(engine, scope["app"].state, self._watch, self._app)
+        return self._live
+
+    async def _handled(self, live: _Live, path: str, methods: dict[str, Handler], method: str, receive: Receive) -> Any:
+        handler = methods.get(method)
+        if handler is None:
+            allow = ", ".join(methods)
+            raise Refused(405, f"{path} answers {allow}, not {method}", [(b"allow", allow.encode())])
+        body = await read(receive)
+        if live.sleeper.level and path in AWAKE:
+            raise Refused(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
+        if path in SAMPLE:
+            return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
+        return await unless(handler(body), live.frontend.died())
+
+
+class _Live:
+    """The routes over a live engine."""
+
+    def __init__(self, engine: Any, state: Any, watch: Watch | None, app: Any):
+        self.client = engine
+        self._watch = watch
+        self.frontend = Frontend(engine)
+        self.limits = Limits(engine)
+        self.stock = Stock(app, self.frontend, self.limits)
+        self.adapters = Adapters(self.frontend, state)
+        self.receiver = Receiver(self.frontend, self.adapters)
+        self.sleeper = Sleeper(self.frontend)
+        self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
+        self.handlers: dict[str, dict[str, Handler]] = {
+            "/health": {"GET": self.health},
+            "/generate": {"POST": self.generate},
+            "/generate/take_back": {"POST": self.many.take_back},
+            "/bridge/info": {"GET": self.info},
+            "/bridge/state_dict_info": {"GET": self.state_dict_info},
+            "/bridge/notify_update": {"POST": self.notify_update},
+            "/bridge/pause": {"POST": self.pause},
+            "/bridge/resume": {"POST": self.resume},
+            "/bridge/lend": {"POST": self.lend},
+            "/bridge/checksums": {"POST": self.checksums},
+            "/bridge/probe": {"POST": self.probe},
+            "/bridge/stamp": {"POST": self.stamp},
+            "/bridge/stop": {"POST": self.stop},
+            "/bridge/sleep": {"POST": self.sleeper.sleep},
+            "/bridge/wake": {"POST": self.sleeper.wake},
+            "/bridge/lend_slot": {"POST": self.lend_slot},
+            "/bridge/adapt": {"POST": self.adapt},
+            "/bridge/adopt": {"POST": self.adopt},
+            "/lora/status": {"GET": self.adapters.status},
+            "/lora/load": {"POST": self.adapters.load},
+            "/lora/unload": {"POST": self.adapters.unload},
+            "/nccl/start_receiver": {"POST": self.receiver.start},
+            "/nccl/status": {"GET": self.receiver.status},
+            "/nccl/stop_receiver": {"POST": self.receiver.stop},
+            "/nccl/receive": {"POST": self.receiver.receive},
+        }
+
+    async def health(self, _: bytes) -> Any:
+        await self.client.check_health()
+        front = self.frontend
+        if front.state == "stopped":
+            raise Stopped(front.reason)
+        requests = {"running": front.places.running, "waiting": front.places.waiting}
+        told = {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
+        return {**told, "paused": front.lease.told}
+
+    async def generate(self, body: bytes) -> wire.Generated:
+        asked = parsed(body, wire.Generate)
+        if asked.stream:
+            raise Refused(400, "stream: /generate answers when all is sampled; /v1/completions streams")
+        text = asked.prompt if isinstance(asked.prompt, str) else None
+        ids = await self.limits.ids(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
+        self.limits.check(ids, asked)
+        adapter = None if asked.adapter is None else self.adapters.named(asked.adapter)
+        found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter, min_step=asked.min_step)
+        flat = asked.flat_logprobs and asked.logprobs is not None
+        return wire.Generated(
+            text=[c.text for c in found.completions],
+            prompt=text if text is not None else self.client.get_tokenizer().decode(ids) if asked.detokenize else "",
+            finish_reasons=[c.finish for c in found.completions],
+            logprobs=None if flat or asked.logprobs is None else [[[p] for p in c.logprobs] for c in found.completions],
+            token_logprobs=[c.own_logprobs for c in found.completions] if flat else msgspec.UNSET,
+            prompt_logprobs=found.prompt_logprobs,
+            prompt_token_ids=list(ids),
+            token_ids=[c.tokens for c in found.completions],
+            versions=[wire.runs(self.frontend.steps_of(c)) for c in found.completions],
+            engine=self.frontend.id,
+            cached=found.cached,
+        )
+
+    async def info(self, _: bytes) -> wire.Info:
+        front, config = self.frontend, self.client.vllm_config
+        return wire.Info(
+            engine=front.id,
+            state=front.state,
+            reason=front.reason,
+            step=front.step,
+            digest=front.digest,
+            updates=front.updates,
+            running=front.places.running,
+            adapter=front.adapter.lora_name if front.adapter else None,
+            model=config.model_config.model,
+            context=config.model_config.max_model_len,
+            logprobs=str(config.model_config.logprobs_mode),
+            adapters=config.lora_config is not None,
+            workers=[wire.Workers(**worker) for worker in await front.rpc("tandem_info")],
+            apart=os.environ.get(APART) == "1",
+        )
+
+    async def state_dict_info(self, _: bytes) -> Any:
+        ranks = [json.loads(text) for text in await self.frontend.rpc("tandem_map")]
+        config = self.client.vllm_config
+        return {
+            "model": config.model_config.model,
+            "tp_degree": config.parallel_config.tensor_parallel_size,
+            "num_params": len(ranks[0]),
+            "param_names": sorted(ranks[0]),
+            "param_mappings": {name: places[0] for name, places in ranks[0].items()},
+            "ranks": ranks,
+        }
+
+    async def notify_update(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Notify)
+        told = asked.update_count if asked.step is None else asked.step
+        step = self.frontend.step + 1 if told is None else told
+        await self.frontend.stamp(step, asked.digest, self.frontend.adapter)
+        return {"status": "ok", "step": step, "updates": self.frontend.updates}
+
+    async def pause(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Pause)
+        before = await self.frontend.pause(finish=asked.finish, step=asked.step)
+        self.frontend.lease.renew(asked.seconds, " at ".join(filter(None, (asked.by or "somebody", client()))))
+        return {"state": self.frontend.state, "before": before}
+
+    async def resume(self, body: bytes) -> Any:
+        parsed(body, wire.Body)
+        front, seconds = self.frontend, await self.frontend.resume()
+        return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
+
+    async def lend(self, body: bytes) -> Any:
+        parsed(body, wire.Body)
+        self._require_paused("lend")
+        ranks = await self.frontend.rpc("tandem_lend")
+        model = self.client.vllm_config.model_config.model
+        return {"model": model, "ranks": [json.loads(text) for text in ranks]}
+
+    async def checksums(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Checksums)
+        if asked.travels == "weights":
+            ranks = await self.frontend.rpc("tandem_checksums")
+        else:
+            slot, config = self.adapters.slot(asked.adapter), json.dumps(asked.config)
+            ranks = await self.frontend.rpc("tandem_adapter_checksums", slot, asked.names, config)
+        return {"ranks": ranks, "engine": self.frontend.id}
+
+    async def probe(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Probe)
+        self.limits.prompt(asked.tokens)
+        self.limits.length("max_tokens", asked.max_tokens)
+        return await probe(
+            self.frontend,
+            asked.tokens,
+            temperature=asked.temperature,
+            max_tokens=asked.max_tokens,
+            seed=asked.seed,
+            # What was written in place is served only once it is stamped, so it is named here.
+            adapter=self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter),
+        )
+
+    async def stamp(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Stamp)
+        if asked.step is None:
+            raise Refused(400, "step is missing: which policy step do these weights belong to?")
+        adapter = self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter)
+        await self.frontend.stamp(asked.step, asked.digest, adapter)
+        return {"step": asked.step, "engine": self.frontend.id}
+
+    async def stop(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Stop)
+        said = f" (so said {client()})" if client() else ""
+        await self.frontend.stop(asked.reason[:MOST_SAID] + said)
+        return {"state": self.frontend.state}
+
+    async def lend_slot(self, body: bytes) -> Any:
+        asked = parsed(body, wire.LendSlot)
+        self._require_paused("lend_slot")
+        return {"ranks": await self.adapters.lend(asked)}
+
+    async def adapt(self, body: bytes) -> Any:
+        self._require_paused("adapt")
+        return {"held": await self.adapters.adapt(parsed(body, wire.Adapt).key)}
+
+    async def adopt(self, body: bytes) -> Any:
+        asked = parsed(body, wire.Adopt)
+        if self._watch is None:
+            raise Refused(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
+        if not self._watch.adopt(asked.trainer):
+            raise Refused(404, f"no process {asked.trainer.partition(':')[0]} runs here that started then: not adopted")
+        return {"engine": self.frontend.id}
+
+    def _require_paused(self, what: str) -> None:
+        if self.frontend.state not in ("paused", "stopped"):
+            raise Refused(409, f"/bridge/{what} writes what is sampled from: pause first (POST /bridge/pause)")

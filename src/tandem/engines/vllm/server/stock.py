@@ -1,0 +1,232 @@
+"""Requests to vLLM's own routes, on their way through: looked at, salted, and held back while weights are proven."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.engines.vllm.protocol.fields import (
+    Answers,
+    Count,
+    Likeliest,
+    MinP,
+    Penalty,
+    Repetition,
+    Stops,
+    StopTokens,
+    Temperature,
+    TopK,
+    TopP,
+    Whole,
+    shallow,
+)
+from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm.server.adapters import allowed, not_kept
+from tandem.engines.vllm.server.asgi import LARGE, Gone, Message, Receive, Scope, Send, given, read, refuse
+from tandem.engines.vllm.server.frontend import Frontend, Stopped
+from tandem.engines.vllm.server.limits import Limits
+
+SALTED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+        "/invocations",
+        "/generative_scoring",
+    }
+)
+"""Stock routes that sample."""
+LOADS = "/v1/load_lora_adapter"
+"""The stock route that loads an adapter."""
+MOST_ITEMS = 4096
+"""Messages of one request: each that is none costs vLLM a dozen messages about what it might have been."""
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Sampling(msgspec.Struct):
+    """What is said of sampling, by OpenAI's and vLLM's names; null and what is not here is left to vLLM."""
+
+    n: Answers | None = None
+    best_of: Answers | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_output_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Whole | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: StopTokens | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs: bool | Likeliest | None = None
+    top_logprobs: Likeliest | None = None
+    prompt_logprobs: Likeliest | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Asked(Sampling):
+    """A body of a stock route."""
+
+    prompt: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    input: str | list[Any] | None = None
+    sampling_params: Sampling | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many it asks for."""
+        several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
+        return (self.n or 1) * (max(1, len(self.prompt or ())) if several else 1)
+
+    def fits(self, limits: Limits) -> None:
+        """Raise Refused unless the engine can be asked this."""
+        limits.answers(self.answers)
+        for said in (self, self.sampling_params or Sampling()):
+            for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
+                limits.length(name, getattr(said, name) or 0)
+            limits.tokens("stop_token_ids", said.stop_token_ids or ())
+            limits.tokens("allowed_token_ids", said.allowed_token_ids or ())
+        if isinstance(self.prompt, list):
+            _prompts(self.prompt, limits)
+        if isinstance(self.input, list):
+            _objects("input", self.input)
+        _objects("messages", self.messages or ())
+
+
+def _prompts(prompt: list[Any], limits: Limits) -> None:
+    """Raise Refused unless it is one prompt as token ids, or several of whatever form."""
+    if not prompt:
+        raise Refused(400, "prompt is an empty list")
+    for one in [prompt] if isinstance(prompt[0], int) else prompt:
+        if isinstance(one, list):
+            if not all(type(token) is int for token in one):
+                raise Refused(400, "prompt is a list of something else than texts or token ids")
+            limits.prompt(one)
+        elif not isinstance(one, str):
+            raise Refused(400, f"prompt is a list with {type(one).__name__} in it, not of texts or token ids")
+
+
+def _objects(name: str, items: Sequence[Any]) -> None:
+    """Raise Refused unless it is a list of objects, with lists of objects or text in them, that is not too long."""
+    number = len(items)
+    for item in items:
+        if not isinstance(item, dict):
+            raise Refused(400, f"{name} is a list with {type(item).__name__} in it, not of objects")
+        if isinstance(content := item.get("content"), list):
+            number += len(content)
+            if not all(isinstance(part, (dict, str)) for part in content):
+                raise Refused(400, f"{name} has a content that is a list of neither texts nor objects")
+    if number > MOST_ITEMS:
+        raise Refused(400, f"{name} has {number} messages and parts, {MOST_ITEMS} at most")
+
+
+def sound(body: bytes) -> dict[str, Any]:
+    """A body as JSON.
+
+    Raises:
+        Refused: it is none, or no object, or what nobody could pass on.
+    """
+    try:
+        tree = msgspec.json.decode(body)
+        if not isinstance(tree, dict):
+            raise ValueError(f"it is no object but {type(tree).__name__}")
+        shallow(tree)
+    except (ValueError, RecursionError) as error:  # as msgspec's errors are
+        raise Refused(400, f"the request's body is not as expected: {error}") from error
+    return tree
+
+
+def asked(tree: dict[str, Any], limits: Limits) -> Asked:
+    """What a body of a route that samples asks for.
+
+    Raises:
+        Refused: what vLLM, or this engine, cannot be asked.
+    """
+    try:
+        found = msgspec.convert(tree, Asked, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(400, f"the request's body is not as expected: {error}") from error
+    found.fits(limits)
+    return found
+
+
+def salted(tree: dict[str, Any], salt: str) -> bytes:
+    """The body with a cache salt, its own one mixed in; as it is where vLLM itself must say what is wrong."""
+    own = tree.get("cache_salt")
+    if own is not None and (not isinstance(own, str) or not own):
+        return json.dumps(tree).encode()
+    if own:  # as a digest, for the length and the characters of a salt are limited
+        salt = f"{salt}-{hashlib.blake2b(own.encode(), digest_size=16).hexdigest()}"
+    return json.dumps({**tree, "cache_salt": salt}).encode()
+
+
+class Stock:
+    """vLLM's own routes, behind ``app``."""
+
+    def __init__(self, app: App, frontend: Frontend, limits: Limits):
+        self._app = app
+        self._front = frontend
+        self._limits = limits
+
+    async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        held = path in SALTED or path == LOADS
+        if scope["method"] != "POST" or not (held or _is_json(scope)):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await read(receive, LARGE)
+            tree = sound(body) if body or held else {}
+            if path == LOADS:
+                not_kept(str(tree.get("lora_name", "")))
+                allowed(str(tree.get("lora_path", "")))
+            answers = asked(tree, self._limits).answers if path in SALTED else 0
+        except (Refused, Gone) as error:
+            await refuse(send, error)
+            return
+        if held:
+            await self._held(tree, answers, scope, receive, send)
+        else:
+            await self._app(scope, given(body, receive, self._front.broken_off), send)
+
+    async def _held(self, tree: dict[str, Any], answers: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """What must not be answered from weights that are not proven; ``answers`` above 0 is what samples."""
+        begun, front = False, self._front
+
+        async def proven(message: Message) -> None:
+            nonlocal begun
+            await front.deliverable(None if front.era != era else era)
+            begun = True
+            await send(message)
+
+        try:
+            async with front.admitted(answers), front.places.counted():
+                era = front.era
+                body = salted(tree, front.salt) if answers else json.dumps(tree).encode()
+                headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
+                headers.append((b"content-length", str(len(body)).encode()))
+                await self._app({**scope, "headers": headers}, given(body, receive, front.broken_off), proven)
+        except (Refused, Stopped, Gone) as error:
+            if begun:
+                raise  # too late for a status: the connection breaks off, which no client takes for a whole answer
+            await refuse(send, error)
+
+
+def _is_json(scope: Scope) -> bool:
+    return b"json" in dict(scope["headers"]).get(b"content-type", b"").lower()

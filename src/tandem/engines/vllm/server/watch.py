@@ -1,0 +1,93 @@
+"""Ends an engine whose trainer is gone for good, and one that lost its server: a crash does not keep an accelerator."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+from tandem.processes import alive_after, identity
+from tandem.transport.sharing import remove_orphans
+
+log = logging.getLogger("vllm.tandem")
+
+TRAINER = "TANDEM_TRAINER"
+"""Environment variable: ``pid:start time`` of the process that started the engine; unset where nobody is watched."""
+LINGER = "TANDEM_LINGER"
+"""Environment variable: seconds that the engine outlives that process."""
+APART = "TANDEM_APART"
+"""Environment variable: 1 for an engine that was started alone, for trainers elsewhere."""
+
+GRACE = 60.0
+"""Seconds that the server gets to end in order; then it is killed with its workers."""
+ORPHAN_GRACE = 10.0
+"""The same for a scheduler that lost its server; its workers follow it by themselves."""
+
+
+class Watch(threading.Thread):
+    """Looks after the trainer once a second. A trainer that comes back adopts the engine and is watched instead."""
+
+    def __init__(self, trainer: str, linger: float):
+        super().__init__(name="tandem watch", daemon=True)
+        self._trainer = trainer
+        self._linger = linger
+
+    @classmethod
+    def begin(cls) -> Watch | None:
+        """Start watching whom the environment names."""
+        trainer = os.environ.get(TRAINER)
+        if not trainer:
+            return None
+        watch = cls(trainer, float(os.environ.get(LINGER, "0")))
+        watch.start()
+        atexit.register(remove_orphans)  # workers are killed at the end, so what they lent on a host has its name yet
+        return watch
+
+    def adopt(self, trainer: str) -> bool:
+        """Watch another process from now on; False, and all is as it was, if there is no such process."""
+        pid, _, started = trainer.partition(":")
+        if not alive_after(int(pid), started):
+            return False
+        self._trainer = trainer
+        return True
+
+    def run(self) -> None:
+        """Ask the server to end, in order, ``linger`` seconds after the trainer was last seen."""
+        seen = time.monotonic()
+        while True:
+            pid, _, started = self._trainer.partition(":")
+            if alive_after(int(pid), started):
+                seen = time.monotonic()
+            elif time.monotonic() - seen >= self._linger:
+                break
+            time.sleep(1.0)
+        log.warning("the trainer (pid %s) is gone for %.0f s and nobody came back: ending", pid, self._linger)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        if os.getpgid(0) == os.getpid():  # else the group is a stranger's too
+            os.killpg(0, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """In a process that vLLM has spawned: end it when whoever spawned it is gone, as vLLM does for workers alone.
+
+    A server that is killed would else leave its scheduler behind for ever, with the workers and the memory they hold.
+    """
+    parent = multiprocessing.parent_process()
+    found = None if parent is None or parent.pid is None else identity(parent.pid)
+    if found is None:  # nobody spawned it, or it is gone already and took the pid with it
+        return
+
+    def wait() -> None:
+        while alive_after(*found):
+            time.sleep(1.0)
+        log.warning("the server (pid %s) is gone: ending", found.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="tandem parent", daemon=True).start()

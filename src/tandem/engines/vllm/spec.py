@@ -1,0 +1,394 @@
+"""vLLM, the production engine: child processes of ours on its stock server, or servers that run elsewhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from tandem.engines.base import (
+    CanAdapt,
+    CanAttest,
+    CanLend,
+    CanReceive,
+    CanRelaunch,
+    CanSwap,
+    Engine,
+    EngineSpec,
+    Needs,
+)
+from tandem.engines.vllm.arguments import flag, not_free
+from tandem.engines.vllm.client import process as processes
+from tandem.engines.vllm.client.engine import Vllm as LiveVllm
+from tandem.engines.vllm.client.fleet import Fleet, Launch
+from tandem.engines.vllm.client.http import Server
+from tandem.engines.vllm.client.process import has_vllm
+from tandem.engines.vllm.server.pausing import AT_ONCE, FEW
+from tandem.engines.vllm.server.places import PROBES
+from tandem.errors import ConfigError
+from tandem.machine import cores
+from tandem.processes import identity
+
+if TYPE_CHECKING:
+    from tandem.model.policy import Policy
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks that vLLM has room for."""
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of a Llama-like model."""
+LAST_PORT = 65535
+LOOPBACK = ("127.", "localhost", "::1")
+"""How addresses begin that this machine alone can reach."""
+CPU_CACHE_GB = 1.0
+"""KV cache on a CPU where kv_cache_gb does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vllm(EngineSpec):
+    """vLLM, started by us on this machine, or already running at ``urls`` (by: tandem serve engine RECIPE)."""
+
+    has_grammars: ClassVar[bool] = True
+    ports: ClassVar[frozenset[type]] = frozenset({CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest})
+
+    urls: tuple[str, ...] = ()
+    """Engines that run already, such as [http://host:8000]; empty: they are started here."""
+    python: str | None = None
+    """Interpreter that has vLLM; null: the trainer's own. Two environments keep versions from fighting."""
+    replicas: int = 1
+    """Engines started here; requests go to the one with the shortest queue."""
+    devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each replica, such as ["1", "2,3"]; empty: what the trainer sees."""
+    host: str = "127.0.0.1"
+    """Address that started engines listen on."""
+    port: int = 0
+    """Port of the first started engine, the next ones follow; 0 takes free ones, and 65535 is the last."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the accelerator that a started engine fills, weights included; the rest is the trainer's."""
+    kv_cache_gb: float = 0.0
+    """Room for keys and values in GB instead of what gpu_memory_utilization leaves; that share must be free at
+    a start all the same. On a CPU 0 means 1."""
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its answer together; null: the recipe's context."""
+    max_num_seqs: int = 256
+    """Most answers sampled at once; a probe of new weights has a place of its own beside them."""
+    enforce_eager: bool = False
+    """True does without CUDA graphs and compilation: a faster start, slower sampling."""
+    enable_prefix_caching: bool = True
+    """Keep the keys and values of prompts for the next request with the same beginning and the same weights."""
+    tensor_parallel_size: int = 1
+    """Accelerators of one engine."""
+    limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
+    """Most images, videos and so on of one prompt, by kind."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Other options of vLLM's server by name, such as {attention_backend: FLASH_ATTN}; true gives a bare flag, false
+    one that begins with no-."""
+    sleep: Literal[0, 1, 2] = 0
+    """Release the accelerator's memory while a step is trained: 1 keeps the weights in the host's memory, 2 keeps
+    nothing, so that every publish brings them all. For a started engine on the trainer's own accelerator."""
+    seeded: bool = False
+    """Give every answer a random stream of its own, so that it can be sampled again; it costs speed on a GPU."""
+    api_key_variable: str = ""
+    """Environment variable with the engines' API key; without one, started engines get a random key."""
+    require_api_key: bool = True
+    """False starts engines without a key where api_key_variable names none, for environments that sample from them
+    beside the trainer; whoever reaches host can then pause them and overwrite their weights, so it must be loopback."""
+    start_seconds: float = 900.0
+    """How long a start may take, and one at urls may not be there yet; the first on a machine compiles."""
+    request_seconds: float = 3600.0
+    """How long one answer may take."""
+    control_seconds: float = 300.0
+    """How long a control message, a publish included, may take."""
+    restarts: int = 3
+    """How often a started engine that died is started again, in one run."""
+    linger_seconds: float = 300.0
+    """How long a started engine outlives its trainer's death, for a resumed run to find it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError("gpu_memory_utilization must be above 0 and at most 1")
+        for name in ("replicas", "max_num_seqs", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for name in ("start_seconds", "request_seconds", "control_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0")
+        for name in ("kv_cache_gb", "restarts", "linger_seconds", "port"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if not self.require_api_key and not self.host.startswith(LOOPBACK):
+            raise ValueError(f"require_api_key: false needs a host that this machine alone can reach, not {self.host}")
+        last = LAST_PORT - self.replicas + 1
+        if self.port > last:
+            raise ValueError(f"port must be at most {last}, as each of replicas ({self.replicas}) takes one")
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices names {len(self.devices)} sets of accelerators for {self.replicas} replicas")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls: {url!r} must begin with http:// or https://")
+        for name, value in self.args.items():
+            if reason := not_free(name, value):
+                raise ValueError(f"args: {name} {reason}")
+
+    def inert(self) -> Mapping[str, str]:
+        """Options of starting an engine, where none is started."""
+        if not self.urls:
+            return {}
+        return dict.fromkeys(_STARTING, "urls names engines that run already, with options of their own")
+
+    def refuses(self, port: type) -> str:
+        """Why engines of these options cannot be used in some way; empty if they can."""
+        engines = len(self.urls) or self.replicas
+        if self.sleep and (reason := self._cannot_sleep(port)):
+            return reason
+        if port is CanLend and self.tensor_parallel_size > 1:
+            return (
+                f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
+                "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine"
+            )
+        if port is CanLend and engines > 1:
+            return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
+        if port is CanRelaunch and self.urls:
+            return "engines at urls were not started here, so they are not ours to end; use hotswap or broadcast"
+        return ""
+
+    def _cannot_sleep(self, port: type) -> str:
+        """Why ``sleep`` would gain nothing, or cannot be."""
+        if port is not CanReceive:
+            ways: Mapping[Any, str] = {
+                CanLend: "with one copy of the weights there is none to release, and memory that is lent must stay",
+                CanSwap: "requests never wait for this way of syncing, and an engine that sleeps makes them",
+                CanRelaunch: "this way of syncing ends the engine itself",
+            }
+            return f"engine.sleep: {self.sleep} goes with sync: broadcast alone; {ways[port]}"
+        if self.devices and not any(_first_device() in each.split(",") for each in self.devices):
+            return f"engine.sleep: {self.sleep} releases nothing that the trainer could use: devices are others"
+        if not _has_cuda():
+            return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
+        return ""
+
+    def check(self, *, trains: Any, folder: Path) -> str:
+        """See that an engine can be started here for this run, or say that it is not ours to start.
+
+        Raises:
+            ConfigError: the adapter is too large, the interpreter has no vLLM, or the folder's name cannot be told it.
+        """
+        if trains.travels == "adapter":
+            _rank(getattr(trains, "rank", 0))
+        if self.urls:
+            return f"runs already, at {', '.join(self.urls)}"
+        _separable(folder)
+        has_vllm(self.python)
+        return f"vLLM, by {self.python or sys.executable}"
+
+    @asynccontextmanager
+    async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
+        """Start the engines or find them, and check that they can do what the run needs."""
+        if needs is None:
+            raise ConfigError("engine: vllm needs to know the run it serves")
+        fleet = Fleet(
+            [self._server(i) for i in range(len(self.urls) or self.replicas)],
+            launch=self._launch(needs, context) if not self.urls else None,
+            options=self,
+            needs=needs,
+        )
+        engine = LiveVllm(
+            fleet,
+            seeded=self.seeded,
+            context=min(context, self.max_model_len or context),
+            ends=sorted(policy.end_tokens),
+            needs=needs,
+            patience=2 * self.control_seconds,
+        )
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+
+    @asynccontextmanager
+    async def serve(self, *, context: int, needs: Needs, adapters: Path) -> AsyncIterator[Fleet]:
+        """Start the engines for trainers elsewhere, which name them in ``urls``; they end with the block.
+
+        Args:
+            context: most tokens of a prompt and completion.
+            needs: what those trainers will want; ``folder`` is for logs.
+            adapters: folder that adapters may be loaded from.
+        """
+        key = self._key()
+        _separable(adapters)
+        launch = self._launch(needs, context)
+        folders = str(adapters.absolute())
+        own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
+        fleet = Fleet(
+            [self._server(i) for i in range(self.replicas)],
+            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **own}),
+            options=self,
+            needs=needs,
+        )
+        for server in fleet.servers:
+            server.key = key
+        try:
+            await fleet.start()
+            yield fleet
+        finally:
+            await fleet.close()
+
+    def _key(self) -> str:
+        """The key that the recipe names; empty where it names none.
+
+        Raises:
+            ConfigError: its variable is not set.
+        """
+        key = os.environ.get(self.api_key_variable, "") if self.api_key_variable else ""
+        if self.api_key_variable and not key:
+            raise ConfigError(f"engine.api_key_variable: {self.api_key_variable} is not set in the environment")
+        return key
+
+    def _server(self, index: int) -> Server:
+        if self.urls:
+            key, url = self._key(), self.urls[index]
+        else:
+            port = self.port + index if self.port else processes.free_port(self.host)
+            key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
+            url = f"http://{self.host}:{port}"
+        return Server(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+
+    def _launch(self, needs: Needs, context: int) -> Launch:
+        """How each engine is started; the model folder may differ from start to start."""
+        folder = (needs.folder or Path.cwd()).absolute()
+        _separable(folder)
+        return Launch(
+            command=lambda model, port, number: self.command(needs, context, model=model, port=port, number=number),
+            environment=lambda index, key: self._environment(needs, folder, index, key),
+            trainer=_me(),
+            log=folder / "logs",
+            records=folder if needs.folder else None,
+        )
+
+    def command(self, needs: Needs, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
+        """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
+        given: dict[str, Any] = {
+            "model": model,
+            "served-model-name": needs.model,
+            "host": self.host,
+            "port": port,
+            "dtype": needs.dtype,
+            "seed": (needs.seed + number) % 2**31,
+            "max-model-len": self.max_model_len or context,
+            "max-num-seqs": self.max_num_seqs + PROBES,
+            "tensor-parallel-size": self.tensor_parallel_size,
+            "logprobs-mode": "processed_logprobs",
+            "worker-extension-cls": "tandem.engines.vllm.worker.extension.Worker",
+            "middleware": "tandem.engines.vllm.server.routes.Routes",
+            "scheduler-cls": "tandem.engines.vllm.core.scheduler.scheduler",
+            "uvicorn-log-level": "warning",
+            "enforce-eager": self.enforce_eager,
+            "enable-prefix-caching": self.enable_prefix_caching,
+        }
+        cache = self.kv_cache_gb
+        if _has_cuda():
+            given["gpu-memory-utilization"] = self.gpu_memory_utilization
+            if self.tensor_parallel_size == 1:  # else vLLM itself does so
+                # By default its thread that schedules launches forward passes too: 5 to 20 % slower on every host.
+                given["distributed-executor-backend"] = "mp"
+        else:
+            cache = cache or CPU_CACHE_GB
+        if cache:
+            given["kv-cache-memory-bytes"] = int(cache * 1e9)
+        if self.sleep:
+            given["enable-sleep-mode"] = True
+        if self.limit_mm_per_prompt:
+            given["limit-mm-per-prompt"] = self.limit_mm_per_prompt
+        if needs.travels == "adapter":
+            slots = needs.versions if needs.port is CanSwap else 1
+            room = {"max-lora-rank": _rank(needs.rank), "max-loras": slots, "max-cpu-loras": slots}
+            given |= {"enable-lora": True, **room}
+            # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
+            # requests' places, which ends the engine (vLLM 0.32 on a CPU) or reads past a buffer's end (0.26).
+            given["lora-target-modules"] = needs.targets or LINEAR
+        command = [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in {**given, **self.args}.items():
+            command += flag(name, value)
+        return command
+
+    def _environment(self, needs: Needs, folder: Path, index: int, key: str) -> dict[str, str]:
+        paths = [str(processes.import_path(folder / "logs" / "engine-path"))]
+        if self.python is None:  # its interpreter is ours, and may find vLLM by our path alone
+            paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        extra: dict[str, str | None] = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TANDEM_API_KEY": key,
+            "TANDEM_HOST": self.host,
+            "TANDEM_ADAPTER_FOLDERS": str(folder),
+            "TANDEM_TRAINER": _me(),
+            "TANDEM_LINGER": str(self.linger_seconds),
+            AT_ONCE: os.environ.get(AT_ONCE) or str(FEW),
+            # Whatever is published to is checksummed, and what was repacked cannot be.
+            "TANDEM_IN_PLACE": "1" if needs.port is not None else None,
+            # Memory of expandable segments cannot be shared between processes.
+            "PYTORCH_CUDA_ALLOC_CONF": None,
+            "PYTORCH_ALLOC_CONF": None,
+        }
+        if self.devices:
+            extra["CUDA_VISIBLE_DEVICES"] = self.devices[index]
+        if not _has_cuda():
+            extra |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cores()),
+                "KMP_BLOCKTIME": "1",  # threads that wait must not spin: the trainer needs the cores
+            }
+        return processes.environment(os.environ, python=self.python or sys.executable, **extra)
+
+
+def _me() -> str:
+    """This process, for the engine to watch."""
+    me = identity(os.getpid())
+    return "" if me is None else f"{me.pid}:{me.started}"
+
+
+def _first_device() -> str:
+    """The trainer's accelerator, as CUDA_VISIBLE_DEVICES names it."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _rank(asked: int) -> int:
+    """The smallest rank that vLLM has room for and that an adapter of rank ``asked`` fits into.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    rank = next((rank for rank in RANKS if rank >= asked), None)
+    if rank is None:
+        raise ConfigError(f"trains.rank: vLLM has room for ranks up to {RANKS[-1]}, not {asked}")
+    return rank
+
+
+def _separable(folder: Path) -> None:
+    """See that an engine can be told of a folder: by variables in which this character begins the next one.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if os.pathsep in str(folder.absolute()):
+        raise ConfigError(
+            f"an engine that is started here cannot be told of {folder.absolute()}, which has a {os.pathsep!r} in it; "
+            "choose another name= or runs="
+        )
+
+
+_STARTING = (
+    "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
+    "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
+    "restarts", "linger_seconds", "require_api_key",
+)  # fmt: skip

@@ -1,0 +1,393 @@
+"""Adapters in the slots of a live vLLM: written in place, and read back as they are stored.
+
+vLLM keeps, per adapted layer, one tensor for all A and one for all B, with a first dimension of slots; its kernels and
+CUDA graphs hold their addresses. An adapter is therefore registered once, by vLLM's own calls and with zeros, and from
+then on every version is copied into its slot: here, or by the trainer, to which the slot is lent. It never passes
+through a file, and no copy is kept beside the slot.
+
+Nothing here imports vLLM: it is handed vLLM's objects and asks for attributes, not versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engines.vllm.adapter_layout import rank_of, scale_, scaling
+from tandem.engines.vllm.adapter_slot import Loan
+from tandem.errors import EngineError
+
+_PEFT = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one worker's slot holds of one adapter tensor."""
+
+    name: str
+    """As PEFT writes it to a file: ``base_model.model.<module>.lora_A.weight``, without the adapter's name."""
+    tensor: Tensor
+    """A view into the slot."""
+    first: tuple[int, int]
+    """Row and column that the view's first element has in the whole tensor."""
+    shape: tuple[int, int]
+    """Of the whole tensor, over all workers."""
+    counted: bool
+    """False where another worker's equal part is counted already."""
+    scaled: bool
+    """True for B, which is stored multiplied by alpha/rank; see ``scaled``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """The part of a dimension that this worker holds."""
+
+    first: int
+    size: int
+    total: int
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """Where one tensor goes, in whichever slot."""
+
+    name: str
+    stacked: Tensor  # slots × 1 × rows × columns
+    rows: _Shard
+    columns: _Shard
+    scaled: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.total, self.columns.total
+
+    def view(self, slot: int) -> Tensor:
+        return self.stacked[slot, 0, : self.rows.size, : self.columns.size]
+
+    def held(self, slot: int) -> Held:
+        return Held(
+            name=self.name,
+            tensor=self.view(slot),
+            first=(self.rows.first, self.columns.first),
+            shape=self.shape,
+            counted=self.rows.counted and self.columns.counted,
+            scaled=self.scaled,
+        )
+
+    def part(self, tensor: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        return tensor[rows.first : rows.first + rows.size, columns.first : columns.first + columns.size]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Adapter:
+    """An adapter that lives in a slot."""
+
+    model: Any  # what vLLM registered under the id
+    slot: int
+    rank: int
+    targets: dict[str, _Target]
+    loan: Loan | None = None
+    _held: list[Held] = field(default_factory=list)
+    _where: tuple[int, ...] = ()
+
+    def held(self) -> list[Held]:
+        """What the slot holds; viewed anew only where storage was moved, as lending does."""
+        where = tuple(target.stacked.data_ptr() for target in self.targets.values())
+        if where != self._where:
+            self._held, self._where = [target.held(self.slot) for target in self.targets.values()], where
+        return self._held
+
+
+class _Spent(dict[str, Any]):
+    """In place of the registered zeros: filling a slot from them again would silently serve the base model."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        raise EngineError(
+            f"vLLM fills an adapter's slot anew, at {key}, but its values were only in the slot that it lost; the "
+            "adapter was pinned and must not be deactivated: publish it again"
+        )
+
+
+class AdapterSlots:
+    """Adapters put into one worker's slots from memory, by their integer ids.
+
+    Call it only while nothing is sampled: a slot is written in place.
+    """
+
+    def __init__(self, model_runner: Any):
+        worker = getattr(model_runner, "lora_manager", None)
+        if worker is None:
+            raise EngineError("the engine was started without adapters; start it with --enable-lora")
+        self._worker = worker
+        self._manager = worker._adapter_manager
+        self._adapters: dict[int, _Adapter] = {}
+        self._packed = {
+            name: (fused, index)
+            for fused, names in self._manager.packed_modules.items()
+            for index, name in enumerate(names)
+        }
+        # A layer that is not split among the workers counts on the first of them.
+        self._lead = all(getattr(layer, "tp_rank", 0) == 0 for layer in self._manager.modules.values())
+
+    def put(self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Make adapter ``lora_id`` hold these values; the first time it takes a slot and keeps it until removed.
+
+        ``config`` is PEFT's ``adapter_config.json``. Names are PEFT's, with or without the adapter's own; each tensor
+        is the whole one, of which a worker takes its part. Either everything is written or, on an error, nothing.
+
+        Raises:
+            EngineError: vLLM cannot serve this adapter, it does not fit the model, or no slot is free.
+        """
+        given, adapter = self._claim(lora_id, config, tensors)
+        held = adapter.held()
+        parts = [target.part(given[name]) for name, target in adapter.targets.items()]
+        torch._foreach_copy_([part.tensor for part in held], parts)
+        scale_([part.tensor for part in held if part.scaled], scaling(config))
+
+    def lend(
+        self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
+    ) -> dict[str, Any]:
+        """Give adapter ``lora_id`` a slot, as ``put``, and lend it: the borrower writes what the slot holds.
+
+        Args:
+            lora_id: the adapter.
+            config: as for ``put``.
+            tensors: as for ``put``; their values are not looked at, and may be missing (the meta device).
+            folder: where a shared file is made; read on a host alone.
+
+        Returns:
+            what ``Borrowed`` needs, by the names that ``stored`` gives.
+
+        Raises:
+            EngineError: as ``put``.
+            TransportError: the memory cannot be lent.
+        """
+        _, adapter = self._claim(lora_id, config, tensors)
+        if adapter.loan is None:
+            adapter.loan = Loan({name: target.stacked for name, target in adapter.targets.items()}, folder)
+        return adapter.loan.to_borrower(adapter.slot)
+
+    def lent(self, lora_id: int, key: str) -> bool:
+        """Whether the slot is still that of the adapter, and ``key`` its last borrower's."""
+        adapter = self._alive(lora_id)
+        return adapter is not None and adapter.loan is not None and adapter.loan.key == key
+
+    def _claim(
+        self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], _Adapter]:
+        """The tensors under the names of ``Held``, and the adapter in a slot, if they fit it."""
+        rank = rank_of(config, self._manager.lora_config.max_lora_rank)
+        given = _named(tensors)
+        adapter = self._alive(lora_id)
+        targets = self._targets(given, rank) if adapter is None else adapter.targets
+        if adapter is not None and (rank != adapter.rank or given.keys() != targets.keys()):
+            raise EngineError(
+                f"adapter {lora_id} was put with rank {adapter.rank} and {len(targets)} tensors, now it has rank "
+                f"{rank} and {len(given)}, first name that differs: "
+                f"{min(given.keys() ^ targets.keys(), default='none')}; remove it first, or use another id"
+            )
+        _check_shapes(given, targets)
+        return given, adapter or self._register(lora_id, rank, targets)
+
+    def stored(self, lora_id: int) -> Iterator[Held]:
+        """What the slot really holds, tensor by tensor, in the order it was first put.
+
+        Raises:
+            EngineError: this adapter is in no slot.
+        """
+        adapter = self._alive(lora_id)
+        if adapter is None:
+            raise EngineError(f"adapter {lora_id} is in no slot; put it first")
+        yield from adapter.held()
+
+    def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> Iterator[Held]:
+        """What the slot of an adapter that vLLM loaded from a folder really holds, for the names it should have.
+
+        Raises:
+            EngineError: it is in no slot, or the model has no such module.
+        """
+        slots = self._manager.lora_index_to_id
+        if lora_id not in slots:
+            raise EngineError(f"adapter {lora_id} is in no slot; load it first")
+        slot = slots.index(lora_id)
+        targets = self._targets(_named(dict.fromkeys(names)), rank_of(config, self._manager.lora_config.max_lora_rank))
+        yield from (target.held(slot) for target in targets.values())
+
+    def remove(self, lora_id: int) -> bool:
+        """Free its slot; False if there was none."""
+        self._adapters.pop(lora_id, None)
+        return bool(self._manager.remove_adapter(lora_id))
+
+    def _alive(self, lora_id: int) -> _Adapter | None:
+        """The adapter if it is still where it was put; None if vLLM has dropped it since."""
+        adapter, registered = self._adapters.get(lora_id), self._manager.get_adapter(lora_id)
+        slots = self._manager.lora_index_to_id
+        if registered is not None and (adapter is None or registered is not adapter.model):
+            raise EngineError(
+                f"vLLM already holds an adapter {lora_id} that was not put from memory; unload it or use another id"
+            )
+        if registered is not None and adapter is not None and slots[adapter.slot] == lora_id:
+            return adapter
+        self.remove(lora_id)
+        return None
+
+    def _register(self, lora_id: int, rank: int, targets: dict[str, _Target]) -> _Adapter:
+        """Let vLLM give the adapter a slot, filled with zeros, that it never takes back by itself.
+
+        Pinned, because vLLM otherwise evicts the adapter that was used longest ago and fills a slot anew from a copy in
+        host memory when it is next asked for; that copy would be of some earlier version.
+        """
+        manager = self._manager
+        blank = manager.create_dummy_lora(lora_id, 1, self._worker.embedding_modules)
+        try:
+            manager.add_adapter(blank)
+            manager.activate_adapter(lora_id)
+            manager.pin_adapter(lora_id)
+        except (RuntimeError, ValueError) as error:
+            manager.remove_adapter(lora_id)
+            raise EngineError(
+                f"no slot is free for adapter {lora_id}: {error} The engine has {manager.lora_slots}; remove one, or "
+                "start it with more (--max-loras)"
+            ) from error
+        blank.loras = _Spent()
+        slot = manager.lora_index_to_id.index(lora_id)
+        adapter = self._adapters[lora_id] = _Adapter(model=blank, slot=slot, rank=rank, targets=targets)
+        return adapter
+
+    def _targets(self, given: Mapping[str, Any], rank: int) -> dict[str, _Target]:
+        """Where each given tensor goes; both halves of every module must be there."""
+        if not given:
+            raise EngineError("the adapter has no tensors")
+        pairs: dict[str, dict[str, str]] = {}
+        for name in given:
+            found = _NAME.fullmatch(name)
+            assert found is not None
+            pairs.setdefault(found["module"], {})[found["half"]] = name
+        targets = {}
+        for module, halves in pairs.items():
+            if len(halves) == 1:
+                (name,) = halves.values()
+                raise EngineError(f"the adapter has {name} but not its other half; A and B come in pairs")
+            layer, index = self._layer(module.removeprefix(_PEFT))
+            whole = _Shard(first=0, size=rank, total=rank, counted=True)
+            a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
+            inputs, outputs = self._inputs(layer), self._outputs(layer, index, module)
+            targets[halves["A"]] = _Target(name=halves["A"], stacked=a, rows=whole, columns=inputs, scaled=False)
+            targets[halves["B"]] = _Target(name=halves["B"], stacked=b, rows=outputs, columns=whole, scaled=True)
+            if (a.shape[2] < rank, a.shape[3], b.shape[2], b.shape[3] < rank) != (
+                False,
+                inputs.size,
+                outputs.size,
+                False,
+            ):
+                raise EngineError(
+                    f"vLLM stores the adapter of {module} as A {tuple(a.shape[2:])} and B {tuple(b.shape[2:])}, where "
+                    f"A (rank, {inputs.size}) and B ({outputs.size}, rank) were expected: slots that are split among "
+                    "workers by rank (--fully-sharded-loras) cannot be written from memory; start the engine without"
+                )
+        return {name: targets[name] for name in given}
+
+    def _layer(self, module: str) -> tuple[Any, int]:
+        """vLLM's layer that a module is part of, and which part: q_proj is the first of qkv_proj."""
+        manager = self._manager
+        name = self._renamed(module)
+        fused, index = self._packed.get(name, (name, 0))
+        layer = manager.modules.get(fused)
+        if layer is None:
+            direct = [
+                n for n, m in manager.modules.items() if hasattr(m, "output_slices") and n not in manager.packed_modules
+            ]
+            known = sorted({name.rpartition(".")[2] for name in [*self._packed, *direct]})
+            raise EngineError(
+                f"the engine has no layer {module!r} that takes an adapter: the model has none, or "
+                f"--lora-target-modules leave it out; layers that take one: {', '.join(known)}"
+            )
+        if not hasattr(layer, "output_slices"):  # only linear layers have them
+            raise EngineError(
+                f"an adapter of {module!r} cannot be served: only linear layers can, not embeddings, the output head "
+                "or experts; leave it out of trains.target_modules"
+            )
+        parts = len(manager.packed_modules.get(fused, [name]))
+        if parts != layer.n_slices:
+            raise EngineError(
+                f"an adapter of {module!r} cannot be written from memory: vLLM splits {fused} into {layer.n_slices} "
+                f"slices, the model names {parts}; leave it out of trains.target_modules"
+            )
+        return layer, index
+
+    def _renamed(self, module: str) -> str:
+        """The module's name in vLLM's model, by the renames (not the fusions) that loading a file goes through."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return module
+        renames = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+        suffix = ".lora_A.weight"  # renames by suffix expect a tensor's name
+        (name,) = renames().apply_list([module + suffix]) or [module + suffix]
+        return str(name).removesuffix(suffix)
+
+    def _inputs(self, layer: Any) -> _Shard:
+        """Columns of A: a row-parallel layer sees a part of the input, any other all of it."""
+        base = layer.base_layer
+        if not hasattr(base, "input_is_parallel"):
+            return _Shard(first=0, size=base.input_size, total=base.input_size, counted=self._lead)
+        size = base.input_size_per_partition
+        counted = layer.tp_size > 1 or self._lead
+        return _Shard(first=layer.tp_rank * size, size=size, total=base.input_size, counted=counted)
+
+    def _outputs(self, layer: Any, index: int, module: str) -> _Shard:
+        """Rows of B: a column-parallel layer makes a part of the output, any other all of it."""
+        base = layer.base_layer
+        if not hasattr(base, "gather_output"):
+            return _Shard(first=0, size=base.output_size, total=base.output_size, counted=self._lead)
+        if layer.tp_size == 1:
+            size = layer.output_slices[index]
+            return _Shard(first=0, size=size, total=size, counted=self._lead)
+        if layer.n_slices == 1 and len(getattr(base, "output_sizes", ())) > 1:
+            raise EngineError(
+                f"an adapter of {module!r}, one layer in the checkpoint, is cut into pieces by tensor parallelism and "
+                "cannot be written from memory; use tensor_parallel_size: 1"
+            )
+        # Where there are fewer key heads than workers, several hold the same ones.
+        copies = base.num_kv_head_replicas if index and hasattr(base, "num_kv_head_replicas") else 1
+        size = layer.output_slices[index]
+        return _Shard(
+            first=layer.tp_rank // copies * size,
+            size=size,
+            total=layer.tp_size // copies * size,
+            counted=layer.tp_rank % copies == 0,
+        )
+
+
+def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors under the names of ``Held``."""
+    given = {}
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise EngineError(
+                f"{name} is no low-rank weight (lora_A.weight or lora_B.weight); vLLM serves no other part of an "
+                "adapter"
+            )
+        given[f"{found['module']}.lora_{found['half']}.weight"] = tensor
+    if len(given) != len(tensors):
+        raise EngineError(f"{len(tensors)} tensors came under {len(given)} names; give one adapter at a time")
+    return given
+
+
+def _check_shapes(given: Mapping[str, Tensor], targets: Mapping[str, _Target]) -> None:
+    for name, target in targets.items():
+        tensor = given[name]
+        if tuple(tensor.shape) != target.shape or not tensor.is_floating_point():
+            raise EngineError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the engine takes floating-point {target.shape}: "
+                "trainer and engine must run the same model, and the configuration must have the tensors' rank"
+            )

@@ -1,0 +1,323 @@
+"""What runs inside vLLM's workers (``--worker-extension-cls``): weights lent, received, adapted and checksummed.
+
+Every method is called through ``collective_rpc`` while the scheduler stands still, takes and returns plain data, and
+touches the storage that the forward pass reads; nothing of vLLM is replaced. On a CPU alone, linear layers are kept
+from being repacked for oneDNN when weights are to be written in place: the repacked copy is what would be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engines.vllm.protocol.messages import REFUSED
+from tandem.engines.vllm.worker.adapter import AdapterSlots
+from tandem.engines.vllm.worker.parameter_map import Place, places, share, uncovered, whole
+from tandem.errors import EngineError, TransportError
+from tandem.transport import sharing
+from tandem.transport.checksums import Shard, Standing
+from tandem.transport.collective import Member
+from tandem.transport.rendezvous import Rendezvous, accelerator
+
+IN_PLACE = "TANDEM_IN_PLACE"
+"""Environment variable that says weights will be written in place."""
+
+
+def keep_layouts() -> None:
+    """Keep CPU linear layers as they are loaded, so that what is written is what is read."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import utils
+
+    ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose errors are what was asked of it: told as such, they are no fault of the engine's."""
+
+    @functools.wraps(method)
+    def told(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except (EngineError, TransportError) as error:
+            return {REFUSED: str(error)}
+
+    return told
+
+
+if os.environ.get(IN_PLACE) and not torch.cuda.is_available():
+    keep_layouts()
+
+
+class Worker:
+    """Mixed into vLLM's worker class; names begin with ``tandem_`` so that they collide with none of its own."""
+
+    model_runner: Any
+    rank: int
+
+    def tandem_info(self) -> dict[str, Any]:
+        """Who this worker is."""
+        device = self.tandem_device
+        return {
+            "rank": self.tandem_rank,
+            "world": self.tandem_world,
+            "pid": os.getpid(),
+            "device": str(device),
+            "accelerator": accelerator(device),
+            "torch": str(torch.__version__),
+            "backend": self.tandem_backend,
+            "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        }
+
+    @property
+    def tandem_device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.tandem_model.parameters()).device
+
+    @property
+    def tandem_backend(self) -> str:
+        """What moves bytes between devices such as its own."""
+        return "nccl" if self.tandem_device.type == "cuda" else "gloo"
+
+    @property
+    def tandem_rank(self) -> int:
+        """Among the engine's workers."""
+        return int(getattr(self, "rank", 0))
+
+    @property
+    def tandem_world(self) -> int:
+        """The engine's workers."""
+        parallel = self.model_runner.vllm_config.parallel_config
+        return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+
+    @property
+    def tandem_model(self) -> torch.nn.Module:
+        """vLLM's model."""
+        model: Any = self.model_runner.model
+        module: torch.nn.Module = model.unwrap() if hasattr(model, "unwrap") else model  # hidden by CUDA graph wrappers
+        return module
+
+    def tandem_places(self) -> dict[str, list[Place]]:
+        """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
+
+        Raises:
+            EngineError: a parameter has no place, or a place does not cover it.
+        """
+        found = places(self.tandem_model, rank=self.tandem_rank, world=self.tandem_world)
+        if rest := uncovered(self.tandem_model, found):
+            raise EngineError(
+                f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
+            )
+        return found
+
+    def tandem_map(self) -> str:
+        """JSON: where every Hugging Face tensor lies in this rank's parameters."""
+        parameters = dict(self.tandem_model.named_parameters())
+        return json.dumps(
+            {
+                name: [_described(place, parameters[place.parameter]) for place in found]
+                for name, found in self.tandem_places().items()
+            }
+        )
+
+    def tandem_lend(self) -> str:
+        """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
+
+        The same description is handed out again, to a trainer that comes back.
+        """
+        if self._tandem_lent is None:
+            parameters = dict(self.tandem_model.named_parameters())
+            values = {name: p.data for name, p in parameters.items()}
+            if self.tandem_device.type == "cuda":
+                self._tandem_lent = sharing.lend_cuda(values)
+            else:
+                # Named by process, so that what a killed engine left behind can be told from what is in use.
+                lent = sharing.lend_host(values, sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}")
+                for name, p in parameters.items():
+                    p.data = lent.tensors[name]
+                self._tandem_lent, self._tandem_keep = lent.description, lent
+        return json.dumps({"lent": self._tandem_lent, "map": json.loads(self.tandem_map())})
+
+    _tandem_found: dict[str, list[Place]] = {}  # noqa: RUF012 - replaced, never written
+    _tandem_where: tuple[int, ...] = ()
+    _tandem_lent: Any = None
+    _tandem_keep: Any = None
+
+    def tandem_checksums(self) -> dict[str, str]:
+        """Checksum of every part of a tensor that this rank holds, in hexadecimal, by ``name@row,column``.
+
+        Parts add up to the whole; ranks that hold the same part must give the same.
+        """
+        places = self._tandem_current()
+        shards = (Shard(_part(name, p.first), p.tensor, p.first) for name, found in places.items() for p in found)
+        return _hexadecimal(self._tandem_standing("weights").take(shards))
+
+    def _tandem_standing(self, what: str) -> Standing:
+        sums: dict[str, Standing] = self.__dict__.setdefault("_tandem_sums", {})
+        return sums.setdefault(what, Standing())
+
+    def _tandem_current(self) -> dict[str, list[Place]]:
+        """The places, found anew only where storage was moved: views of the old one would be read and written on."""
+        where = tuple(p.data_ptr() for p in self.tandem_model.parameters())
+        if where != self._tandem_where:
+            self._tandem_found, self._tandem_where = self.tandem_places(), where
+        return self._tandem_found
+
+    @_refusing
+    def tandem_lend_slot(self, slot: int, config: str, manifest: str) -> str:
+        """Make an adapter's slot attachable by the trainer; JSON of what ``Borrowed`` needs.
+
+        ``manifest`` lists the tensors that will be written: name, shape and type.
+        """
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+            for name, shape, dtype in json.loads(manifest)
+        }
+        return json.dumps(self._tandem_slots().lend(slot, json.loads(config), tensors, sharing.SHARED_MEMORY))
+
+    def tandem_lent_slot(self, slot: int, key: str) -> bool:
+        """Whether the borrower of this key may write the slot now: it is its own, and nobody reads it any more."""
+        if self.tandem_device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._tandem_slots().lent(slot, key)
+
+    @_refusing
+    def tandem_adapter_checksums(self, slot: int, names: list[str], config: str) -> dict[str, str]:
+        """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
+        slots = self._tandem_slots()
+        held = slots.loaded(slot, names, json.loads(config)) if names else slots.stored(slot)
+        shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
+        return _hexadecimal(self._tandem_standing(f"adapter {slot}").take(shards))
+
+    def tandem_forget(self, slot: int) -> None:
+        """Free an adapter's slot."""
+        self._tandem_slots().remove(slot)
+
+    def _tandem_slots(self) -> AdapterSlots:
+        slots: AdapterSlots | None = getattr(self, "_tandem_adapters", None)
+        if slots is None:
+            slots = self._tandem_adapters = AdapterSlots(self.model_runner)
+        return slots
+
+    def tandem_connect(self, rendezvous: str, first: int) -> None:
+        """Begin to join the trainer's process group as rank ``first`` + our own; sampling goes on meanwhile.
+
+        Where ``rendezvous`` names no backend, it is that of the device.
+        """
+        self.tandem_disconnect()
+        asked = json.loads(rendezvous)
+        meeting = Rendezvous(**{**asked, "backend": asked["backend"] or self.tandem_backend})
+        device = self.tandem_device
+        who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
+        joining = self._tandem_joining = _Joining(meeting, first + self.tandem_rank, device, who)
+        self._tandem_joins = tuple(join for join in (*self._tandem_joins, joining) if join.state == "connecting")
+        joining.start()
+
+    def tandem_connection(self) -> dict[str, Any]:
+        """How joining went: idle, connecting, connected, or error with its reason; and how many joins go on."""
+        joining = self._tandem_joining
+        under_way = sum(join.state == "connecting" for join in self._tandem_joins)
+        state, reason = ("idle", "") if joining is None else (joining.state, joining.reason)
+        return {"state": state, "reason": reason, "joining": under_way}
+
+    def tandem_receive(self, manifest: str, bucket_bytes: int, slot: int, config: str) -> None:
+        """Take one publish: into the weights, or (``slot`` above 0) into an adapter."""
+        joining = self._tandem_joining
+        if joining is None or joining.member is None:
+            raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
+        receive, entries = joining.member.receive, self._tandem_listed(manifest)
+        if slot:
+            buckets = list(receive(entries, bucket_bytes, keep=True))
+            self._tandem_slots().put(slot, json.loads(config), dict(pair for bucket in buckets for pair in bucket))
+        else:
+            places = self._tandem_current()
+            if unknown := [name for name, _, _ in entries if name not in places]:
+                raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
+            straight = whole(places)
+            for bucket in receive(entries, bucket_bytes, straight=straight):
+                came = [(name, tensor) for name, tensor in bucket if tensor is not straight.get(name)]
+                pairs = [(p.tensor, share(tensor, p)) for name, tensor in came for p in places[name]]
+                if pairs:
+                    torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
+        if self.tandem_device.type == "cuda":
+            torch.cuda.synchronize()
+
+    _tandem_list: tuple[str, list[tuple[str, tuple[int, ...], str]]] = ("", [])
+
+    def _tandem_listed(self, manifest: str) -> list[tuple[str, tuple[int, ...], str]]:
+        """A manifest, read when it is not the last one again."""
+        if manifest != self._tandem_list[0]:
+            entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
+            self._tandem_list = manifest, entries
+        return self._tandem_list[1]
+
+    _tandem_joining: _Joining | None = None
+    _tandem_joins: tuple[_Joining, ...] = ()
+
+    def tandem_disconnect(self) -> None:
+        """Leave the group."""
+        if self._tandem_joining is not None:
+            self._tandem_joining.leave()
+        self._tandem_joining = None
+
+
+class _Joining(threading.Thread):
+    """Joins a group off the engine's own thread, which must go on sampling until everybody is there."""
+
+    def __init__(self, meeting: Rendezvous, rank: int, device: torch.device, who: str):
+        super().__init__(name="tandem joining", daemon=True)
+        self.state, self.reason = "connecting", ""
+        self.member: Member | None = None
+        self._arguments = (meeting, rank, device, who)
+        self._left = False
+
+    def run(self) -> None:
+        meeting, rank, device, who = self._arguments
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            member = Member.join(meeting, rank, device, who=who)
+        except Exception as error:
+            # The boundary of a background task: /nccl/status tells it.
+            self.state, self.reason = "error", str(error)
+            return
+        if self._left:
+            member.close()
+            self.state = "left"
+            return
+        self.member, self.state = member, "connected"
+
+    def leave(self) -> None:
+        self._left = True
+        if self.member is not None:
+            self.member.close()
+
+
+def _described(place: Place, parameter: Tensor) -> dict[str, Any]:
+    view = place.tensor
+    return {
+        "vllm_name": place.parameter,
+        "shape": list(place.shape),
+        "dtype": str(view.dtype).removeprefix("torch."),
+        "device": str(view.device),
+        "first": list(place.first),
+        "size": list(view.shape),
+        "stride": list(view.stride()),
+        "offset": view.storage_offset() - parameter.storage_offset(),
+    }
+
+
+def _part(name: str, first: tuple[int, int]) -> str:
+    return f"{name}@{first[0]},{first[1]}"
+
+
+def _hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
+    # Not every encoding on the way takes 64 bits unsigned.
+    return {name: f"{value:016x}" for name, value in sums.items()}

@@ -1,0 +1,145 @@
+"""Attention of a whole packed row in one kernel: torch's variable-length flash attention.
+
+Every segment is one sequence of the kernel: its queries are its own tokens, its keys those of its ancestors and then
+its own. The kernel's causal mask is aligned to the last query and the last key, so that a segment sees all of its
+ancestors and, causally, itself. Keys and values of an ancestor are repeated for every descendant (they are narrow,
+since several query heads share one); what they were computed from is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tandem.model.plans import Spans
+
+WIDEST = 256
+"""Largest head that flash attention has kernels for."""
+
+
+class Kernel:
+    """torch's function, by what its signature takes: that has changed from release to release."""
+
+    def __init__(self, function: Callable[..., Any]):
+        takes = inspect.signature(function).parameters
+        self.function = function
+        self.scales = "scale" in takes
+        """Products of queries and keys can be scaled otherwise than by the root of the head's size."""
+        self.windows = "window_size" in takes
+        """A sliding window can be asked for."""
+        self.told = "enable_gqa" in takes
+        """It groups heads if it is told to, else unasked."""
+
+    def options(self, scaling: float | None, window: int | None, grouped: bool) -> Mapping[str, Any]:
+        """Keyword arguments for causal attention."""
+        found: dict[str, Any] = {"scale": scaling} if self.scales else {}
+        if self.windows:
+            # Keys to the left of the query's own: all, or as many as fill a window that counts the query's too.
+            found["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            found["is_causal"] = True
+        if self.told:
+            found["enable_gqa"] = grouped
+        return found
+
+
+def _found() -> Kernel | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return Kernel(varlen_attn) if torch.backends.cuda.is_flash_attention_available() else None
+
+
+_KERNEL = _found()
+
+
+def kernel() -> Kernel | None:
+    """torch's variable-length attention, or None where this build has none."""
+    return _KERNEL
+
+
+def refusal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
+) -> str | None:
+    """Why the kernel cannot take these, in words that follow "since"; None if it can. Shapes (B, heads, T, D)."""
+    return unfit(query.dtype, query.device) or misfit(query, key, value, scaling, dropout, window)
+
+
+def unfit(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel takes nothing of this type on this device."""
+    if device.type != "cuda":
+        return "its kernel runs on a GPU"
+    if kernel() is None:
+        return "this torch has no variable-length flash attention"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"its kernel needs compute capability 8.0, and {torch.cuda.get_device_name(device)} is older"
+    return None
+
+
+def misfit(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
+) -> str | None:
+    """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
+    found, size = kernel(), query.shape[-1]
+    assert found is not None, "unfit() was not asked"
+    if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
+        return f"its kernel takes heads of up to {WIDEST} in steps of 8, not {size} with values of {value.shape[-1]}"
+    if dropout > 0:
+        return "its kernel has no dropout"
+    if not found.scales and scaling not in (None, size**-0.5):
+        return f"its kernel in this torch cannot scale by {scaling}"
+    if window is not None and not found.windows:
+        return "its kernel in this torch has no sliding window"
+    return None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, at: Spans) -> Tensor:
+    """One packed row. query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    found = kernel()
+    assert found is not None, "refusal() was not asked"
+    queries_THD, keys_TKD, values_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if at.keys is not None:
+        keys_TKD, values_TKD = repeated(keys_TKD, at.keys), repeated(values_TKD, at.keys)
+    out: Tensor = found.function(
+        queries_THD,
+        keys_TKD,
+        values_TKD,
+        at.query_ends,
+        at.key_ends,
+        at.most_queries,
+        at.most_keys,
+        **found.options(scaling, window, grouped=query.shape[1] != key.shape[1]),
+    )
+    return out[None]
+
+
+def repeated(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows by their index, (n, ...); what several copies of a row send back is added up in float32 at least."""
+    found: Tensor = _Repeated.apply(rows, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Repeated(torch.autograd.Function):
+    """index_select, whose own backward would add the gradients of copies in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = rows.shape[0]
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (index,) = grads, ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros((ctx.count, *grad.shape[1:]), dtype=wide, device=grad.device)
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None

@@ -1,0 +1,199 @@
+"""One attention for both sides of the loop, registered with transformers under the name ``tandem``.
+
+The module is the same whether it trains or samples; what differs is the *plan* passed to its forward:
+
+- ``Packed``: many sequences in one row of tokens. Sequences that begin alike share segments (a tree), so that
+  the prompt of a group is computed once for all siblings.
+- ``Decode``: one new token for each row of a key/value cache.
+
+Shapes: T tokens of a packed row, R cache rows, H query heads, K key/value heads, D head size, L cached length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from tandem.errors import EngineError
+from tandem.model import _varlen
+from tandem.model.plans import Decode, KVCache, Packed, Plan, Spans, decode_plan, sequential_positions
+
+__all__ = ["NAME", "Decode", "KVCache", "Packed", "Plan", "attend", "decode_plan", "sequential_positions"]
+
+log = logging.getLogger(__name__)
+
+NAME = "tandem"
+"""The ``attn_implementation`` a policy is loaded with."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    plan: Plan | None = None,
+    spans: Spans | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. query (B, H, T, D), key and value (B, K, T, D) -> (B, T, H, D).
+
+    ``spans`` are those of the plan where the kernel may take it: a compiled layer then has it within its graph.
+
+    Raises:
+        EngineError: the model asks for an attention that would be computed wrongly here.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise EngineError(
+                f"this model's attention uses {name}, which Tandem does not compute; choose another model"
+            )
+    if not getattr(module, "is_causal", True):
+        raise EngineError("this model's attention looks ahead, which Tandem does not compute; choose another model")
+    if spans is not None:
+        window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
+        if _varlen.misfit(query, key, value, scaling, dropout, window) is None:
+            return _varlen.attend(query, key, value, scaling, window, spans), None
+    return _between(module, query, key, value, scaling, dropout, sliding_window, plan), None
+
+
+# A compiled layer calls it between its graphs: every plan is another, and a graph that looked into one would be
+# compiled for it alone.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _between(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    plan: Plan | None,
+) -> Tensor:
+    if plan is None:
+        raise EngineError(
+            "a Tandem policy was called without a plan; call Policy.hidden, or save the model and reload it"
+        )
+    if isinstance(plan, Decode):
+        return _decode(module, query, key, value, scaling, window, plan)
+    return _packed(module, query, key, value, scaling, dropout, window, plan)
+
+
+def _decode(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    plan: Decode,
+) -> Tensor:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    rows, length = len(plan.rows_R), plan.mask_R11L.shape[-1]
+    keys, values = plan.cache.keys[layer], plan.cache.values[layer]
+    keys[plan.rows_R, :, plan.positions_R] = key[:, :, 0]
+    values[plan.rows_R, :, plan.positions_R] = value[:, :, 0]
+    # The query heads of one key/value head are laid out as rows of one product: nothing is repeated.
+    query_RKGD = query.reshape(rows, keys.shape[1], -1, query.shape[-1])
+    out = F.scaled_dot_product_attention(
+        query_RKGD, keys[:rows, :, :length], values[:rows, :, :length], attn_mask=plan.mask(window), scale=scaling
+    )
+    return out.reshape(rows, 1, query.shape[1], query.shape[-1])
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    plan: Packed,
+) -> Tensor:
+    if plan.store is not None:
+        _store(module, key, value, *plan.store, plan.lengths)
+    if window is not None and plan.longest <= window:
+        window = None  # nothing is as far away
+    if query.device.type == "cuda":
+        why = _varlen.refusal(query, key, value, scaling, dropout, window)
+        if why is None:
+            return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
+        _notice(why)
+    return _segments(query, key, value, scaling, dropout, window, plan)
+
+
+def _segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    plan: Packed,
+) -> Tensor:
+    """Segment by segment, on any device and in any precision."""
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        # The CPU's bf16 attention backward is several times slower than its float32 one, and less exact.
+        query, key, value = query.float(), key.float(), value.float()
+    # split, not slices: one gather in the backward pass instead of a zero-filled row per segment.
+    queries, keys, values = (x.split(plan.lengths, dim=2) for x in (query, key, value))
+    outs = []
+    for i, (length, before) in enumerate(zip(plan.lengths, plan.before, strict=True)):
+        k, v, mask = keys[i], values[i], None
+        if before:
+            chain = (*plan.ancestors(i), i)
+            k, v = torch.cat([keys[a] for a in chain], dim=2), torch.cat([values[a] for a in chain], dim=2)
+        seen = window if window is not None and before + length > window else None
+        if before or seen is not None:
+            mask = plan.mask(before, length, seen, query)
+        out = F.scaled_dot_product_attention(
+            queries[i],
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=True,
+        )
+        outs.append(out)
+    return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)
+
+
+def _store(
+    module: nn.Module,
+    key: Tensor,
+    value: Tensor,
+    cache: KVCache,
+    rows: tuple[tuple[int, ...], ...],
+    lengths: Sequence[int],
+) -> None:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    start = 0
+    for segment_rows, length in zip(rows, lengths, strict=True):
+        for row in segment_rows:
+            cache.keys[layer][row, :, :length] = key[0, :, start : start + length]
+            cache.values[layer][row, :, :length] = value[0, :, start : start + length]
+        start += length
+
+
+@cache
+def _notice(why: str) -> None:
+    """Say once that a GPU computes attention the slow way."""
+    log.warning("attention of packed sequences runs segment by segment, several times slower, since %s", why)
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,117 @@
+"""How the decoder layers of a policy are run: compiled or not, computed again in the backward pass or not.
+
+Both are put around each layer's ``forward``: modules, names, parameters and what is saved stay as they are. Passes that
+sample (they read or write a key/value cache) stay eager: their shapes change with every token, and the compiler would
+keep code for them instead of the training pass's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tandem.errors import ConfigError
+from tandem.model import _compile, _varlen
+from tandem.model._compile import Compile
+from tandem.model.checkpointing import Checkpointing, recomputed
+from tandem.model.plans import Decode, Packed
+
+log = logging.getLogger(__name__)
+
+
+def tune(
+    model: nn.Module, *, compile: Compile = "auto", checkpointing: Checkpointing = "none", backend: str = "inductor"
+) -> None:
+    """Run the decoder layers of ``model`` so from now on.
+
+    Args:
+        model: a transformers model, adapted by PEFT or not.
+        compile: the layers; auto does where the first training pass finds them on a CUDA device, if it can.
+        checkpointing: what a training pass keeps of each layer.
+        backend: torch's compiler.
+
+    Raises:
+        ConfigError: it is not known which of the model's modules are its layers.
+    """
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.__dict__.pop("forward", None)  # as it was
+    if compile is False and checkpointing == "none":
+        return
+    if not layers and not (compile == "auto" and checkpointing == "none"):
+        raise ConfigError(
+            f"the layers of a {type(model).__name__} are not known; set compile: false and checkpointing: none"
+        )
+    # One for all layers of a class: the compiler finds the code of the first for each that follows.
+    ways = {kind: _Way(kind.forward, compile, checkpointing, backend) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.forward = partial(ways[type(layer)], layer)
+
+
+def check(compile: Compile) -> None:
+    """Refuse compile: true where it cannot work.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
+    if compile is True:
+        _compile.decide(True, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+class _Way:
+    """Stands where the ``forward`` of a class of layers was."""
+
+    def __init__(self, forward: Callable[..., Any], compile: Compile, checkpointing: Checkpointing, backend: str):
+        self._eager = forward
+        self._compile = compile
+        self._checkpointing: Checkpointing = checkpointing
+        self._backend = backend
+        self._whole = False
+        self._scores: Callable[..., Any] | None = None
+        self._trains: Callable[..., Any] = forward
+
+    def __call__(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan = kwargs.get("plan")
+        if isinstance(plan, Decode) or (isinstance(plan, Packed) and plan.store is not None):
+            return self._eager(layer, hidden, *args, **kwargs)
+        if self._scores is None:
+            # Not before: the weights may have moved to another device after they were loaded.
+            self._choose(_compile.decide(self._compile, hidden.device), hidden)
+        # The kernel is within the layer's only graph then.
+        spans = {"spans": plan.spans(hidden.device)} if self._whole and isinstance(plan, Packed) else {}
+        try:
+            assert self._scores is not None
+            run = self._trains if torch.is_grad_enabled() else self._scores
+            return run(layer, hidden, *args, **kwargs, **spans)
+        except TorchDynamoException as error:
+            if self._compile is True and not self._whole:
+                raise
+            why = " ".join(str(error).split())[:200]
+        # Not within the handler: as long as the failed pass's frames live, checkpoint's hooks are those of that pass.
+        if self._whole:
+            self._whole = False
+            log.warning("layers are compiled without their attention, since with it they cannot be: %s", why)
+        else:
+            self._choose(False, hidden)
+            log.warning("the model's layers stay eager, since they cannot be compiled: %s", why)
+        return self(layer, hidden, *args, **kwargs)
+
+    def _choose(self, compiled: bool, hidden: torch.Tensor) -> None:
+        self._whole = compiled and _varlen.unfit(hidden.dtype, hidden.device) is None
+        self._scores = self._trains = self._eager
+        if compiled:
+            self._scores = self._trains = _compile.compiled(self._eager, self._backend, self._checkpointing)
+        if self._checkpointing == "full" or (self._checkpointing == "selective" and not compiled):
+            self._trains = recomputed(self._scores, self._checkpointing)

@@ -1,0 +1,219 @@
+"""The policy: one causal language model that both the trainer and an in-process engine run, and its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from tandem import clone, hub
+from tandem.errors import ConfigError
+from tandem.machine import cores, keep_few_kernels
+from tandem.model._compile import Compile
+from tandem.model.attention import NAME, Packed, Plan, sequential_positions
+from tandem.model.families import refusal
+from tandem.model.logprobs import token_logprobs
+from tandem.observability import waits
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Compute:
+    """The one thread that touches tensors.
+
+    Engine steps and training passes take turns on it: on a CPU two threads of products would only fight for
+    the same cores, and on one device nothing is ever sampled while weights are being written.
+    """
+
+    def __init__(self, threads: int = 0):
+        self.threads = threads or cores()
+        keep_few_kernels()
+        # Thread counts are per calling thread in OpenMP, so they are set inside.
+        self._pool = ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,))
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` there and await its result."""
+        loop = asyncio.get_running_loop()
+        reason = getattr(function, "__qualname__", type(function).__name__)
+        async with waits.waiting(waits.actor("trainer"), reason, on="compute thread"):
+            return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Let the current call finish and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Policy:
+    """Model, tokenizer and the thread they run on; ``compile`` is for the arithmetic of logprobs."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, *, name: str, compute: Compute, compile: Compile = False):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.compute = compute
+        self.compile = compile
+
+    @property
+    def causal(self) -> Any:
+        """The transformers model itself, adapters injected but unwrapped."""
+        return getattr(self.model, "get_base_model", lambda: self.model)()
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration of the text model."""
+        return self.causal.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.head.weight.dtype
+
+    @property
+    def head(self) -> nn.Linear:
+        """Hidden states to logits."""
+        head: nn.Linear = self.causal.get_output_embeddings()
+        return head
+
+    @property
+    def context(self) -> int:
+        """Most tokens the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        ids: set[int] = set()
+        for value in (self.causal.generation_config.eos_token_id, getattr(self.tokenizer, "eos_token_id", None)):
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        return frozenset(ids)
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
+        """Last hidden states, (B, T, hidden size)."""
+        backbone = getattr(self.causal, self.causal.base_model_prefix)
+        out = backbone(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Logprob of each token but the first given those before it, as the trainer computes it.
+
+        All are NaN where a token is none of the model's: on a GPU, to look one up would end the process.
+        """
+        return self.scores(tokens, temperature)[0]
+
+    def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
+        """The same at several temperatures, by one pass."""
+        if not all(0 <= token < self.head.weight.shape[0] for token in tokens):
+            return [[math.nan] * (len(tokens) - 1) for _ in temperatures]
+        plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
+        ids = torch.tensor(tokens, device=self.device)
+        positions = torch.tensor(sequential_positions(plan), device=self.device)
+        weight, bias, found = self.head.weight, self.head.bias, list[Tensor]()
+        with torch.no_grad():
+            hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
+            for temperature in temperatures:
+                logprobs, _ = token_logprobs(hidden, weight, ids[1:], temperature, bias=bias, compile=self.compile)
+                found.append(logprobs)
+            rows: list[list[float]] = torch.stack(found).tolist()
+        return rows
+
+    def close(self) -> None:
+        """End its thread."""
+        self.compute.close()
+
+
+def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
+    """Tokenizer of a hub id or folder.
+
+    Raises:
+        ConfigError: there is none, or it has no chat template and none was given.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=_kept_only(name))
+    except (OSError, ValueError) as error:
+        raise ConfigError(_missing(name, "tokenizer", error)) from error
+    if chat_template:
+        # A path where there is such a file, the template itself otherwise.
+        is_file = "\n" not in chat_template and "{" not in chat_template
+        if is_file and not Path(chat_template).is_file():
+            raise ConfigError(f"chat_template: there is no file {chat_template!r}, and it is no Jinja template either")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8") if is_file else chat_template
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"model {name!r} has no chat template; give one with chat_template: (Jinja text or a path)")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config")
+    return tokenizer
+
+
+def load_config(name: str) -> Any:
+    """transformers configuration of a hub id or folder.
+
+    Raises:
+        ConfigError: there is none, or such a model would be computed wrongly.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=_kept_only(name))
+    except (OSError, ValueError) as error:
+        raise ConfigError(_missing(name, "configuration", error)) from error
+    if why := refusal(config.get_text_config()):
+        raise ConfigError(f"model {name!r} {why}")
+    return config
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """Weights of a hub id or folder, with Tandem's attention.
+
+    Raises:
+        ConfigError: they cannot be read, or some of the model's weights are missing from the folder.
+    """
+    disable_progress_bar()  # our own console is on the same terminal
+    try:
+        # loading reports what was not found instead of leaving random weights unnoticed
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            attn_implementation=NAME,
+            output_loading_info=True,
+            local_files_only=_kept_only(name),
+        )
+        model, info = loaded
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(_missing(name, "weights", error)) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"model {name!r} lacks {len(missing)} weights, first {missing[0]}; is the folder complete?")
+    for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config.get_text_config(), option, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model {name!r} changes its logits by {option}, which Tandem does not compute; use another"
+            )
+    return model.to(device).eval()
+
+
+def _kept_only(name: str) -> bool:
+    """True for a hub id while the hub is away: then only what is kept on this machine is looked at."""
+    return not Path(name).is_dir() and bool(hub.away())
+
+
+def _missing(name: str, what: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        remedy = clone.where(name) or "; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+        return f"model folder {name!r} does not exist; relative paths start at {Path.cwd()}{remedy}"
+    if _kept_only(name):
+        return f"the {what} of model {name!r} is not on this machine, and {hub.away()}; give a Hugging Face folder"
+    return f"the {what} of model {name!r} cannot be read: {first}"

@@ -1,0 +1,65 @@
+"""Loss: a number that is not finite, or jumps that come again."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import ClassVar
+
+from tandem.observability.alarms.base import Alarm, Finding, Name, first
+from tandem.observability.alarms.history import History, short
+
+WATCHED = ("loss", "grad_norm", "entropy", "kl_behavior", "reward")
+"""Metrics that are always finite in a run that is well."""
+SCATTER = 20.0
+"""Median absolute deviations from the median that are a jump ..."""
+LEAST = 0.1
+"""... if it is at least as far: losses of GRPO are near 0, where rounding is large beside them."""
+JUMPS, WITHIN = 3, 20
+"""As many jumps within as many steps are reported."""
+
+
+class Loss(Alarm):
+    """The loss is not a number, an update was skipped for that, or the loss jumps."""
+
+    name: ClassVar[Name] = "loss"
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "grad_norm")
+    confirm: ClassVar[int] = 1
+
+    def look(self, history: History) -> Finding | None:
+        return first((self._not_finite(history), self._jumps(history)))
+
+    def _not_finite(self, history: History) -> Finding | None:
+        odd = [name for name in WATCHED if not math.isfinite(history.newest(name) or 0.0)]
+        skipped = history.newest("optimizer/skipped") or 0.0
+        if not odd and not skipped:
+            return None
+        seen = [f"{' and '.join(odd)} is not a finite number"] if odd else []
+        seen += [f"{skipped:g} update was skipped since its gradient was not finite"] if skipped else []
+        return Finding(
+            seen=f"at {history.now(1)}: {', '.join(seen)}",
+            means="Something overflowed: a reward that is infinite, ratios far from 1, weights that a learning rate "
+            "too large has broken, or a precision too narrow for it.",
+            change=f"Once may pass: such an update is skipped and the weights are kept. If it comes again: "
+            f"{history.recipe.less('optimizer.lr')}; dtype=float32; look at the rewards of that step's rollouts.",
+        )
+
+    def _jumps(self, history: History) -> Finding | None:
+        window = history.now(WITHIN) or history.now(WITHIN // 2)
+        losses = window.values("loss") if window else []
+        if window is None or len(losses) < WITHIN // 2:
+            return None
+        usual = statistics.median(losses)
+        scatter = statistics.median(abs(loss - usual) for loss in losses)
+        far = max(LEAST, SCATTER * scatter, 10 * abs(usual))
+        jumps = [loss for loss in losses if abs(loss - usual) > far]
+        if len(jumps) < JUMPS:
+            return None
+        return Finding(
+            seen=f"loss jumped {len(jumps)} times in {window}, to {short(max(jumps, key=abs))} where {short(usual)} is "
+            "the median",
+            means="A few samples dominate a step: ratios far from 1, a reward far outside the others, or a KL penalty "
+            "that has grown.",
+            change=f"{history.recipe.less('optimizer.lr')}; rewards within a bounded range; corrections: [token]; see "
+            "the alarms kl_behavior and ess.",
+        )

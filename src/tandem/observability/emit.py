@@ -1,0 +1,300 @@
+"""The one place where a run's numbers leave it: merged once per step, written to the folder and to every sink."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from tandem.errors import ConfigError, TandemError
+from tandem.metrics import Metrics, flatten, merge
+from tandem.observability import trace, waits
+from tandem.observability.alarms.watch import Watch
+from tandem.observability.loggers import _lines
+from tandem.observability.loggers.base import Activity, RunInfo, Sink, Writer
+from tandem.observability.loggers.jsonl import Jsonl
+from tandem.types import Json
+
+logger = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """Metrics, events, rollouts and evaluations of one run.
+
+    ::
+
+        with Telemetry(info, config.sinks) as telemetry:
+            telemetry.event("run_started")
+            telemetry.emit(1, [stats, trace.take()])
+
+    A sink that raises is warned of once and dropped. The run folder's own files are never dropped: while they
+    cannot be written (a full disk) that is logged as an error, and they are tried again each time. Neither stops
+    training. Safe from any thread.
+    """
+
+    def __init__(self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: Watch | None = None) -> None:
+        """Nothing is opened or written yet.
+
+        Args:
+            info: the run; its ``activity`` is filled in here.
+            sinks: where numbers go besides the run folder.
+            alarms: look at every step's numbers; None: nobody does.
+        """
+        self._alarms = alarms
+        self._info = dataclasses.replace(info, activity=activity)
+        self._sinks = [sink for sink in sinks if not isinstance(sink, Jsonl)]
+        self._folder_writer: Writer | None = None
+        self._writers: dict[str, Writer] = {}
+        self._lost: dict[str, int] = {}
+        self._odd: set[str] = set()
+        self._evaluated: set[int] = set()
+        self._step = info.resumed_step
+        self._lock = threading.RLock()
+        self._stop_listening: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        """Drop what lies after the step the run starts from, and open every sink.
+
+        Raises:
+            ConfigError: a sink cannot be opened; found now rather than at the end of the first step.
+            OSError: the run folder cannot be written.
+        """
+        self._drop_later_rollouts()
+        _lines.rewind(self._info.folder / "dropped.jsonl", self._info.resumed_step)
+        with ExitStack() as undo:
+            with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
+                self._folder_writer = Jsonl().open(self._info)
+            undo.callback(self._folder_writer.close)
+            rows = list(_lines.read(self._info.folder / "eval.jsonl"))
+            self._evaluated = {row["step"] for row in rows}
+            if self._alarms is not None:
+                seen = [{"step": row["step"], "scalars": evaluation_scalars(row)} for row in rows]
+                self._alarms.replay(_lines.read(self._info.folder / "metrics.jsonl"), seen)
+            for sink in self._sinks:
+                name = _name(sink, taken=self._writers)
+                with waits.blocking("trainer", "it to open", on=f"sink {name}"):
+                    self._writers[name] = writer = _open(sink, name, self._info)
+                undo.callback(writer.close)
+            undo.pop_all()
+        self._stop_listening = waits.listen(self._on_wait)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Flush and close everything, whatever ended the run."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+        with self._lock:
+            self._to_sinks(lambda writer: writer.close())
+            self._writers.clear()
+            if self._folder_writer is not None:
+                self._folder_writer.close()
+                self._folder_writer = None
+            for what, lost in self._lost.items():
+                logger.error("%s: %d writes of this run are missing", what, lost)
+
+    def emit(self, step: int, parts: Iterable[Metrics]) -> dict[str, float]:
+        """Merge what the parts of a step report and write it everywhere. Once per step.
+
+        Args:
+            step: optimizer steps taken.
+            parts: metrics of each part.
+
+        Returns:
+            The plain numbers that were written.
+
+        Raises:
+            ValueError: the step was emitted before.
+            TypeError: two parts give one name different kinds of values.
+        """
+        scalars = flatten(merge(parts))
+        with self._lock:
+            if step <= self._step:
+                raise ValueError(f"metrics of step {step} come after those of step {self._step}; emit once per step")
+            self._step = step
+            self._warn_of_odd(step, scalars)
+            notices = self._alarms.step(step, scalars) if self._alarms else []
+            scalars |= self._alarms.scalars() if self._alarms else {}
+            self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
+            self._to_sinks(lambda writer: writer.write(step, scalars))
+            for notice in notices:
+                fields = notice.fields()
+                logger.info("alarm: %s", fields)
+                self.event("alarm" if notice.finding else "alarm_over", **fields)
+        return scalars
+
+    def event(self, name: str, /, **fields: Json) -> None:
+        """Write down that something happened: ``checkpoint_saved``, ``published``, ``group_dropped``.
+
+        Args:
+            name: what happened.
+            fields: what else is known; not ``time`` or ``event``.
+        """
+        if clash := {"time", "event"} & fields.keys():
+            raise ValueError(f"an event's fields cannot be called {' or '.join(sorted(clash))}")
+        with self._lock:
+            self._to_folder("events.jsonl", lambda writer: writer.event(name, fields))
+            self._to_sinks(lambda writer: writer.event(name, fields))
+
+    def rollouts(self, step: int, records: Iterable[Mapping[str, Json]]) -> None:
+        """Write the rollouts that a step trained on to rollouts/NNNNNN.jsonl; whole or not at all. From one thread.
+
+        Numbers and events are not held up by it: it takes its time, and writes a file of its own.
+        """
+        path = self._info.folder / "rollouts" / f"{step:06d}.jsonl"
+
+        def write(_: Writer) -> None:
+            path.parent.mkdir(exist_ok=True)
+            _lines.replace(path, records)
+
+        self._to_folder("rollouts", write)
+
+    def dropped(self, record: Mapping[str, Json]) -> None:
+        """Append a group that is not trained on to dropped.jsonl; the record has the ``step`` it was sampled for."""
+
+        def write(_: Writer) -> None:
+            lines = _lines.Lines(self._info.folder / "dropped.jsonl")
+            try:
+                lines.append(record)
+            finally:
+                lines.close()
+
+        self._to_folder("dropped.jsonl", write)
+
+    def evaluation(self, record: Mapping[str, Json]) -> None:
+        """Append an evaluation to eval.jsonl and give its numbers to the sinks under ``eval/``.
+
+        Args:
+            record: at least ``step``; ``mean``, ``mean_ci``, ``pass_at``, ``pass_ci``, ``truncated`` and ``tokens``
+                become ``eval/mean``, ``eval/mean/low``, ``eval/mean/high``, ``eval/pass@4``, ...; those of an
+                environment in ``envs`` become ``eval/<name>/mean``, ...
+        """
+        step: int = record["step"]
+        scalars = evaluation_scalars(record)
+        with self._lock:
+            self._evaluated.add(step)
+            if self._alarms is not None:
+                self._alarms.evaluation(step, scalars)
+            self._to_folder("eval.jsonl", lambda writer: writer.evaluation(step, record, scalars))
+            self._to_sinks(lambda writer: writer.evaluation(step, record, scalars))
+
+    def evaluated(self, step: int) -> bool:
+        """True if the folder already holds an evaluation at this step, perhaps from before a resume."""
+        return step in self._evaluated
+
+    def _to_folder(self, what: str, call: Callable[[Writer], None]) -> None:
+        """Write to the run folder; a failure is an error in the log, and the next write is tried again."""
+        if self._folder_writer is None:
+            raise RuntimeError("Telemetry is used outside its with block")
+        try:
+            with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self._info.folder}"):
+                call(self._folder_writer)
+        except OSError as error:
+            if not self._lost.get(what):
+                logger.error(
+                    "%s in %s cannot be written (%s); training goes on, and what happens meanwhile is missing there; "
+                    "free disk space or repair the folder",
+                    what, self._info.folder, error,
+                )  # fmt: skip
+            self._lost[what] = self._lost.get(what, 0) + 1
+            return
+        if lost := self._lost.pop(what, 0):
+            logger.error("%s can be written again; %d writes are missing", what, lost)
+
+    def _to_sinks(self, call: Callable[[Writer], None]) -> None:
+        """Call every writer; one that raises is warned of and dropped."""
+        for name, writer in list(self._writers.items()):
+            try:
+                with waits.blocking("trainer", "numbers to be taken", on=f"sink {name}"):
+                    call(writer)
+            except Exception as error:
+                del self._writers[name]
+                logger.warning(
+                    "sink %s failed and is off for the rest of this run: %s: %s",
+                    name, type(error).__name__, error, exc_info=True,
+                )  # fmt: skip
+
+    def _warn_of_odd(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Say once per name that a number is not finite: in JSON it is null, which is easily overlooked."""
+        odd = {name: value for name, value in scalars.items() if not math.isfinite(value) and name not in self._odd}
+        if odd:
+            self._odd |= odd.keys()
+            logger.warning("step %d: %s", step, ", ".join(f"{name} is {value}" for name, value in odd.items()))
+
+    def _drop_later_rollouts(self) -> None:
+        for path in (self._info.folder / "rollouts").glob("*.jsonl*"):
+            if path.suffix == ".tmp" or (path.stem.isdecimal() and int(path.stem) > self._info.resumed_step):
+                path.unlink()
+
+    def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
+        with self._lock:
+            if self._folder_writer is not None:  # another thread's wait may end while this closes
+                seconds = round(wait.seconds, 3)
+                fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
+                self.event("wait", **fields, seconds=seconds, state=state)
+
+
+def activity() -> Activity:
+    """Open spans and waits of this process."""
+    return Activity(phases=tuple(trace.current()), waits=waits.current())
+
+
+def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[str, float]:
+    """An evaluation's numbers as sinks get them, by name under ``eval/``; an environment's under ``eval/<name>/``."""
+    shares = ("mean", "truncated", "tokens")
+    out = {f"{under}/{key}": float(record[key]) for key in shares if record.get(key) is not None}
+    for key, name in (("mean_ci", "mean"), ("pass_ci", "pass")):
+        if record.get(key):
+            out[f"{under}/{name}/low"], out[f"{under}/{name}/high"] = map(float, record[key])
+    out |= {f"{under}/pass@{k}": float(value) for k, value in (record.get("pass_at") or {}).items()}
+    for name, of in (record.get("envs") or {}).items():
+        out |= evaluation_scalars(of, f"{under}/{name}")
+    return out
+
+
+def _open(sink: Sink, name: str, info: RunInfo) -> Writer:
+    try:
+        writer = sink.open(info)
+    except TandemError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"sink {name} cannot be opened: {type(error).__name__}: {error}; repair that or take {name} out of sinks"
+        ) from error
+    _check_methods(writer, name)
+    return writer
+
+
+def _check_methods(writer: Writer, name: str) -> None:
+    """A method of a writer that bears another name would never be called, and its numbers be lost in silence.
+
+    Raises:
+        ConfigError: one is missing; names the one that it may be.
+    """
+    expected = [method for method in vars(Writer) if not method.startswith("_")]
+    missing = [m for m in expected if not callable(found := getattr(type(writer), m, None)) or found is vars(Writer)[m]]
+    own = [m for m in dir(type(writer)) if not m.startswith("_") and m not in expected]
+    for method in missing:
+        if close := difflib.get_close_matches(method, own, n=1, cutoff=0.6):
+            raise ConfigError(
+                f"sink {name}: {type(writer).__name__} has a method {close[0]!r}, which nobody calls; did you mean "
+                f"{method!r}? A writer's methods are: {', '.join(expected)}"
+            )
+        if not hasattr(writer, method):
+            raise ConfigError(
+                f"sink {name}: {type(writer).__name__} has no method {method!r}; a writer's methods are: "
+                f"{', '.join(expected)} (derive from Writer to leave some out)"
+            )
+
+
+def _name(sink: Sink, taken: Mapping[str, object]) -> str:
+    """The part's file name, numbered where it is listed twice."""
+    name = type(sink).__module__.rpartition(".")[2]
+    return name if name not in taken else f"{name}-{len(taken) + 1}"

@@ -1,0 +1,279 @@
+"""What a terminal shows of a run: kept as plain numbers here, drawn by Rich or written as lines."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.observability.loggers import _answers, _lines
+from tandem.observability.loggers.base import RunInfo, kind, phases
+from tandem.types import Json
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
+_ALARMS = ("alarm", "alarm_over")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table of numbers."""
+
+    metric: str
+    """Name of the metric."""
+    label: str
+    """How it is called on screen."""
+    unit: str = ""
+    """Behind the number."""
+
+
+ROWS = (
+    Row(metric="reward", label="reward"),
+    Row(metric="accuracy", label="accuracy"),
+    Row(metric="length", label="length", unit="tokens"),
+    Row(metric="lag", label="lag", unit="steps"),
+    Row(metric="tokens_per_second", label="speed", unit="tokens/s"),
+    Row(metric="entropy", label="entropy", unit="nats"),
+    Row(metric="kl_behavior", label="kl_behavior", unit="nats"),
+    Row(metric="grad_norm", label="grad_norm"),
+    Row(metric="seconds/step", label="step", unit="s"),
+)
+
+
+class Board:
+    """The state of a run as a terminal shows it. Written by the trainer's thread, read by the display's."""
+
+    def __init__(self, info: RunInfo) -> None:
+        """Start from what the run folder already holds, so that a resumed run shows its past."""
+        self.info = info
+        self.step = info.resumed_step
+        self.scalars: dict[str, float] = {}
+        self.evaluations: list[Mapping[str, Json]] = []
+        self.news: deque[tuple[float, str]] = deque(maxlen=3)
+        self.alarms: dict[str, Mapping[str, Json]] = {}
+        """What each open alarm said, by name."""
+        self.phase = ""
+        self.dropped = ""
+        """What is known of groups that were dropped while the step under way is sampled."""
+        self.closed = False
+        self.begun = time.monotonic()
+        self.lock = threading.Lock()
+        self._history: dict[str, list[float]] = {row.metric: [] for row in ROWS}
+        self._ends: deque[float] = deque(maxlen=21)
+        for line in _lines.read(info.folder / "metrics.jsonl"):
+            self._remember({name: value for name, value in line["metrics"].items() if value is not None})
+        self.evaluations += _lines.read(info.folder / "eval.jsonl")
+        if info.resumed_step:
+            for line in _lines.read(info.folder / "events.jsonl"):
+                if line.get("event") in _ALARMS and line["step"] <= info.resumed_step:
+                    self._alarm(line["event"], line)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take in the numbers of a step."""
+        with self.lock:
+            self.step = step
+            self.dropped = ""
+            self._ends.append(time.monotonic())
+            self._remember(scalars)
+
+    def evaluation(self, step: int, record: Mapping[str, Json]) -> None:
+        """Take in an evaluation."""
+        with self.lock:
+            self.evaluations.append({**record, "step": step})
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        """Take in an event; only those that a person would want to hear of are shown."""
+        with self.lock:
+            self.phase = {"eval_started": "evaluating", "eval_done": ""}.get(name, self.phase)
+            if name in _ALARMS:
+                self._alarm(name, fields)
+            if name == "groups_dropped":
+                self.dropped = _answers.dropped_lines(fields)[0]
+            if text := event_text(name, fields):
+                self.news.append((time.time(), text))
+
+    def history(self, metric: str) -> list[float]:
+        """Values of a shown metric, oldest first."""
+        return self._history.get(metric, [])
+
+    def seconds_left(self) -> float | None:
+        """Estimate from the recent steps, and how long the one under way has lasted; None before there are two."""
+        gaps = [b - a for a, b in itertools.pairwise(self._ends)]
+        if not gaps:
+            return None
+        gone, steps = time.monotonic() - self._ends[-1], self.info.steps - self.step
+        each = statistics.fmean(gaps)
+        if gone > each:  # it is a longer one than those before: what is left does not stand still, nor fall below 0
+            each = statistics.fmean([*gaps, gone])
+        return max(each * steps - gone, each * (steps - 1), 0.0)
+
+    def _alarm(self, name: str, fields: Mapping[str, Json]) -> None:
+        """An alarm opens, is told again, or is over."""
+        if name == "alarm":
+            self.alarms[fields["alarm"]] = fields
+        else:
+            self.alarms.pop(fields["alarm"], None)
+
+    def _remember(self, scalars: Mapping[str, float]) -> None:
+        self.scalars = dict(scalars)
+        for name, values in self._history.items():
+            if name in scalars and math.isfinite(scalars[name]):
+                values.append(scalars[name])
+
+
+def settings(config: Mapping[str, Json]) -> list[str]:
+    """What a person wants to be reminded of about a recipe: model, environment, shape of a step."""
+    envs = kind(config.get("env")) or "+".join(config.get("envs") or ())
+    kinds = [envs, *(kind(config.get(slot)) for slot in ("trains", "sync"))]
+    shape = f"{config['groups_per_step']} × {config['group_size']} a step" if "groups_per_step" in config else ""
+    most = config.get("max_lag")
+    lag = "" if not most else "lag auto" if most == "auto" else f"lag ≤ {most}"
+    return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]
+
+
+def event_text(name: str, fields: Mapping[str, Json]) -> str:
+    """An event for people; empty for those that come too often."""
+    if name == "wait":
+        if fields.get("state") not in ("deadline", "failed"):
+            return ""
+        return f"{fields['owner']} gave up on {fields['on']} ({fields['reason']}) after {duration(fields['seconds'])}"
+    if name in ("eval_started", "eval_done", "published", "group_dropped", "groups_dropped", "completions"):
+        return ""
+    if name in _ALARMS:
+        head = f"alarm {fields['alarm']}"
+        return f"{head}: {fields['seen']}" if name == "alarm" else f"{head} is over at step {fields['step']}"
+    rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
+    return name.replace("_", " ") + (f" ({rest})" if rest else "")
+
+
+def lines_of(name: str, fields: Mapping[str, Json]) -> list[str]:
+    """An event that a person reads in full, such as an alarm or answers of the policy; no lines for others."""
+    if name == "alarm":
+        return alarm_lines(fields)
+    if name == "completions":
+        head = f"answer at step {fields['step']}"
+        return [line for sample in fields["samples"] for line in _answers.lines(sample, head)]
+    return _answers.dropped_lines(fields) if name == "groups_dropped" else []
+
+
+def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
+    """An alarm in full: what was seen, what it usually means, what to change."""
+    since = f", since step {fields['since']}" if fields["since"] != fields["step"] else ""
+    return [
+        f"ALARM {fields['alarm']} at step {fields['step']}{since}: {fields['seen']}",
+        f"  usually: {fields['means']}",
+        f"  change:  {fields['change']}",
+    ]
+
+
+def number(value: float, metric: str = "") -> str:
+    """At most about four significant figures; shares as percent."""
+    if not math.isfinite(value):
+        return str(value)
+    if metric in PERCENT:
+        return f"{100 * value:.1f} %" if abs(value) < 0.0995 else f"{100 * value:.0f} %"
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3 or size >= 1e7:
+        return f"{value:.1e}"
+    if size >= 999.5:
+        return f"{value:,.0f}"
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 4.2 s, 3 m 20 s, 2 h 05 m."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} m {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} m" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The whole history in ``width`` characters, each the mean of its share."""
+    if not values or width < 1:
+        return ""
+    n = min(width, len(values))
+    edges = [round(i * len(values) / n) for i in range(n + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[0] * n
+    return "".join(BLOCKS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
+
+
+def percent_with_interval(record: Mapping[str, Json]) -> str:
+    """``41.0 % [35–48]`` of an evaluation's mean."""
+    text = f"{100 * record['mean']:.1f} %"
+    if interval := record.get("mean_ci"):
+        text += f" [{100 * interval[0]:.0f}–{100 * interval[1]:.0f}]"
+    return text
+
+
+def largest_pass(record: Mapping[str, Json]) -> tuple[str, float] | None:
+    """The pass@k of the largest k, as (k, share)."""
+    table = record.get("pass_at") or {}
+    k = max(table, key=int, default=None)
+    return None if k is None or int(k) < 2 else (str(k), float(table[k]))
+
+
+def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> list[tuple[str, float]]:
+    """Where the time of a step went, as (phase, share of all), largest first; under one percent is left out."""
+    seconds = phases(scalars, config)
+    total = sum(seconds.values())
+    return [(name, value / total) for name, value in seconds.items() if value / total >= 0.01]
+
+
+def kept_without_signal(scalars: Mapping[str, float]) -> int:
+    """Groups of a step whose rewards are all equal and that were not dropped (``flat_groups: keep``)."""
+    envs = [name.removesuffix("/flat") for name in scalars if name.startswith("env/") and name.endswith("/flat")]
+    flat = sum(scalars[f"{env}/flat"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
+    return max(0, round(flat - scalars.get("groups/dropped_flat", 0.0))) if math.isfinite(flat) else 0
+
+
+def step_line(board: Board) -> str:
+    """One step in one line of about 80 columns."""
+    metrics, steps = board.scalars, board.info.steps
+    parts = [f"{board.step:>{len(str(steps))}}/{steps}"]
+    for metric, label in (("reward", "reward"), ("accuracy", "acc"), ("length", "len")):
+        if metric in metrics:
+            parts.append(f"{label} {number(metrics[metric], metric)}")
+    for metric, label in (("rollouts/truncated", "cut"), ("lag", "lag")):
+        if metrics.get(metric):
+            parts.append(f"{label} {number(metrics[metric], metric)}")
+    if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("flat", "stale", "failed")):
+        parts.append(f"dropped {dropped:.0f} groups")
+    if kept := kept_without_signal(metrics):
+        parts.append(f"no signal in {kept} groups")
+    for metric, label in (("kl_behavior", "kl"), ("grad_norm", "grad")):
+        if metric in metrics:
+            parts.append(f"{label} {number(metrics[metric], metric)}")
+    if "tokens_per_second" in metrics:
+        parts.append(f"{number(metrics['tokens_per_second'])} tok/s")
+    if "seconds/step" in metrics:
+        parts.append(f"{number(metrics['seconds/step'])} s")
+    if (left := board.seconds_left()) is not None:
+        parts.append(f"{duration(left)} left")
+    return "  ".join(parts).replace(" %", "%")
+
+
+def evaluation_line(board: Board) -> str:
+    """The latest evaluation in one line, compared with the first."""
+    last, first = board.evaluations[-1], board.evaluations[0]
+    text = f"evaluation at step {last['step']}: {percent_with_interval(last)}"
+    if k := largest_pass(last):
+        text += f", pass@{k[0]} {100 * k[1]:.1f} %"
+    if "tasks" in last:
+        text += f", {last['tasks']} tasks × {last.get('samples', 1)}"
+    if last is not first and last["step"] != first["step"]:
+        text += f"; {percent_with_interval(first)} at step {first['step']}"
+    return text

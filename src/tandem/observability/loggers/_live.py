@@ -1,0 +1,201 @@
+"""The live board, drawn with Rich. It reads a `Board` a few times per second and keeps nothing itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console as Terminal
+from rich.console import ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tandem.observability import progress
+from tandem.observability.loggers import _answers, _bars, _board
+from tandem.observability.loggers._board import Board, duration, number, sparkline
+from tandem.observability.loggers.base import RunInfo, phase
+from tandem.observability.progress import LONG
+from tandem.types import Json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BLUE, ORANGE = "dodger_blue2", "dark_orange"  # told apart with any colour vision
+
+
+class LiveWriter:
+    """Redraws in place until it is closed; the last picture stays."""
+
+    def __init__(self, info: RunInfo, terminal: Terminal, refresh: float) -> None:
+        """Start drawing.
+
+        Args:
+            info: the run.
+            terminal: where to draw.
+            refresh: redraws per second.
+        """
+        self.board = Board(info)
+        picture = Picture(self.board)
+        # Redirecting puts log lines above the board instead of through it.
+        self._live = Live(
+            get_renderable=lambda: picture,
+            console=terminal,
+            refresh_per_second=refresh,
+            redirect_stdout=True,
+            redirect_stderr=True,
+        )
+        self._live.start()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Show the numbers of a step from the next redraw on."""
+        self.board.write(step, scalars)
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        """Show an evaluation from the next redraw on; an answer of it stays above the board."""
+        self.board.evaluation(step, record)
+        if lines := _answers.held_out_lines(record, self.board.info.config):
+            for line in [_board.evaluation_line(self.board), *lines]:
+                self._live.console.print(Text(line), highlight=False)
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        """Show an event from the next redraw on; answers of the policy stay above the board."""
+        self.board.event(name, fields)
+        if name == "completions" or (name == "groups_dropped" and "example" in fields):
+            for line in _board.lines_of(name, fields):
+                self._live.console.print(Text(line), highlight=False)
+
+    def close(self) -> None:
+        """Draw once more and give the cursor back."""
+        self.board.closed = True
+        self._live.stop()
+
+
+class Picture:
+    """A `Board` as Rich draws it."""
+
+    def __init__(self, board: Board) -> None:
+        """Nothing is drawn yet."""
+        self._board = board
+
+    def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
+        """Draw at the terminal's width."""
+        with self._board.lock:
+            plain = options.ascii_only
+            blocks = [self._head(), self._progress(), self._now(), *self._under_way()]
+            blocks += [Text(), self._numbers(options.max_width, plain)]
+            blocks += [Text(), *self._evaluations()] if self._board.evaluations else []
+            blocks += [Text(), *self._alarms()] if self._board.alarms else []
+            blocks += [Text(), *self._news()] if self._board.news else []
+            yield Panel(
+                Group(*blocks),
+                title=Text.assemble((" tandem ", f"bold {BLUE}"), (f"{self._board.info.name} ", "bold")),
+                title_align="left",
+                border_style="bright_black",
+                padding=(0, 1),
+            )
+
+    def _head(self) -> RenderableType:
+        text = " · ".join(_board.settings(self._board.info.config))
+        return Text(text, style="bright_black", no_wrap=True, overflow="ellipsis")
+
+    def _progress(self) -> RenderableType:
+        board, steps = self._board, self._board.info.steps
+        left = board.seconds_left()
+        gone = duration(time.monotonic() - board.begun)
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=max(steps, 1), completed=board.step, complete_style=BLUE, finished_style=BLUE)
+        rest = f" · {duration(left)} left" if left is not None and not board.closed else ""
+        line.add_row(Text.assemble("step ", (f"{board.step}", "bold"), f"/{steps}"), bar, Text(gone + rest))
+        return line
+
+    def _now(self) -> RenderableType:
+        board = self._board
+        if board.closed:
+            return Text("ended", style="bright_black")
+        activity, config = board.info.activity(), board.info.config
+        text = Text(no_wrap=True, overflow="ellipsis")
+        spans = [span for span in activity.phases if span[0] != "seconds/wait"]
+        waits = len(spans) < len(activity.phases)  # of samples: who delivers them is told behind
+        phases = [f"{phase(name, config)} {duration(seconds)}" for name, seconds in spans[-2:]]
+        text.append(board.phase or (phase("seconds/wait", config) if waits else "now"), style="bold")
+        text.append("  " + (" › ".join(phases) or ("" if activity.waits or waits else "between two phases")))
+        for wait in list(activity.waits)[:1]:
+            text.append("  " if phases else "")
+            text.append(f"{wait.owner} waits for {wait.on}", style=ORANGE)
+            text.append(f" ({wait.reason}) {duration(wait.seconds)}")
+            if len(activity.waits) > 1:
+                text.append(f" +{len(activity.waits) - 1}", style="bright_black")
+        return text
+
+    def _under_way(self) -> Iterator[RenderableType]:
+        """A bar for each thing that takes long."""
+        if self._board.dropped and not self._board.closed:
+            yield Text(self._board.dropped, style=ORANGE, no_wrap=True, overflow="ellipsis")
+        yield from (_bars.bar(one) for one in progress.current() if one.seconds >= LONG and not self._board.closed)
+
+    def _numbers(self, width: int, plain: bool) -> RenderableType:
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=12, no_wrap=True)
+        table.add_column(width=9, justify="right", no_wrap=True)
+        table.add_column(width=8, style="bright_black", no_wrap=True)
+        spark = max(8, min(48, width - 67))
+        table.add_column(width=spark, style=BLUE, no_wrap=True)
+        table.add_column(width=30, style="bright_black", no_wrap=True, overflow="ellipsis")
+        scalars = self._board.scalars
+        for row in _board.ROWS:
+            if row.metric in scalars:
+                line = "" if plain else sparkline(self._board.history(row.metric), spark)
+                value = Text(number(scalars[row.metric], row.metric), style="bold")
+                table.add_row(row.label, value, row.unit, line, self._note(row.metric))
+        return table if scalars else Text("no step has finished yet", style="bright_black")
+
+    def _note(self, metric: str) -> str:
+        scalars, history = self._board.scalars, self._board.history(metric)
+        if metric in ("reward", "accuracy") and len(history) > 1:
+            spread = f"± {number(scalars['reward/std'])}, " if metric == "reward" and "reward/std" in scalars else ""
+            return f"{spread}first {number(history[0], metric)}"
+        if metric == "length" and "rollouts/truncated" in scalars:
+            return f"{number(scalars['rollouts/truncated'], 'rollouts/truncated')} cut"
+        if metric == "lag" and "lag/max" in scalars:
+            return f"at most {number(scalars['lag/max'])}"
+        if metric == "seconds/step":
+            shares = _board.time_shares(scalars, self._board.info.config)[:2]
+            return ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares)
+        return ""
+
+    def _evaluations(self) -> Iterator[RenderableType]:
+        first, last = self._board.evaluations[0], self._board.evaluations[-1]
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=12, no_wrap=True)
+        ends = [first] if first["step"] == last["step"] else [first, last]
+        means = Text("  →  ", style="bright_black").join(
+            Text.assemble(
+                (_board.percent_with_interval(record), "bold" if record is first else f"bold {BLUE}"),
+                (f" step {record['step']}", "bright_black"),
+            )
+            for record in ends
+        )
+        table.add_row("held-out", means)
+        passes = [found for found in map(_board.largest_pass, ends) if found]
+        if len(passes) == len(ends):
+            table.add_row(f"pass@{passes[-1][0]}", "  →  ".join(f"{100 * share:.1f} %" for _, share in passes))
+        yield table
+
+    def _alarms(self) -> Iterator[RenderableType]:
+        for fields in self._board.alarms.values():
+            head, means, change = _board.alarm_lines(fields)
+            yield Text(head, style=f"bold {ORANGE}")
+            yield Text(means, style="bright_black")
+            yield Text(change)
+
+    def _news(self) -> Iterator[RenderableType]:
+        for at, what in self._board.news:
+            clock = time.strftime("%H:%M:%S", time.localtime(at))
+            yield Text(f"{clock} {what}", style="bright_black", no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,86 @@
+"""The terminal: a live board where somebody looks at one, a line per step where it is a file or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.observability import progress
+from tandem.observability.loggers import _answers, _bars, _board
+from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Console(Sink):
+    """Show the run in the terminal: progress, who is waited for, and the numbers that matter."""
+
+    live: Literal["auto", "always", "never"] = "auto"
+    """auto: a live board in a terminal, one line per step elsewhere; always and never choose one."""
+    refresh: float = 4.0
+    """Redraws per second of the live board."""
+
+    def open(self, info: RunInfo) -> Writer:
+        """Start showing; a resumed run shows its past too."""
+        from rich.console import Console as Terminal
+
+        terminal = Terminal(force_terminal=True if self.live == "always" else None)
+        looked_at = terminal.is_terminal and not terminal.is_dumb_terminal
+        if self.live == "always" or (self.live == "auto" and looked_at):
+            from tandem.observability.loggers._live import LiveWriter
+
+            return LiveWriter(info, terminal, self.refresh)
+        return _PlainWriter(info)
+
+
+def shown() -> AbstractContextManager[None]:
+    """Show on stderr what takes long while the block lasts, for a command that is no run."""
+    from rich.console import Console as Terminal
+
+    return _bars.shown(Terminal(stderr=True))
+
+
+def answer_lines(sample: Mapping[str, Json], head: str) -> list[str]:
+    """An answer of the policy as the console shows it; ``sample`` as in the event ``completions``."""
+    return _answers.lines(sample, head)
+
+
+def ends(samples: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
+    """Of answers the one with the highest and the one with the lowest reward, or one where all earn the same."""
+    return _answers.ends(samples)
+
+
+class _PlainWriter:
+    """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._board = _board.Board(info)
+        self._stop = progress.listen(_bars.Lines(self._say))
+        self._say(" · ".join([info.name, *_board.settings(info.config), f"{info.steps} steps"]))
+        if info.resumed_step:
+            self._say(f"resumed from step {info.resumed_step}")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._board.write(step, scalars)
+        self._say(_board.step_line(self._board))
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        self._board.evaluation(step, record)
+        self._say(_board.evaluation_line(self._board))
+        for line in _answers.held_out_lines(record, self._board.info.config):
+            self._say(line)
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        for line in _board.lines_of(name, fields) or [_board.event_text(name, fields)]:
+            if line:
+                self._say(line)
+
+    def close(self) -> None:
+        self._stop()
+
+    def _say(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,64 @@
+"""Trackio: Hugging Face's tracker, local or on a Space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.observability.loggers.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
+from tandem.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trackio(Sink):
+    """Log numbers with Trackio; look at them with ``trackio show``. A resumed run continues the same curve."""
+
+    project: str = "tandem"
+    """Project of the run."""
+    space: str | None = None
+    """``owner/name`` of the Hugging Face Space that keeps the numbers; None keeps them on this machine."""
+    group: str | None = None
+    """Group of runs it belongs to."""
+
+    def check(self) -> None:
+        """See that trackio can be imported."""
+        require("trackio", "trackio")
+
+    def open(self, info: RunInfo) -> Writer:
+        """Start the run, or continue it under the name kept in the run folder's ``trackio.id``."""
+        trackio = require("trackio", "trackio")
+        info.folder.mkdir(parents=True, exist_ok=True)
+        kept = info.folder / "trackio.id"
+        resumed = kept.exists()
+        name = kept.read_text().strip() if resumed else info.name
+        run = trackio.init(
+            project=self.project,
+            name=name,
+            group=self.group,
+            space_id=self.space,
+            config=dict(info.config),
+            resume="allow" if resumed else "never",
+            embed=False,
+        )
+        kept.write_text(name + "\n")
+        return _TrackioWriter(run, trackio)
+
+
+class _TrackioWriter:
+    def __init__(self, run: Any, library: Any) -> None:
+        self._run, self._library = run, library
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        self.write(step, scalars)
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        if name == "completions":
+            rows = [dict(zip(COLUMNS, row, strict=True)) for row in completion_rows(fields)]
+            self._run.log({"completions": self._library.Table(data=rows)}, step=fields["step"])
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,78 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tandem.observability.loggers.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
+from tandem.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wandb(Sink):
+    """Send numbers to Weights & Biases. A resumed run continues the same page there."""
+
+    project: str = "tandem"
+    """Project of the run."""
+    entity: str | None = None
+    """User or team; None is the account's default."""
+    group: str | None = None
+    """Group of runs it belongs to."""
+    tags: tuple[str, ...] = ()
+    """Labels to find it by."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: keep everything in the run folder, for ``wandb sync`` later."""
+
+    def check(self) -> None:
+        """See that wandb can be imported."""
+        require("wandb", "wandb")
+
+    def open(self, info: RunInfo) -> Writer:
+        """Start the run, or continue it by the id kept in the run folder's ``wandb.id``."""
+        wandb = require("wandb", "wandb")
+        info.folder.mkdir(parents=True, exist_ok=True)
+        kept = info.folder / "wandb.id"
+        run_id = kept.read_text().strip() if kept.exists() else uuid.uuid4().hex[:12]
+        run = wandb.init(
+            id=run_id,
+            resume="allow",
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=list(self.tags),
+            mode=self.mode,
+            name=info.name,
+            config=dict(info.config),
+            dir=str(info.folder),
+        )
+        kept.write_text(run_id + "\n")
+        # Its own step counter only ever rises, so what follows a resume from an earlier step would be lost:
+        # ours is a metric like any other, and the axis of all of them.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return _WandbWriter(run, wandb)
+
+
+class _WandbWriter:
+    def __init__(self, run: Any, library: Any) -> None:
+        self._run, self._library = run, library
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        self.write(step, scalars)
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        if name == "alarm":
+            text = f"step {fields['step']}: {fields['seen']}\n{fields['means']}\n{fields['change']}"
+            self._run.alert(title=f"alarm {fields['alarm']}", text=text, level="WARN")
+        elif name == "completions":
+            table = self._library.Table(columns=list(COLUMNS), data=completion_rows(fields))
+            self._run.log({"step": fields["step"], "completions": table})
+
+    def close(self) -> None:
+        self._run.finish()

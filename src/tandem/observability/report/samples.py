@@ -1,0 +1,247 @@
+"""Rollouts for the page: steps chosen evenly, each token a few bytes, the whole below a limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TypedDict
+
+import msgspec
+
+from tandem.observability.loggers import _lines
+from tandem.observability.report.folder import Row, RunFolder
+from tandem.types import Json
+
+MOST_STEPS = 40
+"""Steps whose rollouts are embedded at most."""
+MOST_BYTES = 4_500_000
+"""Size of all embedded rollouts at most; the rest of the page is small."""
+MOST_TOKENS = 4096
+"""Tokens of one rollout that are embedded at most."""
+
+# What may follow a turn's text before the next turn begins: end marks and white space.
+_TAIL = re.compile(r"\s*|<\|[^|]*\|>|</?s>|<[a-z_]*(?:eos|end)[a-z_]*>")
+
+
+class Samples(TypedDict):
+    """Embedded rollouts."""
+
+    total: int
+    """Steps whose rollouts the run folder holds."""
+    pieces: list[tuple[int, str]]
+    """Every distinct token: id and text; rollouts refer to its place here."""
+    steps: list[Row]
+    """``{"step", "groups": [{"id", "env", "prompt", "answer", "rollouts": [...]}], "left_out": groups}``."""
+
+
+def collect(run: RunFolder, most_steps: int = MOST_STEPS, most_bytes: int = MOST_BYTES) -> Samples:
+    """Choose steps evenly, first and last included, as many as fit; if even two do not, groups are left out."""
+    count = min(most_steps, len(run.rollout_steps))
+    while count > 2 and sum(_expected(run, step) for step in evenly(run.rollout_steps, count)) > most_bytes:
+        count -= 1
+    chosen = evenly(run.rollout_steps, count)
+    pieces: dict[tuple[int, str], int] = {}
+    steps: list[Row] = []
+    room = most_bytes
+    for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
+        packed, size = _step(step, run.rollouts(step), pieces, most=room // left)
+        steps.append(packed)
+        room -= size
+    return Samples(total=len(run.rollout_steps), pieces=list(pieces), steps=steps)
+
+
+def evenly(items: Sequence[int], count: int) -> list[int]:
+    """``count`` of the items at equal distances, first and last included."""
+    if count >= len(items):
+        return list(items)
+    if count <= 1:
+        return list(items[-1:]) if count else []
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _expected(run: RunFolder, step: int) -> float:
+    """About how many bytes a step takes on the page, judged by its file: tokens pack to some 16 bytes of 60."""
+    return 0.3 * run.rollout_file(step).stat().st_size
+
+
+def _step(step: int, records: list[Row], pieces: dict[tuple[int, str], int], most: int) -> tuple[Row, int]:
+    """A step as the page reads it, and its bytes: groups in order while they fit, at least one.
+
+    Args:
+        step: its number.
+        records: its rollouts.
+        pieces: distinct tokens so far; grows.
+        most: bytes it may take.
+    """
+    groups: dict[str, list[Row]] = {}
+    for record in records:
+        groups.setdefault(str(record.get("group", "")), []).append(record)
+    kept: list[Row] = []
+    used = 0
+    for name, members in groups.items():
+        known = len(pieces)
+        packed = _group(name, members, pieces)
+        size = len(msgspec.json.encode(packed))
+        if kept and used + size > most:
+            for piece in list(pieces)[known:]:
+                del pieces[piece]
+            continue
+        kept.append(packed)
+        used += size
+    return {"step": step, "groups": kept, "left_out": len(groups) - len(kept)}, used
+
+
+def _group(name: str, members: list[Row], pieces: dict[tuple[int, str], int]) -> Row:
+    first = members[0]
+    prompt = first.get("prompt") or []
+    ranked = sorted(members, key=lambda m: -m["reward"] if m.get("reward") is not None else float("inf"))
+    return {
+        "id": name,
+        "env": first.get("env", ""),
+        "task": first.get("task", ""),
+        "prompt": prompt,
+        "answer": first.get("answer", ""),
+        "rollouts": [_rollout(member, len(prompt), pieces) for member in ranked],
+    }
+
+
+def _rollout(record: Row, prompt_messages: int, pieces: dict[tuple[int, str], int]) -> Row:
+    tokens = (record.get("tokens") or [])[:MOST_TOKENS]
+    said = (record.get("messages") or [])[prompt_messages:]
+    if not said and record.get("text"):
+        said = [{"role": "assistant", "content": record["text"]}]
+    return {
+        "id": str(record.get("rollout", "")).rpartition("/")[2],
+        "reward": record.get("reward"),
+        "rewards": record.get("rewards") or {},
+        "advantage": record.get("advantage"),
+        "status": record.get("status", "ok"),
+        "error": record.get("error", ""),
+        "truncated": bool(record.get("truncated")),
+        "versions": record.get("versions"),
+        "said": place_tokens(said, tokens, record.get("turns")),
+        "cut": len(record.get("tokens") or []) - len(tokens),
+        **_pack_tokens(tokens, pieces),
+    }
+
+
+def _pack_tokens(tokens: list[Row], pieces: dict[tuple[int, str], int]) -> Row:
+    """Columns of whole numbers: logprobs in 1e-4 nats, differences in 1e-6; one number where all are equal."""
+    places = [pieces.setdefault((token.get("id", -1), token.get("t", "")), len(pieces)) for token in tokens]
+    advantages = [_rounded(token.get("adv"), 4) for token in tokens]
+    trained = [1 if token.get("m", 1) else 0 for token in tokens]
+    return {
+        "p": places,
+        "l": [_scaled(token.get("lp"), 1e4) for token in tokens],
+        "d": [_scaled(_difference(token), 1e6) for token in tokens],
+        "a": advantages[0] if len(set(advantages)) == 1 else advantages,
+        "m": 1 if all(trained) else trained,
+    }
+
+
+def _difference(token: Row) -> float | None:
+    """Trainer's logprob minus the behaviour policy's."""
+    lp, tp = token.get("lp"), token.get("tp")
+    return None if lp is None or tp is None else tp - lp
+
+
+def _scaled(value: float | None, by: float) -> int | None:
+    return None if value is None else round(value * by)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def place_tokens(said: list[Row], tokens: list[Row], turns: Sequence[int] | None = None) -> list[Row]:
+    """Which tokens are which message: ``{"role", "content"}``, or ``{"role", "tokens": [from, to]}`` for the policy's.
+
+    Args:
+        said: the messages after the prompt.
+        tokens: what was sampled, all turns in a row.
+        turns: tokens of each turn, where the record says so; else they are found by their text.
+    """
+    own = [i for i, message in enumerate(said) if message.get("role") == "assistant"]
+    ends = _ends(own, said, tokens, turns)
+    if ends is None:  # the text was changed after sampling: show both
+        plain = [_message(message) for message in said]
+        return [*plain, {"role": "sampled tokens", "tokens": [0, len(tokens)]}] if tokens else plain
+    spans = dict(zip(own, zip([0, *ends], ends, strict=False), strict=True))
+    return [
+        {"role": message.get("role", ""), "tokens": list(spans[i])} if i in spans else _message(message)
+        for i, message in enumerate(said)
+    ]
+
+
+def _message(message: Row) -> Row:
+    return {"role": message.get("role", ""), "content": message.get("content", "")}
+
+
+def _ends(own: list[int], said: list[Row], tokens: list[Row], turns: Sequence[int] | None) -> list[int] | None:
+    """Where each turn's tokens end, or None if that cannot be told."""
+    if not own or not tokens:
+        return None
+    if turns and len(turns) == len(own):
+        ends = [min(sum(turns[: i + 1]), len(tokens)) for i in range(len(turns))]
+        return ends if ends[-1] == len(tokens) else None
+    ends, at = [], 0
+    for i in own[:-1]:
+        wanted, text = str(said[i].get("content", "")).strip(), ""
+        while wanted not in text and at < len(tokens):
+            text += tokens[at].get("t", "")
+            at += 1
+        if wanted not in text:
+            return None
+        while at < len(tokens) and _TAIL.fullmatch(tokens[at].get("t", "")):
+            at += 1
+        ends.append(at)
+    return [*ends, len(tokens)]
+
+
+def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
+    """Held-out answers of the first and the last evaluation, task by task: ``[{task, prompt, answer, before, after}]``.
+
+    ``before`` and ``after`` are ``{"reward": mean over its samples, "text": the first sample's}``; after a single
+    evaluation ``after`` is None.
+    """
+    rows = [row for row in run.evaluations if row.get("rollouts")]
+    rows = [row for row in rows if row.get("env") == rows[0].get("env")]
+    if not rows:
+        return []
+    before, after = _by_task(rows[0]), _by_task(rows[-1]) if len(rows) > 1 else {}
+    out: list[Json] = []
+    for task, (sample, then) in before.items():
+        if task in after or not after:
+            out.append(
+                {
+                    "task": task,
+                    "prompt": sample.get("prompt", ""),
+                    "answer": sample.get("answer", ""),
+                    "before": then,
+                    "after": after[task][1] if after else None,
+                }
+            )
+    while out and len(msgspec.json.encode(out)) > most_bytes:
+        out = out[: len(out) // 2]
+    return out
+
+
+def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
+    """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
+    rows = list(_lines.read(run.path / "dropped.jsonl"))
+    out: list[Json] = [rows[i] for i in evenly(range(len(rows)), most)]
+    while out and len(msgspec.json.encode(out)) > most_bytes:
+        out = out[::2] if len(out) > 1 else []
+    return out
+
+
+def _by_task(row: Row) -> dict[str, tuple[Row, Row]]:
+    samples: dict[str, list[Row]] = {}
+    for sample in row["rollouts"]:
+        samples.setdefault(str(sample.get("task", "")), []).append(sample)
+    table: dict[str, tuple[Row, Row]] = {}
+    for task, members in samples.items():
+        rewards = [member["reward"] for member in members if member.get("reward") is not None]
+        mean = sum(rewards) / len(rewards) if rewards else None
+        table[task] = (members[0], {"reward": mean, "samples": len(members), "text": members[0].get("text", "")})
+    return table

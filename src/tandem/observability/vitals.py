@@ -1,0 +1,183 @@
+"""Signs of life: a file in the run's folder that says every second who waits for whom, and stacks when asked.
+
+Written by a thread of its own, so that an event loop that stands still is seen from outside. ``tandem why`` reads it.
+A process that does not even run its threads (a library holds the interpreter) is told by the age of the file; its
+stacks are then had by a signal, which needs no interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, TextIO
+
+from tandem.observability import trace, waits
+from tandem.processes import Identity, alive_after, identity
+from tandem.types import Json
+
+PERIOD = 1.0
+"""Seconds between two signs."""
+SIGNAL = signal.SIGUSR1
+"""Makes the process write its threads' stacks, whatever it is doing."""
+FRAMES = 12
+"""Innermost frames of a task that are written."""
+
+
+def file(folder: Path) -> Path:
+    """Where the signs are."""
+    return folder / "vitals.json"
+
+
+def stacks(folder: Path) -> Path:
+    """Where stacks are written."""
+    return folder / "logs" / "stacks.txt"
+
+
+def request(folder: Path) -> Path:
+    """A file that asks for stacks; it is taken away when they are there."""
+    return folder / "stacks.request"
+
+
+def read(folder: Path) -> dict[str, Json] | None:
+    """The last sign of life; None if there is none."""
+    try:
+        found = json.loads(file(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def process(folder: Path) -> Literal["", "alive", "gone"]:
+    """Whether the process of the last sign of life still runs; empty where there is no sign."""
+    signs = read(folder)
+    if signs is None:
+        return ""
+    return "alive" if alive_after(signs["pid"], signs["started"]) else "gone"
+
+
+@contextmanager
+def shown(folder: Path) -> Iterator[None]:
+    """Write signs of life while the block lasts. Within an event loop its tasks are part of the stacks.
+
+    Args:
+        folder: the run's; it has a logs folder.
+    """
+    try:
+        loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+    except RuntimeError:
+        loop = None
+    request(folder).unlink(missing_ok=True)
+    over = threading.Event()
+    with _lagging(loop) as beat, stacks(folder).open("a", encoding="utf-8") as out:
+        faulthandler.register(SIGNAL, out, all_threads=True)
+        thread = threading.Thread(target=_write, args=(folder, beat, loop, out, over), name="vitals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            faulthandler.unregister(SIGNAL)
+            file(folder).unlink(missing_ok=True)
+
+
+@contextmanager
+def _lagging(loop: asyncio.AbstractEventLoop | None) -> Iterator[list[float]]:
+    """When the event loop last came round, kept up to date in a list of one."""
+    beat = [time.monotonic()]
+    if loop is None:
+        yield beat
+        return
+
+    pending: list[asyncio.TimerHandle] = []
+
+    def come_round() -> None:
+        beat[0] = time.monotonic()
+        pending[:] = [loop.call_later(PERIOD / 2, come_round)]
+
+    come_round()
+    try:
+        yield beat
+    finally:
+        pending[0].cancel()
+
+
+def _write(
+    folder: Path,
+    beat: list[float],
+    loop: asyncio.AbstractEventLoop | None,
+    out: TextIO,
+    over: threading.Event,
+) -> None:
+    """The thread: signs at each period, stacks where they are asked for."""
+    me = identity(os.getpid())
+    assert me is not None
+    while True:
+        with contextlib.suppress(OSError):  # a full disk ends no run; the age of the file tells
+            aside = file(folder).with_suffix(".tmp")
+            aside.write_text(json.dumps(_signs(me, None if loop is None else beat[0])), encoding="utf-8")
+            aside.replace(file(folder))
+            if request(folder).exists():
+                write_stacks(out, loop)
+                request(folder).unlink(missing_ok=True)
+        if over.wait(PERIOD):
+            return
+
+
+def _signs(me: Identity, beat: float | None) -> dict[str, Json]:
+    """What is going on in this process."""
+    return {
+        "pid": me.pid,
+        "started": me.started,
+        "at": time.time(),
+        "loop": None if beat is None else round(time.monotonic() - beat, 3),
+        "waits": [
+            {
+                "number": wait.number,
+                "within": wait.within,
+                "owner": wait.owner,
+                "reason": wait.reason,
+                "on": wait.on,
+                "seconds": round(wait.seconds, 3),
+                "moved": round(time.monotonic() - wait.moved, 3),
+                "deadline": wait.deadline,
+            }
+            for wait in waits.current()
+        ],
+        "doing": [[name, round(seconds, 3)] for name, seconds in trace.current()],
+    }
+
+
+def write_stacks(out: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Where every thread stands, and every task of the event loop."""
+    out.write(f"\n== stacks of process {os.getpid()}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            out.write(f"-- thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, FRAMES))}")
+    for task in sorted(asyncio.all_tasks(loop), key=asyncio.Task.get_name) if loop is not None else ():
+        out.write(f"-- task {task.get_name()}\n{''.join(_awaiting(task.get_coro()))}")
+    out.flush()
+
+
+def _awaiting(coroutine: object) -> list[str]:
+    """Where a suspended coroutine stands, and the ones that it awaits; asyncio itself tells only the outermost."""
+    lines: list[str] = []
+    while coroutine is not None and len(lines) < FRAMES:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
+        if frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}\n')
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    return lines or ["  (running, or not begun)\n"]

@@ -1,0 +1,378 @@
+"""Who waits for whom, and since when. Every wait across processes or threads is registered here.
+
+Past its deadline a wait raises and names who was waited for, so that nothing hangs in silence; one that lasts
+is told to listeners while it is still going on. A wait without a deadline of its own has the run's patience
+(``telemetry/watchdog.py``). Standard library only: any module may import this one.
+
+Names chain: a wait that begins within another one explains it, and so does one whose ``owner`` is, or is of the kind,
+that another waits ``on``. ``actor`` is for code that waits for the sake of whoever called it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+from weakref import WeakSet
+
+from tandem.errors import Deadline
+from tandem.observability.wait_chains import chain as chain
+from tandem.observability.wait_chains import is_part as is_part
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LONG = 10.0
+"""Seconds after which a wait is told to listeners."""
+
+State = Literal["waiting", "done", "failed", "deadline"]
+"""waiting: it lasts and goes on; done: it was answered; failed: it ended by an error; deadline: nobody came in time."""
+
+_last = 0
+_lock = threading.Lock()
+_telling = threading.local()
+_within: ContextVar[Wait | None] = ContextVar("within", default=None)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Wait:
+    """One registered wait."""
+
+    owner: str
+    """Who waits: trainer, feed, sync."""
+    reason: str
+    """What for: the next batch, a healthy engine."""
+    on: str
+    """Who has to deliver it: rollouts, engine http://127.0.0.1:8000 (pid 4711)."""
+    deadline: float | None = None
+    """Seconds it may last without progress; None is for as long as the run has patience."""
+    since: float = field(default_factory=time.monotonic)
+    """When it began, on the monotonic clock."""
+    moved: float = field(default_factory=time.monotonic)
+    """When it last came nearer to its end."""
+    number: int = 0
+    """Its name in this process, given when it is registered; later ones have higher numbers."""
+    outer: Wait | None = None
+    """The wait that it began in."""
+    task: asyncio.Task[Any] | None = None
+    """Whose it is; None in a thread."""
+    give_up: Callable[[], None] | None = None
+    """Ends it as late, from any thread; None where nothing can, as in a thread."""
+    story: str = ""
+    """Who waited for whom when it was late."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self.since
+
+    @property
+    def within(self) -> int | None:
+        """Number of the wait that it began in."""
+        return None if self.outer is None else self.outer.number
+
+    @overload
+    def left(self) -> float | None: ...
+
+    @overload
+    def left(self, at_most: float) -> float: ...
+
+    def left(self, at_most: float | None = None) -> float | None:
+        """Seconds until the deadline, for the timeout of a blocking call; None is for ever.
+
+        Args:
+            at_most: a shorter timeout, for calls that are repeated.
+
+        Raises:
+            Deadline: it has passed.
+        """
+        _tell_if_long(self)
+        if self.deadline is None:
+            return at_most
+        left = self.deadline - (time.monotonic() - self.moved)
+        if left <= 0:
+            raise self.late()
+        return left if at_most is None else min(left, at_most)
+
+    def late(self) -> Deadline:
+        """The error of a passed deadline."""
+        with _lock:
+            _late.add(self)
+        return Deadline(self.told(), on=self.on)
+
+    def told(self) -> str:
+        """One sentence on who waited for whom."""
+        if not self.story:
+            limit = "" if self.deadline is None else f", but the deadline is {self.deadline:g} s"
+            waited = time.monotonic() - self.moved
+            self.story = f"{self.owner} waited {waited:.1f} s for {self.on} ({self.reason}){limit}"
+            if len(links := parties(self)) > 2:
+                self.story += f"; who waits for whom: {' <- '.join(links)}"
+        return self.story
+
+
+Listener = Callable[[Wait, State], None]
+
+_open: dict[Wait, None] = {}
+_told: set[Wait] = set()
+_late: set[Wait] = set()
+_listeners: list[Listener] = []
+_looks: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+
+
+def current() -> list[Wait]:
+    """Waits going on now in this process, longest first."""
+    with _lock:
+        return list(_open)
+
+
+def begun() -> int:
+    """Waits that were ever registered in this process."""
+    return _last
+
+
+def actor(otherwise: str) -> str:
+    """Who acts here: whom the wait that this runs in is for, or ``otherwise`` outside of all."""
+    wait = _within.get()
+    return otherwise if wait is None or wait not in _open else wait.on
+
+
+def progress() -> None:
+    """Something came of the waits that this runs in: their deadlines begin anew."""
+    wait, now = _within.get(), time.monotonic()
+    while wait is not None:
+        wait.moved = now
+        wait = wait.outer
+
+
+def parties(wait: Wait) -> list[str]:
+    """Everybody from who waits for nobody's sake, by way of this wait, to who waits for nobody."""
+    every, before = current(), [wait]
+    while True:
+        first = before[0]
+        outer = first.outer if first.outer in _open else None
+        if outer is None:
+            outer = next((one for one in every if one not in before and is_part(one.on, first.owner)), None)
+        if outer is None or outer in before:
+            break
+        before.insert(0, outer)
+    links = [before[0].owner]
+    for one in [*before, *chain(wait, every)[1:]]:
+        links += [name for name in (one.owner, one.on) if name != links[-1]]
+    return links
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Tell the listener of every wait that lasts ``LONG`` seconds, then and when it ends; from any thread.
+
+    Returns:
+        A function that stops it.
+    """
+    with _lock:
+        _listeners.append(listener)
+
+    def stop() -> None:
+        with _lock:
+            if listener in _listeners:
+                _listeners.remove(listener)
+
+    return stop
+
+
+def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> AbstractAsyncContextManager[Wait]:
+    """Register a wait for as long as the block lasts, in a coroutine.
+
+    Args:
+        owner: who waits.
+        reason: what for.
+        on: who has to deliver it.
+        deadline: seconds without progress after which the block is cancelled; None: the run's patience.
+
+    Raises:
+        Deadline: the block did not end in time.
+    """
+    return _Waiting(Wait(owner=owner, reason=reason, on=on, deadline=deadline))
+
+
+class _Waiting:
+    """A coroutine's wait. A rollout has several: it has no generator, and a timer only where there is a deadline."""
+
+    __slots__ = ("_alarm", "_limit", "_loop", "_one", "_token")
+
+    def __init__(self, one: Wait) -> None:
+        self._one = one
+        self._alarm: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Wait:
+        one, loop = self._one, asyncio.get_running_loop()
+        self._loop, self._limit = loop, asyncio.timeout(None)
+        one.task = asyncio.current_task()
+        one.give_up = self._give_up
+        self._token = _begin(one)
+        _looking(loop)
+        await self._limit.__aenter__()
+        if one.deadline is not None:
+            self._alarm = loop.call_later(max(0.0, one.deadline), self._ring)
+        return one
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        one = self._one
+        if self._alarm is not None:
+            self._alarm.cancel()
+        one.give_up = None  # else the two would keep each other
+        try:
+            try:
+                await self._limit.__aexit__(kind, error, trace)
+            except TimeoutError as late:
+                raise one.late() from late
+            if isinstance(error, TimeoutError) and self._limit.expired():  # any other timeout is the block's own
+                raise one.late() from error
+        except BaseException:
+            _end(one, self._token, failed=True)
+            raise
+        _end(one, self._token, failed=kind is not None)
+
+    def _give_up(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ring)
+
+    def _ring(self) -> None:
+        """Give it up if it has made no progress since."""
+        one = self._one
+        left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
+        if one not in _open:
+            return
+        if left > 0:
+            self._alarm = self._loop.call_later(left, self._ring)
+            return
+        one.told()  # while those that it depends on are there
+        self._limit.reschedule(self._loop.time())
+
+
+async def wait(awaitable: Awaitable[T], *, owner: str, reason: str, on: str, deadline: float | None = None) -> T:
+    """Await something as a registered wait; see `waiting`.
+
+    Raises:
+        Deadline: it did not arrive in time; the awaitable is cancelled.
+    """
+    async with waiting(owner, reason, on, deadline):
+        return await awaitable
+
+
+@contextmanager
+def blocking(owner: str, reason: str, on: str, deadline: float | None = None) -> Iterator[Wait]:
+    """Register a wait of a thread. A thread cannot be cancelled: ask ``wait.left()`` for each timeout.
+
+    ::
+
+        with waits.blocking("sync", "the new engine", "engine", deadline=60) as wait:
+            while not healthy():
+                time.sleep(wait.left(at_most=0.1))     # raises Deadline once it is late
+    """
+    with _registered(Wait(owner=owner, reason=reason, on=on, deadline=deadline, task=_task())) as wait:
+        yield wait
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return None
+
+
+def _looking(loop: asyncio.AbstractEventLoop) -> None:
+    """Have one timer of an event loop see which of its waits last: the next is due when the oldest has lasted."""
+    if loop not in _looks:
+        _looks.add(loop)
+        loop.call_later(LONG, _look, loop)
+
+
+def _look(loop: asyncio.AbstractEventLoop) -> None:
+    with _lock:
+        mine = [wait for wait in _open if wait not in _told and wait.give_up and _loop_of(wait) is loop]
+    for wait in mine:
+        _tell_if_long(wait)
+    left = [LONG - wait.seconds for wait in mine if wait not in _told and wait in _open]
+    if left:
+        loop.call_later(max(0.0, min(left)), _look, loop)
+    else:
+        _looks.discard(loop)
+
+
+def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
+    return None if wait.task is None else wait.task.get_loop()
+
+
+@contextmanager
+def _registered(wait: Wait) -> Iterator[Wait]:
+    token = _begin(wait)
+    failed = True
+    try:
+        yield wait
+        failed = False
+    finally:
+        _end(wait, token, failed=failed)
+
+
+def _begin(wait: Wait) -> Token[Wait | None]:
+    global _last
+    outer = _within.get()
+    wait.outer = outer if outer in _open else None
+    token = _within.set(wait)
+    with _lock:
+        _last += 1
+        wait.number = _last
+        _open[wait] = None
+    return token
+
+
+def _end(wait: Wait, token: Token[Wait | None], *, failed: bool) -> None:
+    with _lock:
+        # a late wait inside this one fails it, but is not its own lateness
+        state: State = "done" if not failed else "deadline" if wait in _late else "failed"
+        worth_telling = wait in _told or state == "deadline" or wait.seconds >= LONG
+        _open.pop(wait, None)
+        _told.discard(wait)
+        _late.discard(wait)
+    try:
+        _within.reset(token)
+    except ValueError:  # an asynchronous generator may be closed in another context than it began in
+        _within.set(None)
+    if worth_telling:
+        _tell(wait, state)
+
+
+def _tell_if_long(wait: Wait) -> None:
+    """Tell listeners of a wait that lasts, once."""
+    with _lock:
+        # an alarm may ring a clock tick early
+        if wait not in _open or wait in _told or wait.seconds < 0.99 * LONG:
+            return
+        _told.add(wait)
+    _tell(wait, "waiting")
+
+
+def _tell(wait: Wait, state: State) -> None:
+    if getattr(_telling, "now", False):
+        return  # a listener waits for its disk: that is nothing to tell it
+    with _lock:
+        listeners = list(_listeners)
+    _telling.now = True
+    try:
+        for listener in listeners:
+            try:
+                listener(wait, state)
+            except Exception:
+                logger.exception("a listener of waits failed")
+    finally:
+        _telling.now = False

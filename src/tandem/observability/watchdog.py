@@ -1,0 +1,299 @@
+"""Nothing hangs in silence: a thread that sees to it that every wait of a run ends, and who was waited for is told.
+
+Waits with a deadline end by themselves. This thread owns what asyncio cannot end, or would never: a wait without a
+deadline that comes no nearer to its end, an event loop that stands still, a call in native code, a run that does not
+end although it has to. First the wait is given up, so that the run unwinds as by any error and says who was waited for;
+where that is of no use the story is told from here, stacks are written, the run's own processes are ended and with them
+the run. It never touches the disk before it has decided, for the disk may be what hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import io
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.errors import Deadline
+from tandem.observability import vitals, waits
+from tandem.observability.options import Patience
+from tandem.processes import family, identity, kill
+
+LOOKS = 20
+"""Looks at the waits in the shortest patience, each at most a second after the last."""
+_DISK_SECONDS = 2.0
+"""What writing the story down may take, where the disk may be what hangs."""
+_WORDS = 6
+"""Parts whose last words are in a story, and at most 100 characters of each."""
+
+
+class Watchdog:
+    """Looks after one run. ``folder`` may be set once the run has one."""
+
+    def __init__(
+        self, patience: Patience, *, loop: asyncio.AbstractEventLoop, leave: Callable[[int], None] = os._exit
+    ) -> None:
+        """Nothing is watched yet.
+
+        Args:
+            patience: how long what may last.
+            loop: the run's event loop.
+            leave: ends this process with an exit code.
+        """
+        self.folder: Path | None = None
+        self._patience = patience
+        self._loop = loop
+        self._leave = leave
+        self._thread = threading.get_ident()
+        self._period = min(1.0, min(patience.wait_seconds, patience.loop_seconds, patience.end_seconds) / LOOKS)
+        self._beats = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._stacks = ""
+        self._late: Deadline | None = None
+        self._over = threading.Event()
+        self._words = _LastWords()
+        # Time as this thread has lived through it: what passed while the whole process was stopped counts for nobody.
+        self._clock = 0.0
+        self._moved: dict[waits.Wait, tuple[float, float]] = {}
+        self._given_up: dict[waits.Wait, float] = {}
+        self._beaten = (0, 0.0)
+        self._begun = (0, 0.0)
+        self._ending: float | None = None
+
+    @contextmanager
+    def ends(self) -> Iterator[None]:
+        """Around all that a run does: whoever was too late and ends it, has what is left ``end_seconds`` to end."""
+        try:
+            yield
+        except BaseException as error:
+            if self._late is None and (late := deadline_in(error)) is not None:
+                self._late = late
+                _say(f"{late}; the run is stopped for it")
+                self._write(str(late))
+            raise
+
+    def story(self, late: Deadline) -> str:
+        """The one message on why a run was stopped."""
+        where = "" if self.folder is None else f". Stacks are in {vitals.stacks(self.folder)}"
+        again = "" if self.folder is None else f"; go on with: tandem train {self.folder}"
+        return f"{late}{self._words.told()}{where}{again}"
+
+    # The thread
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the block lasts; and after it, if it ended by a wait and the process does not end by itself."""
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        logger = logging.getLogger("tandem")
+        self._beat()
+        logger.addHandler(self._words)
+        thread.start()
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            logger.removeHandler(self._words)
+            self._over.set()
+            thread.join()
+            if self._late is not None:
+                threading.Thread(target=self._see_off, name="watchdog at the end", daemon=True).start()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._timer = self._loop.call_later(self._period, self._beat)
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self._period):
+            now = time.monotonic()
+            self._clock += min(now - last, 2 * self._period)
+            last = now
+            # Told to C: if this thread does not run any more, something in native code holds the interpreter.
+            seconds = self._patience.loop_seconds + self._patience.end_seconds
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+            self._look()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        """Give up what lasts too long; end the process where that did not help."""
+        now, patience = self._clock, self._patience
+        if self._late is not None:
+            self._ending = now if self._ending is None else self._ending
+            if now - self._ending > patience.end_seconds:
+                self._stop(f"{self._late}; the run did not end within {patience.end_seconds:g} s after that")
+            return
+        if self._beats != self._beaten[0]:
+            self._beaten = (self._beats, now)
+        else:
+            self._judge_loop(now - self._beaten[1])
+        every = waits.current()
+        # While the event loop stands still nobody can begin to wait: that is told above.
+        self._judge_silence(bool(every) or self._beaten[1] != now)
+        before, self._moved = self._moved, {}
+        for wait in every:
+            moved, at = before.get(wait, (wait.moved, now))
+            self._moved[wait] = (wait.moved, now if wait.moved != moved else at)
+        # What a task waits for cannot come, nor can it be given up, while the event loop stands still.
+        stands = now - self._beaten[1] > LOOKS / 2 * self._period
+        for wait in every:
+            if wait.give_up is None or not stands:
+                self._judge(wait, now - self._moved[wait][1], every)
+
+    def _judge(self, wait: waits.Wait, idle: float, every: list[waits.Wait]) -> None:
+        patience = self._patience
+        if wait in self._given_up:
+            if idle - self._given_up[wait] > patience.end_seconds:
+                self._stop(f"{wait.told()}; and it could not be given up")
+        elif wait.deadline is not None:
+            if idle > wait.deadline + patience.end_seconds:  # whoever waits should have seen to that
+                self._stop(wait.told())
+        elif idle > patience.wait_seconds and _is_last(wait, every):
+            self._stacks = self._stand()
+            if wait.give_up is None:
+                self._stop(wait.told())
+            else:
+                self._given_up[wait] = idle
+                wait.deadline = patience.wait_seconds  # which the story tells
+                _say(f"{wait.told()}; it is given up")
+                wait.give_up()
+
+    def _judge_silence(self, waiting: bool) -> None:
+        """Nobody waits for anybody, and nobody has begun to: something hangs that no wait is registered for."""
+        if waiting or waits.begun() != self._begun[0]:
+            self._begun = (waits.begun(), self._clock)
+        elif (idle := self._clock - self._begun[1]) > self._patience.wait_seconds:
+            limit = f"{self._patience.wait_seconds:g} s (patience.wait_seconds)"
+            self._stop(
+                f"nothing has happened for {idle:.1f} s, and nobody says what he waits for; the deadline is {limit}"
+            )
+
+    def _judge_loop(self, idle: float) -> None:
+        """The event loop has not come round: something in a task does not return."""
+        limit = self._patience.loop_seconds
+        if idle <= limit:
+            return
+        task = asyncio.current_task(self._loop)
+        inner = [wait for wait in waits.current() if wait.task is task]
+        known = [wait for wait in inner if wait.give_up is None and wait.deadline is not None]
+        if idle <= (limit := max([limit, *(wait.deadline or 0.0 for wait in known)])):
+            return  # it is known to hold everything up, and for how long it may
+        frame = sys._current_frames().get(self._thread)
+        where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "native code"
+        named = f"; {inner[-1].told()}" if inner else ""
+        self._stop(f"the event loop was held up for {idle:.1f} s in {where}, but the deadline is {limit:g} s{named}")
+
+    # The end
+
+    def _stop(self, why: str) -> None:
+        """Tell the story from here and end the process, and whatever it has started."""
+        self._stacks = self._stacks or self._stand()
+        self._write(why)
+        story = self.story(Deadline(why))
+        _say(story)
+        me = identity(os.getpid())
+        if me is not None:
+            kill(family(me) - {me})
+        self._leave(Deadline.exit_code)
+
+    def _see_off(self) -> None:
+        """End the process if the interpreter, on its way out, waits for a thread that does not end."""
+        threading.main_thread().join()
+        time.sleep(self._patience.end_seconds)
+        self._leave(Deadline.exit_code)
+
+    def _stand(self) -> str:
+        """Where every thread and task stands."""
+        text = io.StringIO()
+        with contextlib.suppress(RuntimeError):  # tasks come and go while they are looked at
+            vitals.write_stacks(text, self._loop)
+        return text.getvalue()
+
+    def _write(self, why: str) -> None:
+        """Stacks and an event into the run's folder, as far as its disk does not hang too."""
+        folder, stacks = self.folder, self._stacks or self._stand()
+        if folder is None:
+            return
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                with vitals.stacks(folder).open("a", encoding="utf-8") as out:
+                    out.write(f"\n== {why}\n{stacks}")
+                with (folder / "events.jsonl").open("a", encoding="utf-8") as events:
+                    events.write(json.dumps({"time": time.time(), "event": "stalled", "why": why}) + "\n")
+
+        writer = threading.Thread(target=write, name="last words", daemon=True)
+        writer.start()
+        writer.join(_DISK_SECONDS)
+
+
+class _LastWords(logging.Handler):
+    """The last thing that each part logged, kept in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._last: dict[str, tuple[float, str]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        part = ".".join(record.name.split(".")[:2]).removeprefix("tandem.")
+        text = " ".join(record.getMessage().split())
+        self._last.pop(part, None)
+        self._last[part] = (time.monotonic(), text[:100])
+
+    def told(self) -> str:
+        """Of the parts that spoke last."""
+        now, last = time.monotonic(), list(self._last.items())[-_WORDS:]
+        words = "; ".join(f"{part} {now - at:.0f} s ago: {text!r}" for part, (at, text) in reversed(last))
+        return f". Last words of {words}" if words else ""
+
+
+def _say(line: str) -> None:
+    """To the terminal, past the log, whose disk may hang."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"tandem: {line}\n")
+        sys.stderr.flush()
+
+
+def deadline_in(error: BaseException | None) -> Deadline | None:
+    """The passed deadline that an error comes of, if any."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, Deadline):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _is_last(wait: waits.Wait, every: list[waits.Wait]) -> bool:
+    """Whether nobody else is to blame: who is waited for waits for nobody, or for this one."""
+    found = waits.chain(wait, every)
+    return len(found) == 1 or waits.is_part(found[-1].on, wait.owner)
+
+
+@contextmanager
+def watching(patience: Patience) -> Iterator[Watchdog]:
+    """Watch a run within its event loop.
+
+    Raises:
+        Deadline: the run was ended by a wait; its message is the whole story.
+    """
+    dog = Watchdog(patience, loop=asyncio.get_running_loop())
+    with dog.watching():
+        try:
+            with dog.ends():
+                yield dog
+        except Exception as error:
+            late = deadline_in(error)
+            if late is None:
+                raise
+            raise Deadline(dog.story(late), on=late.on) from error

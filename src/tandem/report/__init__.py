@@ -1,7 +1,0 @@
-"""A run folder as one self-contained page: ``build(folder)`` writes its report.html."""
-
-from __future__ import annotations
-
-from tandem.report.page import build
-
-__all__ = ["build"]

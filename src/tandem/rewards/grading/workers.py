@@ -1,0 +1,260 @@
+"""Grading in processes of its own, so that a reward which hangs or crashes costs one rollout and not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import time
+from collections import Counter
+from collections.abc import Awaitable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from tandem.errors import RewardError
+from tandem.metrics import Max, Sum, Value
+from tandem.rewards.base import Failure, Reward
+from tandem.rewards.grading.calls import Outcome
+from tandem.rewards.grading.grader import Call, Order
+from tandem.rewards.grading.pool import AnyReward, Pool
+from tandem.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_CONSEQUENCE = {"rollout": "its rollout is left out", "reward": "this reward is left out of its rollout's sum"}
+
+
+@dataclass(slots=True)
+class _Marks:
+    """What one rollout got so far."""
+
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Graders:
+    """Rewards in worker processes: ``async with Graders(...) as graders: await graders.grade(rollouts)``."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, tuple[AnyReward, float]],
+        *,
+        workers: int = 1,
+        timeout: float = 10.0,
+        log: Path | None = None,
+        steps: int | None = None,
+    ) -> None:
+        """Nothing starts yet.
+
+        Args:
+            specs: Rewards and their weights by name.
+            workers: Processes; each grades one group at a time. A reward that is ``alone`` has one of its own.
+            timeout: Seconds that one reward may take for one rollout; a function of a whole group gets that
+                much for each of its rollouts.
+            log: File for what graders print and for their tracebacks; None: our own stderr.
+            steps: Of the run, for functions that ask for ``trainer_state``; None where nobody knows.
+
+        Raises:
+            RewardError: a reward cannot be sent to another process.
+        """
+        self._weights = {name: weight for name, (_, weight) in specs.items()}
+        self._full_marks = {n: r.full_marks if isinstance(r, Reward) else None for n, (r, _) in specs.items()}
+        self._log = log
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._under_way = 0
+        self._busy, self._busy_since = 0.0, 0.0
+        self._told: set[tuple[str, str]] = set()
+        alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
+        shared = [name for name in specs if name not in alone]
+        packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
+        asked = [*([shared] if shared else []), *([name] for name in alone)]
+        pure = {name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.pure}
+        self._pure = [pure.issuperset(names) for names in asked]
+        self._pools = [
+            Pool(
+                {name: specs[name][0] for name in names},
+                Order([packed[name] for name in names], steps),
+                size=1 if names[0] in alone else max(1, workers),
+                timeout=timeout,
+                log=log,
+                counts=self._counts,
+            )
+            for names in asked
+        ]
+
+    @property
+    def full_marks(self) -> Mapping[str, float | None]:
+        """What a gold reply earns from each reward; None where it proves nothing or is not known."""
+        return self._full_marks
+
+    async def open(self) -> None:
+        """Start all workers at once and wait until they are ready.
+
+        Raises:
+            RewardError: a reward cannot be imported, or a process does not start.
+        """
+        try:
+            await _all([pool.open() for pool in self._pools])
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End all workers."""
+        await asyncio.gather(*(pool.close() for pool in self._pools))
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The siblings of one task with rewards, weighted sum and status; failed ones pass through.
+
+        A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error. One
+        that returns None says nothing of it: the sum is over the others. Without any, the rollout is left out of its
+        group: it has no reward. Answers that are the same to the token are scored once, by rewards that are ``pure``.
+
+        Raises:
+            RewardError: a worker had to be replaced and the new one does not start, or a reward asks for the run to
+                end.
+        """
+        rows = tuple(row for row, rollout in enumerate(rollouts) if rollout.status == "ok")
+        if not rows:
+            return list(rollouts)
+        since = self._begun()
+        marks = {row: _Marks() for row in rows}
+        packed, group = pickle.dumps(tuple(rollouts)), rollouts[0].id.rpartition("/")[0]
+        alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
+        each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
+        asked = [pool.judge(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
+        try:
+            answered = await _all(asked)
+        finally:
+            self._ended()
+        for outcomes, of in zip(answered, each, strict=True):
+            if len(of) < len(rows):
+                self._counts["reused"] += len(rows) - len(of)
+            for call, outcome in outcomes.items():
+                self._mark(marks, of, call, outcome)
+        self._seconds += time.perf_counter() - since
+        return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
+
+    def metrics(self) -> dict[str, Value]:
+        """Counts since the last call: failed rollouts by reason, processes replaced, seconds spent grading.
+
+        ``seconds/grading`` adds groups up; ``grading/busy_seconds`` is how long any was being graded.
+        """
+        values: dict[str, Value] = {f"grading/{name}": Sum(float(count)) for name, count in self._counts.items()}
+        values["seconds/grading"] = Sum(self._seconds)
+        if self._under_way:  # what is under way counts up to now
+            now = time.perf_counter()
+            self._busy, self._busy_since = self._busy + now - self._busy_since, now
+        values["grading/busy_seconds"] = Max(self._busy)
+        self._counts.clear()
+        self._seconds = self._busy = 0.0
+        return values
+
+    def _begun(self) -> float:
+        """A group's grading begins; when."""
+        now = time.perf_counter()
+        if not self._under_way:
+            self._busy_since = now
+        self._under_way += 1
+        return now
+
+    def _ended(self) -> None:
+        """It is over; where no other is under way, so is a time in which graders were busy."""
+        self._under_way -= 1
+        if not self._under_way:
+            self._busy += time.perf_counter() - self._busy_since
+
+    def _mark(
+        self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: Call, outcome: Outcome
+    ) -> None:
+        each = outcome.verdicts
+        said = [each] * len(call.rows) if isinstance(each, Failure) else each
+        rows = [(at, row, verdict) for at, verdict in enumerate(said) for row in alike[call.rows[at]]]
+        for at, row, verdict in rows:
+            mark = marks[row]
+            mark.metrics |= outcome.metrics[at] if outcome.metrics else {}
+            if not isinstance(verdict, Failure):
+                mark.rewards[call.name] = verdict
+                continue
+            text = f"reward {call.name!r} {verdict.text}"
+            if verdict.costs == "run":
+                raise RewardError(text)
+            if not mark.failures:
+                self._counts[f"failed_{verdict.reason}"] += 1
+            if verdict.costs == "rollout":
+                mark.failures.append(text)
+            self._tell(call.name, verdict, text)
+
+    def _tell(self, name: str, failure: Failure, text: str) -> None:
+        """Log a failure; the first of its kind as a warning."""
+        first = (name, failure.reason) not in self._told
+        self._told.add((name, failure.reason))
+        where = f"; tracebacks are in {self._log}" if self._log else ""
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "%s; %s%s", text, _CONSEQUENCE[failure.costs], where)
+
+    def _graded(self, rollout: Rollout, marks: _Marks) -> Rollout:
+        given = {name: value for name, value in marks.rewards.items() if value is not None}
+        given = {name: given[name] for name in self._weights if name in given}
+        metrics = {**rollout.metrics, **marks.metrics}
+        if marks.failures:
+            error = "; ".join(marks.failures)
+            return replace(rollout, status="error", error=error, rewards=given, reward=None, metrics=metrics)
+        total = sum(self._weights[name] * value for name, value in given.items()) if given else None
+        return replace(rollout, rewards=given, reward=total, metrics=metrics)
+
+
+def _alike(rollouts: Iterable[tuple[int, Rollout]]) -> dict[int, list[int]]:
+    """By the first of those that a pure reward cannot tell apart, the places of all of them, its own included."""
+    places: dict[Hashable, list[int]] = {}
+    for place, rollout in rollouts:
+        turns = tuple((turn.completion.tokens, turn.completion.finish, turn.reply) for turn in rollout.turns)
+        metrics = tuple(sorted(rollout.metrics.items()))
+        places.setdefault((turns, rollout.messages, metrics), []).append(place)
+    return {alike[0]: alike for alike in places.values()}
+
+
+async def _all(doing: Sequence[Awaitable[Result]]) -> list[Result]:
+    """All results; if one fails, the others are cancelled and waited for first."""
+    tasks = [asyncio.ensure_future(one) for one in doing]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _packed(name: str, reward: AnyReward) -> tuple[str, str | bytes]:
+    """What messages call a reward, and how it travels: an import path, or a pickle.
+
+    Raises:
+        RewardError: it cannot be pickled.
+    """
+    if isinstance(reward, str):
+        return f"reward function {reward!r}", reward
+    module, qualname = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", "")
+    called = f"reward {name!r}" if isinstance(reward, Reward) else f"reward function '{module}:{qualname}'"
+    remedy = "define it at the top level of a module that can be imported"
+    if module == "__main__":
+        raise RewardError(f"{called} cannot be sent to a grading process, which has another __main__; {remedy}")
+    try:
+        return called, pickle.dumps(reward)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RewardError(f"{called} cannot be sent to a grading process: {error}; {remedy}") from error

@@ -1,0 +1,239 @@
+"""``tandem doctor``: what this machine has and lacks, checked by trying it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem import __version__, machine
+from tandem.errors import TandemError
+
+DISTRIBUTION = "tandem-rl"
+_LITTLE_DISK = 2e9
+_LITTLE_MEMORY = 3e9
+ENGINE_PYTHON = Path(".venv-engine/bin/python")
+"""Where scripts/setup makes an environment for vLLM."""
+_IMPORT = "import torch, vllm; print(f'vLLM {vllm.__version__}, torch {torch.__version__}')"
+_IMPORT_SECONDS = 180
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing looked at."""
+
+    what: str
+    """Its name."""
+    state: Literal["ok", "note", "problem"]
+    """note: something optional is missing; problem: training cannot work."""
+    detail: str
+    """What was found."""
+    fix: str = ""
+    """What to do about it."""
+
+
+def doctor(folder: Path = Path("runs"), recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
+    """Print every finding; returns the exit code, 1 if there is a problem.
+
+    Args:
+        folder: where runs go.
+        recipe: whose engine is looked at too.
+        overrides: laid over the recipe.
+
+    Raises:
+        ConfigError: the recipe is wrong.
+    """
+    found = [*findings(folder), _asked_engine(recipe, overrides) if recipe else _any_engine()]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
+    for finding in found:
+        detail = Text(finding.detail)
+        if finding.fix:
+            detail.append(f"\n→ {finding.fix}", "bold" if finding.state == "problem" else "")
+        table.add_row(Text(finding.state, colours[finding.state]), finding.what, detail)
+    console = Console()
+    console.print(table)
+    problems = sum(finding.state == "problem" for finding in found)
+    console.print(f"{problems} problem{'s' * (problems != 1)}" if problems else "ready to train", markup=False)
+    return 1 if problems else 0
+
+
+def findings(folder: Path) -> Iterator[Finding]:
+    """Everything that is looked at, in order."""
+    yield Finding(what="tandem", state="ok", detail=f"{__version__}, Python {platform.python_version()}")
+    yield from _packages()
+    yield from _memory()
+    yield _disk(folder)
+    yield _tried("write access", lambda: _write(folder), f"make {folder} writable, or set runs: to a folder that is")
+    yield _tried("grader process", _child, "allow child processes: rewards are computed in them")
+    yield _tried("matrix product", _product, "reinstall torch for this machine: https://pytorch.org/get-started")
+    yield _tried("parts", _parts, "reinstall tandem-rl, or mend the file that the message names")
+
+
+def _packages() -> Iterator[Finding]:
+    """What the distribution's own metadata says it needs."""
+    try:
+        needed = requirements()
+    except importlib.metadata.PackageNotFoundError:
+        detail = f"{DISTRIBUTION} runs from its source, so what it needs cannot be looked up"
+        yield Finding(what="libraries", state="note", detail=detail, fix=f"{sys.executable} -m pip install -e .")
+        return
+    for extra, names in needed.items():
+        missing = [name for name in names if _version(name) is None]
+        what = f"extra {extra}" if extra else "libraries"
+        if not missing:
+            yield Finding(what=what, state="ok", detail=", ".join(f"{name} {_version(name)}" for name in names))
+        elif extra:
+            fix = f"{sys.executable} -m pip install '{DISTRIBUTION}[{extra}]', if you want it"
+            yield Finding(what=what, state="note", detail=f"missing: {', '.join(missing)}", fix=fix)
+        else:
+            fix = f"{sys.executable} -m pip install {' '.join(missing)}"
+            yield Finding(what=what, state="problem", detail=f"missing: {', '.join(missing)}", fix=fix)
+
+
+def requirements() -> dict[str, list[str]]:
+    """Distributions needed by each extra; under the empty name, those always needed.
+
+    Raises:
+        PackageNotFoundError: Tandem is not installed.
+    """
+    needed: dict[str, list[str]] = {"": []}
+    for line in importlib.metadata.requires(DISTRIBUTION) or []:
+        name = re.match(r"[\w.-]+", line)
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        assert name is not None
+        needed.setdefault(extra[1] if extra else "", []).append(name[0])
+    needed.pop("dev", None)
+    return needed
+
+
+def _memory() -> Iterator[Finding]:
+    here, gpu = machine.host(), machine.accelerator()
+    little = here.free < _LITTLE_MEMORY
+    yield Finding(
+        what="memory",
+        state="note" if little else "ok",
+        detail=f"{machine.readable(here.free)} free of {machine.readable(here.total)}, {machine.cores()} cores",
+        fix="close other programs; a 135M model in bfloat16 wants about 3 GB" if little else "",
+    )
+    if gpu is None:
+        yield Finding(what="accelerator", state="ok", detail="none: the CPU trains")
+    else:
+        free = f"{machine.readable(gpu.free)} free of {machine.readable(gpu.total)}"
+        yield Finding(what="accelerator", state="ok", detail=f"{gpu.name}, {free}")
+
+
+def _disk(folder: Path) -> Finding:
+    free = machine.free_disk(folder)
+    little = free < _LITTLE_DISK
+    fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
+    return Finding(
+        what="disk",
+        state="note" if little else "ok",
+        detail=f"{machine.readable(free)} free for {folder}",
+        fix=fix if little else "",
+    )
+
+
+def _tried(what: str, attempt: Callable[[], str], fix: str) -> Finding:
+    """Do something that training needs; any failure is the finding."""
+    try:
+        return Finding(what=what, state="ok", detail=attempt())
+    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError, TandemError) as error:
+        return Finding(what=what, state="problem", detail=f"{type(error).__name__}: {error}", fix=fix)
+
+
+def _any_engine() -> Finding:
+    """vLLM, where one might be: in this environment, or in the one beside it."""
+    if importlib.util.find_spec("vllm") is not None:
+        return _tried("vLLM", lambda: _vllm(sys.executable), "mend it, or name another engine.python")
+    if ENGINE_PYTHON.exists():
+        return _tried("vLLM", lambda: _vllm(str(ENGINE_PYTHON)), "make it anew: bash scripts/setup")
+    fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
+    return Finding(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
+
+
+def _asked_engine(recipe: Path, overrides: Sequence[str]) -> Finding:
+    """vLLM, where a recipe's engine.python says."""
+    from tandem.config.loading import load
+    from tandem.engines.vllm.spec import Vllm
+
+    engine = load(recipe, overrides).config.engine
+    if not isinstance(engine, Vllm) or engine.urls:
+        return Finding(what="vLLM", state="ok", detail="the recipe starts none")
+    python = engine.python or sys.executable
+    return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
+
+
+def _vllm(python: str) -> str:
+    """Import it in the interpreter that would run it."""
+    done = subprocess.run([python, "-c", _IMPORT], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return f"{done.stdout.strip().splitlines()[-1]}, by {python}"
+
+
+def _write(folder: Path) -> str:
+    """Write where runs go, or would go."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    with tempfile.TemporaryFile(dir=place) as file:
+        file.write(b"x")
+    return f"{place} can be written"
+
+
+def _child() -> str:
+    """Start a child process and hear from it."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True, timeout=60)
+    return f"a child process starts and ends in {time.perf_counter() - begin:.2f} s"
+
+
+def _product() -> str:
+    """A product of matrices in the type that weights have."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 512
+    seconds: dict[torch.dtype, float] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left = torch.ones(size, size, dtype=dtype, device=device)
+        if not torch.equal(left @ left, torch.full_like(left, size)):
+            raise RuntimeError(f"a product of {dtype} matrices is wrong on {device}")
+        begin = time.perf_counter()
+        for _ in range(4):
+            left = (left @ left) / size
+        left[0, 0].item()  # an accelerator has finished only now
+        seconds[dtype] = time.perf_counter() - begin
+    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+    return f"bfloat16 and float32 are right on {device}; bfloat16 runs at {ratio:.1f}× the speed of float32"
+
+
+def _parts() -> str:
+    """Import every part."""
+    from tandem.config import registry as resolve
+
+    count = [resolve.find(slot, kind) for slot in resolve.SLOTS for kind in resolve.names(slot)]
+    return f"all {len(count)} load"
+
+
+def _version(name: str) -> str | None:
+    """Version of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

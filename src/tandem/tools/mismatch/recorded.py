@@ -1,0 +1,143 @@
+"""What a run recorded of its tokens: what each was sampled after, by which version, and what both sides told of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tandem.errors import TandemError
+from tandem.observability.report.folder import Row, RunFolder
+from tandem.types import Json, Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """One turn of one rollout. Sequences with one entry for each sampled token say so."""
+
+    rollout: str
+    """Id of its rollout."""
+    group: str
+    """Id of its group."""
+    step: int
+    """Optimizer step that trained it; the weights it trained were those of the step before."""
+    turn: int
+    """Which turn, from 0."""
+    prompt: tuple[int, ...]
+    """Ids before it, as the engine is said to have been given them."""
+    tokens: tuple[int, ...]
+    """Sampled ids."""
+    pieces: tuple[str, ...]
+    """Text of each token."""
+    engine: tuple[float, ...]
+    """The engine's logprob of each token."""
+    trainer: tuple[float, ...]
+    """The trainer's logprob of each token, at the weights it trained."""
+    versions: tuple[int, ...]
+    """Policy step stamped on each token."""
+    temperature: float
+    """Temperature it was sampled at."""
+    said: tuple[int, ...]
+    """The turn before it, prompt and sampled ids; empty for the first."""
+    before: tuple[Message, ...] | None
+    """The conversation up to it; None where the record does not tell which message is which turn."""
+    opening: int
+    """Messages of ``before`` up to the turn before it; of the first turn 0."""
+
+
+def spoken(rows: Iterable[Row], most: int) -> tuple[list[Spoken], int]:
+    """Turns of whole rollouts until there are ``most`` tokens, at least one rollout; and how many rollouts were passed.
+
+    Rollouts are taken in turn from each group, so that few tokens are of many prompts. Those that were not trained, or
+    whose sampler told no logprobs, have no gap and are passed.
+
+    Raises:
+        TandemError: the record is of a Tandem that did not write what is needed.
+    """
+    by_group: dict[str, list[Row]] = {}
+    passed = 0
+    for row in rows:
+        if _has_gap(row):
+            by_group.setdefault(str(row.get("group", "")), []).append(row)
+        else:
+            passed += 1
+    out: list[Spoken] = []
+    left = most
+    for row in (row for some in itertools.zip_longest(*by_group.values()) for row in some if row is not None):
+        if left <= 0:
+            break
+        turns = list(_turns(row))
+        out += turns
+        left -= sum(len(turn.tokens) for turn in turns)
+    return out, passed
+
+
+def _has_gap(row: Row) -> bool:
+    tokens = row.get("tokens") or []
+    return bool(tokens) and all(token.get("lp") is not None and token.get("tp") is not None for token in tokens)
+
+
+def _turns(row: Row) -> Iterator[Spoken]:
+    tokens: list[Row] = row["tokens"]
+    if not {"prompts", "temperatures", "stamps"} <= row.keys():
+        raise TandemError(
+            f"the record of rollout {row.get('rollout')} has no prompt tokens: an older Tandem wrote it. "
+            "Take a few more steps with this one (tandem train RUN steps=N) and look at those"
+        )
+    versions = [version for version, count in row["stamps"] for _ in range(count)]
+    conversations = _conversations(row)
+    said: tuple[int, ...] = ()
+    at = 0
+    for turn, (count, (kept, added)) in enumerate(zip(row["turns"], row["prompts"], strict=True)):
+        own = tokens[at : at + count]
+        prompt = (*said[:kept], *added)
+        if own:
+            before, opening = conversations[turn] if conversations else (None, 0)
+            yield Spoken(
+                rollout=str(row["rollout"]),
+                group=str(row["group"]),
+                step=int(row["step"]),
+                turn=turn,
+                prompt=prompt,
+                tokens=tuple(token["id"] for token in own),
+                pieces=tuple(token["t"] for token in own),
+                engine=tuple(token["lp"] for token in own),
+                trainer=tuple(token["tp"] for token in own),
+                versions=tuple(versions[at : at + count]),
+                temperature=float(row["temperatures"][turn]),
+                said=said,
+                before=before,
+                opening=opening,
+            )
+        said = (*prompt, *(token["id"] for token in own))
+        at += count
+
+
+def _conversations(row: Row) -> list[tuple[tuple[Message, ...] | None, int]] | None:
+    """Before each turn: all that was said, and how much of it was said before the turn before; None if unknown."""
+    messages = [_message(message) for message in row.get("messages") or []]
+    first = len(row.get("prompt") or [])
+    own = [i for i, message in enumerate(messages) if i >= first and message.role == "assistant"]
+    if len(own) != len(row["turns"]) or not own or own[0] != first:
+        return None
+    return [(tuple(messages[:end]), own[turn - 1] if turn else 0) for turn, end in enumerate(own)]
+
+
+def _message(plain: Json) -> Message:
+    return Message(role=str(plain.get("role", "")), content=str(plain.get("content", "")))
+
+
+def choose(run: RunFolder, saved: Sequence[int]) -> int:
+    """The step to look at: the newest that was trained right after a checkpoint, else the last recorded one.
+
+    Of such a step the weights are on disk that it trained, and often those that sampled. Step 1, for which the model
+    as loaded counts as a checkpoint, says nothing of weights that travel, so it comes last.
+
+    Raises:
+        TandemError: no rollouts are recorded.
+    """
+    recorded = run.rollout_steps
+    if not recorded:
+        raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
+    after = [step + 1 for step in saved if step + 1 in recorded and step > 0]
+    return max(after) if after else recorded[-1]

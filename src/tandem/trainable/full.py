@@ -1,0 +1,60 @@
+"""Every weight of the model, or every weight of some of its layers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tandem.errors import CheckpointError
+from tandem.lazy import torch
+from tandem.trainable.base import Trains, layer_of, read_into, safetensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(Trains):
+    """Full fine-tuning: embeddings, layers, norms and output head. ``save`` writes a Hugging Face model folder."""
+
+    folder_name: ClassVar[str] = "model"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Mark all parameters, or those of ``layers``."""
+        self.check_layers(name for name, _ in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.layers is None or layer_of(name) in self.layers)
+        return model
+
+    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+        """Write the whole model, which ``AutoModelForCausalLM.from_pretrained(folder)`` loads."""
+        model.save_pretrained(folder)  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Stream the files tensor by tensor, so that no second model is held."""
+        names_of: dict[int, tuple[Tensor, list[str]]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names_of.setdefault(id(tensor), (tensor.detach(), []))[1].append(name)
+        live = [(name, tensor) for tensor, names in names_of.values() for name in names]
+        missing = set(read_into(live, safetensors_in(folder)))
+        if any(missing.issuperset(names) for _, names in names_of.values()):
+            _reload(model, folder)
+
+
+def _reload(model: nn.Module, folder: Path) -> None:
+    """For a model that transformers stores under other names than it runs with: let transformers translate."""
+    log.info("the weights in %s are stored in another layout than the model's; loading a second copy", folder)
+    config: Any = model.config
+    other, info = type(model).from_pretrained(folder, dtype=config.dtype, output_loading_info=True)  # type: ignore[attr-defined]
+    wrong = sorted([*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])
+    if wrong:
+        raise CheckpointError(f"{folder} is not of this model: {len(wrong)} weights do not match, first {wrong[0]}")
+    with torch.no_grad():
+        stored = other.state_dict()
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(stored[name])

@@ -1,0 +1,197 @@
+"""A low-rank adapter of the frozen linear layers (arXiv 2106.09685), by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from tandem.errors import CheckpointError, ConfigError
+from tandem.lazy import torch
+from tandem.trainable.base import Trains, WeightSource, layer_of, read_into, safetensors_in
+from tandem.transport.adapters import write_adapter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model it wraps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Trains):
+    """LoRA: W + alpha/rank * B A, with B starting at zero. ``save`` writes a PEFT adapter folder.
+
+    The adapter has the base weights' type (the optimizer keeps float32 masters of a bfloat16 one): a float32 adapter
+    beside bfloat16 layers makes a training pass on a CPU a third slower, by its casts. There is no dropout: the policy
+    that is scored must be the policy that sampled, or the ratio of an untouched token is not 1.
+
+    ``merged`` keeps the sum in the layer's own weight, rounded to its type; trainer and engine both run on it, so the
+    ratio sees one rounded policy on both sides and is 1 for an untouched token. The gradient of A and B is taken at the
+    rounded weights. A bfloat16 weight follows once its change reaches half of its last bit (0.2 to 0.4 % of it):
+    nothing is lost until then, since A and B hold the whole change and the sum is made anew after every step. What
+    ``save`` writes, run unmerged, differs from the policy that sampled by this rounding.
+    """
+
+    folder_name: ClassVar[str] = "adapter"
+
+    rank: int = 16
+    """Columns of A and rows of B; parameters and memory grow with it."""
+    alpha: int = 32
+    """The adapter's output is multiplied by alpha/rank."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that are adapted, such as q_proj; all-linear takes all but the output head."""
+    merged: bool = False
+    """The engine's weights hold W0 + alpha/rank * B A; no adapter kernels anywhere, but W0 is kept as well."""
+    base_on: Literal["host", "device"] = "device"
+    """Where merged keeps W0 of the adapted layers: host frees an accelerator's memory and makes each step wait."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise ValueError("rank must be at least 1")
+        if self.alpha < 1:
+            raise ValueError("alpha must be at least 1")
+        if not self.target_modules:
+            raise ValueError("target_modules must name at least one module, or be all-linear")
+
+    def inert(self) -> Mapping[str, str]:
+        """Only merged keeps W0."""
+        return {} if self.merged else {"base_on": "merged is false, so W0 is the weight itself"}
+
+    @property
+    def travels(self) -> Literal["weights", "adapter"]:
+        """Merged weights travel as any others."""
+        return "weights" if self.merged else "adapter"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Freeze the model, inject the adapter; A is drawn from torch's global generator, which the caller seeds."""
+        from peft import get_peft_model
+
+        targets = self.targets(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        with warnings.catch_warnings():
+            # PEFT asks transformers for a property by a name that transformers has since deprecated.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted: nn.Module = get_peft_model(model, self._config(targets), autocast_adapter_dtype=False)
+        if self.merged:
+            from tandem.trainable import _merged
+
+            return _merged.convert(adapted, self.alpha / self.rank, self.base_on)
+        from tandem.trainable import _adapted  # which imports PEFT
+
+        return _adapted.adapt(adapted)
+
+    def _config(self, targets: list[str]) -> Any:
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=targets,
+            layers_to_transform=None if self.layers is None else list(self.layers),
+            task_type="CAUSAL_LM",
+        )
+
+    def targets(self, model: nn.Module) -> list[str]:
+        """Last parts of the names of the modules to adapt, checked against the model; no tensor is looked at."""
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        linear = [
+            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+        ]
+        self.check_layers(linear)
+        if self.layers is not None:
+            linear = [name for name in linear if layer_of(name) in self.layers]
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        if self.target_modules == "all-linear":
+            return known
+        wrong = [name for name in self.target_modules if name not in known]
+        if wrong:
+            raise ConfigError(
+                f"trains.target_modules: the model has no linear layer {wrong[0]!r}; it has {', '.join(known)}"
+            )
+        return list(self.target_modules)
+
+    def source(self, model: nn.Module) -> WeightSource:
+        """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
+        if not self.merged:
+            return super().source(model)
+        return WeightSource((f"{name}.weight", layer.weight) for name, layer in _merged_layers(model))
+
+    def fold(self, model: nn.Module) -> None:
+        """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
+        for _, layer in _merged_layers(model):
+            layer.fold()
+
+    def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """The adapter switched off; merged, W0 is not where the model computes."""
+        if self.merged:
+            return None
+        off: AbstractContextManager[None] = model.disable_adapter()  # type: ignore[operator]
+        return off
+
+    def base_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The causal model's own weights, under the names they had before the adapter came."""
+        adapter = {id(parameter) for _, parameter in self.parameters(model)}
+        causal = getattr(model, "get_base_model", lambda: model)()
+        own = ((name, p) for name, p in causal.named_parameters() if id(p) not in adapter)
+        return {name.replace(".base_layer.", "."): parameter for name, parameter in own}
+
+    def adapter_config(self, model: nn.Module) -> dict[str, Any]:
+        """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""
+        config = self._config(sorted({name.split(".")[-3] for name in self._adapter(model)}))
+        causal: Any = getattr(model, "get_base_model", lambda: model)()
+        config.base_model_name_or_path = causal.name_or_path or None
+        config.inference_mode = True
+        plain: dict[str, Any] = config.to_dict()
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
+
+    def kept_bytes(self, model: nn.Module, *, on_host: bool) -> int:
+        """W0 of the adapted layers, if it is kept where the weights are."""
+        if self.base_on == "host" and not on_host:
+            return 0
+        return sum(layer.weight.nbytes for _, layer in _merged_layers(model))
+
+    def _adapter(self, model: nn.Module) -> dict[str, Tensor]:
+        """Live tensors of the adapter under the names of its file."""
+        if not self.merged:
+            from peft import get_peft_model_state_dict
+
+            live: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+            return live
+        return {
+            f"{_PREFIX}{name}.{part}.weight": getattr(layer, part).detach()
+            for name, layer in _merged_layers(model)
+            for part in ("lora_A", "lora_B")
+        }
+
+    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+        """Write the adapter, which ``PeftModel.from_pretrained(base, folder)`` loads."""
+        if self.merged:
+            write_adapter(folder, self._adapter(model), self.adapter_config(model))
+        else:
+            # save_embedding_layers decides now what PEFT would otherwise ask the hub about.
+            model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Copy the adapter's tensors into the live ones, and fold."""
+        live = self._adapter(model)
+        missing = read_into(list(live.items()), safetensors_in(folder))
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of {len(live)} adapter tensors, first {missing[0]}; "
+                "resume with the recipe that the checkpoint was made with"
+            )
+        self.fold(model)
+
+
+def _merged_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Name and module of each layer that holds a merged weight."""
+    from tandem.trainable import _merged  # which needs torch
+
+    return _merged.layers(model)

@@ -1,0 +1,382 @@
+"""The composition root: a ``RunConfig`` becomes live parts, and only here."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem import machine
+from tandem.algorithms.advantages.base import Advantage, Weighs
+from tandem.algorithms.references.base import Held
+from tandem.config import loading as recipes
+from tandem.config.loading import RunConfig
+from tandem.config.objective import only_by_advantage
+from tandem.engines.base import CanAttest, CanLend, Engine, Needs
+from tandem.envs.base import Split
+from tandem.model import float8, layers
+from tandem.model.penalties import Penalties
+from tandem.model.policy import Compute, Policy, load_config, load_model, load_tokenizer
+from tandem.observability import progress, vitals, waits, watchdog
+from tandem.observability.alarms.watch import Watch
+from tandem.observability.completions import Completions
+from tandem.observability.emit import Telemetry
+from tandem.observability.loggers.base import RunInfo
+from tandem.optimizers.base import Stepper
+from tandem.rollout.chat import Template
+from tandem.rollout.cursor import Cursor
+from tandem.rollout.rate import Pace
+from tandem.rollout.streams import Stream
+from tandem.rollout.supply import Supply
+from tandem.trainer import lifetime, loop, players, supply
+from tandem.trainer import memory_plan as memory
+from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
+from tandem.trainer.evaluate import evaluator
+from tandem.trainer.lock import Lock
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import Packer
+from tandem.trainer.pairs import check_pairs as check_pairs
+from tandem.trainer.record import records
+from tandem.trainer.state import TrainerState
+from tandem.trainer.step import Step
+from tandem.types import Json, PolicyVersion
+from tandem.weight_sync.base import Link
+
+
+async def train(config: RunConfig, *, resume: Path | None, given: Collection[str] = ()) -> Path:
+    """Start a run, or go on with the one in ``resume``; returns its folder.
+
+    ``given`` options are the recipe's own, by dotted path: ``memory: fit`` leaves them be.
+
+    Raises:
+        KeyboardInterrupt: stopped by a signal; everything is saved, and its text says how to go on.
+        Deadline: somebody was waited for too long; its message says who waited for whom.
+        TandemError: anything else that ended it.
+    """
+    with watchdog.watching(config.patience) as dog, Lock() as lock:
+        if resume:
+            lock.take(resume)
+        return await _train(config, dog, lock, resume, given)
+
+
+async def _train(
+    config: RunConfig, dog: watchdog.Watchdog, lock: Lock, resume: Path | None, given: Collection[str]
+) -> Path:
+    check_pairs(config)
+    config.engine.check(trains=config.trains, folder=resume or Path(config.runs) / (config.name or ""))
+    tasks = {split: players.tasks(config, split) for split in players.splits(config)}
+    with waits.blocking("trainer", "its shape, prompts and memory", _model(config), config.patience.wait_seconds):
+        model = load_config(config.model)
+        longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
+        config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
+    folder = dog.folder = resume or lifetime.new_folder(config)
+    lock.take(folder)
+    with lifetime.told(folder), vitals.shown(folder):
+        if resume:
+            lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
+        steps = saved_steps(folder / "checkpoints")
+        info = RunInfo(
+            name=folder.name,
+            folder=folder,
+            steps=config.steps,
+            config=recipes.as_json(config),
+            resumed_step=steps[-1] if steps else 0,
+        )
+        alarms = Watch(info.config)
+        with Telemetry(info, config.sinks, alarms) as telemetry:
+            telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
+            async with _assembled(config, dog, lock, tasks, telemetry) as (run, state):
+                alarms.stop = run.stop.set
+                with lifetime.signals(run.stop, folder), machine.settled():
+                    state = await loop.train(run, state)
+            lock.check()
+            telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
+    if state.step < config.steps:
+        raise lifetime.stopped(state.step, alarms.ended, folder, config.checkpoint.save)
+    return folder
+
+
+async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
+    """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
+    async with playing(config, _first(config, players.tasks(config, "test")), weights) as streams:
+        return await evaluator(config, streams)(0)
+
+
+@asynccontextmanager
+async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None) -> AsyncIterator[list[Stream]]:
+    """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint."""
+    with watchdog.watching(config.patience):
+        async with _policy(config) as policy, players.opened(config, config.sources, None) as opened:
+            if weights is not None:
+                await policy.compute(config.trains.load, policy.model, weights)
+            async with _published(config, policy, fresh=weights is None) as engine:
+                yield opened.streams(engine, _template(config, policy), tasks)
+
+
+@asynccontextmanager
+async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> AsyncIterator[Engine]:
+    """An engine that samples from the policy as it is; one in another process is given its weights, and proves it."""
+    context = memory.context(config, policy.config)
+    if CanAttest not in config.engine.ports:
+        async with config.engine.open(policy, context=context) as engine:
+            yield engine
+        return
+    check_pairs(config)
+    with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
+        config.engine.check(trains=config.trains, folder=Path(folder))
+        needs = engine_needs(config, Path(folder))
+        async with (
+            config.engine.open(policy, context=context, needs=needs) as engine,
+            Link(sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder)) as link,
+        ):
+            await link.bind(fresh=_started_on_ours(config, engine, 0) and (fresh or config.trains.travels == "adapter"))
+            async with link.open(PolicyVersion(step=0, digest="")):
+                yield engine
+
+
+@asynccontextmanager
+async def _assembled(
+    config: RunConfig, dog: watchdog.Watchdog, lock: Lock, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
+    """Every part of a run, live, and the state it starts from."""
+    async with AsyncExitStack() as stack:
+        with dog.ends():  # before any of them does
+            yield await _assemble(stack, config, lock, tasks, telemetry)
+
+
+async def _assemble(
+    stack: AsyncExitStack, config: RunConfig, lock: Lock, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+) -> tuple[loop.Run, TrainerState]:
+    folder = lock.folder
+    policy = await stack.enter_async_context(_policy(config))
+    played = config.sources if config.plays else {}
+    playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
+    with progress.under_way("grading the first gold answers"):
+        await playing.check_gold()
+    held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
+    state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
+    needs = engine_needs(config, folder, restored=state.step)
+    context = memory.context(config, policy.config)
+    with progress.under_way("starting the engine"):
+        engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
+    link = Link(
+        sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
+    )
+    await stack.enter_async_context(link)
+    # First: the weights may move into the engine's memory, and the optimizer writes where they are.
+    await link.bind(fresh=_started_on_ours(config, engine, state.step))
+    stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
+    checkpoints = _checkpoints(config, lock, policy, stepper, held, telemetry)
+    await checkpoints.restore(state)
+    template = _template(config, policy)
+    held_out = evaluator(config, playing.streams(engine, template, _first(config, tasks.get("test", {}))), telemetry)
+    reached = supply.Reached(state.step)
+    pace = supply.pace(config, state.rate, telemetry)
+    streams = playing.streams(engine, template, tasks.get("train", {}))
+    run = loop.Run(
+        steps=config.steps,
+        policy=policy,
+        link=link,
+        feed=_supply(config, folder, policy, engine, streams, reached, telemetry, pace),
+        pack=packer(config, policy),
+        step=Step(
+            policy=policy,
+            objective=objective(config),
+            optimizer=config.optimizer,
+            stepper=stepper,
+            sampling=config.sampling,
+            steps=config.steps,
+            updates=config.updates,
+            held=held,
+            fold=lambda: config.trains.fold(policy.model),
+        ),
+        checkpoints=checkpoints,
+        evaluate=held_out.maybe,
+        evaluates=held_out.wants,
+        telemetry=telemetry,
+        records=lambda step, batch, stats: records(step, batch, stats, template),
+        show=Completions(config.print_completions, telemetry),
+        stop=asyncio.Event(),
+        reached=reached.set,
+        grading=playing.metrics,
+        pace=pace,
+    )
+    return run, state
+
+
+def _checkpoints(
+    config: RunConfig, lock: Lock, policy: Policy, stepper: Stepper, held: Held | None, telemetry: Telemetry
+) -> Checkpoints:
+    return Checkpoints(
+        folder=lock.folder / "checkpoints",
+        contents=config.checkpoint.save,
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        steps=config.steps,
+        policy=policy,
+        trains=config.trains,
+        stepper=stepper,
+        held=held,
+        still=lock.check,
+        on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
+    )
+
+
+def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
+    """What the run asks of its engine; after ``restored`` steps it is started on the checkpoint's own weights."""
+    saved = folder / "checkpoints" / f"{restored:06d}" / config.trains.folder_name if folder and restored else None
+    return Needs(
+        model=config.model,
+        dtype=config.dtype,
+        folder=folder,
+        weights=saved if config.trains.folder_name == "model" else None,
+        travels=config.trains.travels,
+        rank=getattr(config.trains, "rank", 0),
+        targets=_adapted(config),
+        port=config.sync.port,
+        versions=config.most_lag + 2,
+        seed=config.seed,
+    )
+
+
+def _adapted(config: RunConfig) -> tuple[str, ...]:
+    """Names of the layers that an engine in another process must be ready to adapt; no weight is loaded for it."""
+    if config.trains.travels != "adapter" or CanAttest not in config.engine.ports:
+        return ()
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(config.model))
+    targets: Callable[[Any], Sequence[str]] = getattr(config.trains, "targets", lambda _: ())
+    return tuple(targets(model))
+
+
+def _started_on_ours(config: RunConfig, engine: Engine, restored: int) -> bool:
+    """Whether the engine, as it started, holds the weights that the policy holds (adapters aside)."""
+    if engine.adopted:
+        return False
+    return not restored or config.trains.folder_name == "model" or config.trains.travels == "adapter"
+
+
+def _fresh(config: RunConfig) -> TrainerState:
+    return TrainerState(
+        step=0,
+        version=PolicyVersion(step=0, digest=""),
+        tokens_seen=0,
+        cursor=Cursor(),
+        config_digest=recipes.digest(config),
+    )
+
+
+@asynccontextmanager
+async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
+    """Model, adapter and tokenizer on the compute thread."""
+    with waits.blocking("trainer", "its tokenizer", _model(config), config.patience.wait_seconds):
+        tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+    compute = Compute(config.threads)
+
+    def load() -> Any:
+        torch.manual_seed(config.seed)
+        model = load_model(config.model, dtype=getattr(torch, config.dtype), device=_device(config))
+        model = config.trains.prepare(model).eval()
+        if config.matmul == "fp8":
+            float8.convert(model)
+        layers.tune(model, compile=config.compile, checkpointing=config.checkpointing)
+        return model
+
+    try:
+        with progress.under_way(f"loading the weights of {config.model}"):
+            model = await waits.wait(compute(load), owner="trainer", reason="its weights", on=_model(config))
+        yield Policy(model, tokenizer, name=config.model, compute=compute, compile=config.compile)
+    finally:
+        compute.close()
+
+
+def _model(config: RunConfig) -> str:
+    """As waits call it."""
+    return f"model {config.model}"
+
+
+def _device(config: RunConfig) -> torch.device:
+    """Where the policy is loaded: on the host if its weights will be those in the memory of an engine's process."""
+    lent = config.sync.port is CanLend and CanAttest in config.engine.ports
+    return torch.device("cuda" if torch.cuda.is_available() and not lent else "cpu")
+
+
+def _template(config: RunConfig, policy: Policy) -> Template:
+    return Template(policy.tokenizer, config.chat_template_kwargs)
+
+
+def _supply(
+    config: RunConfig,
+    folder: Path,
+    policy: Policy,
+    engine: Engine,
+    streams: Sequence[Stream],
+    reached: supply.Reached,
+    telemetry: Telemetry,
+    pace: Pace,
+) -> Supply:
+    """Where groups come from: a broker if the recipe names one, else what is played here."""
+    if config.broker is not None:
+        return supply.foreign(
+            config,
+            folder=folder,
+            context=memory.context(config, policy.config),
+            vocabulary=policy.head.weight.shape[0],
+            template=_template(config, policy),
+            reached=reached,
+            telemetry=telemetry,
+            engine=engine,
+        )
+    return supply.played(config, streams, reached, telemetry, pace)
+
+
+def objective(config: RunConfig) -> Objective:
+    """What a recipe's step minimises."""
+    return Objective(
+        loss=config.loss,
+        corrections=config.corrections,
+        recomputed=config.old_logprobs == "recomputed",
+        reference=config.reference,
+    )
+
+
+def changing(config: RunConfig, policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
+    """The weights that training changes and the model computes with, as they are loaded: before any checkpoint."""
+    names = [meta.name for meta in config.trains.source(policy.model).manifest()]
+    return [(name, policy.model.get_parameter(name)) for name in names]
+
+
+def _advantage(config: RunConfig) -> Advantage:
+    if not isinstance(config.advantage, Weighs):
+        return config.advantage
+    return config.advantage.weighed(
+        {env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()}
+    )
+
+
+def packer(config: RunConfig, policy: Policy) -> Packer:
+    """What makes a recipe's micro-batches."""
+    return Packer(
+        advantage=_advantage(config),
+        reduction=config.loss.reduction,
+        max_tokens=config.sampling.max_tokens,
+        budget=config.micro_batch_tokens,
+        mask_truncated=config.truncated == "mask",
+        device=policy.device,
+        width=policy.config.hidden_size,
+        skip_zero=only_by_advantage(config),
+        penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
+        skip_forced=bool(config.sampling.regex),
+    )
+
+
+def _first(config: RunConfig, tasks: players.Tasks) -> players.Tasks:
+    """The held-out tasks that are looked at."""
+    return {name: some[: config.evaluate.tasks] for name, some in tasks.items()}

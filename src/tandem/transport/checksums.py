@@ -1,0 +1,259 @@
+"""Additive checksums of tensors: one definition for the trainer, every engine and every shard, on CPU and CUDA.
+
+A tensor is seen as a matrix of its elements' bits, x, taken as unsigned integers. Its checksum is
+
+    sum over r, c of  a[r] * x[r, c] * b[c]   modulo 2^64
+
+with fixed pseudo-random odd weights a and b. The sums of disjoint shards, each at its place in the whole, add up to
+the whole's; an element that is changed, moved, swapped or missing changes the sum, unless it is zero where it was and
+where it went. Weights of rows times weights of columns, rather than one for each element, cost one multiplication an
+element: a matrix is read as fast as memory gives it. It finds accidents; it is no defence against an adversary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import TornWeights
+from tandem.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sums = dict[str, int]
+"""Checksum of each tensor, from 0 to 2^64 - 1, by name."""
+
+ROW_SEED = 0x1CE4E5B9BF58476D
+COLUMN_SEED = 0x133111EB94D049BB
+
+_MASK = (1 << 64) - 1
+_CHUNK = 1 << 19
+"""Elements that a CPU widens at a time: 4 MB of int64, which stays in its cache."""
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
+"""What an element's bits are seen as, by its size; 8 bytes are two columns, so that no product loses its top bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A tensor, or the part of it that lies here."""
+
+    name: str
+    """The whole tensor's name; shards of one name add up."""
+    tensor: Tensor
+    """A view of the part; it is read where it lies."""
+    first: tuple[int, int] = (0, 0)
+    """Row and column of its first element in the whole; a vector's elements are its rows."""
+
+
+class Tally:
+    """Checksums of tensors that stay where they are: prepared once, taken often.
+
+    On CUDA all shards of a device are read by at most a few kernels on its current stream, and one copy brings the
+    sums back; what other streams or processes wrote must be complete. A tally made before storage was moved goes on
+    reading the old one: make another.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._names: list[str] = []
+        self._host: list[tuple[int, _Matrix]] = []
+        devices: dict[torch.device, list[tuple[int, _Matrix]]] = defaultdict(list)
+        for index, shard in enumerate(shards):
+            self._names.append(shard.name)
+            matrix = _matrix(shard.tensor, shard.first)
+            if matrix.words.numel():
+                (self._host if matrix.words.device.type == "cpu" else devices[matrix.words.device]).append(
+                    (index, matrix)
+                )
+        self._devices = [_DeviceTally(matrices, len(self._names)) for matrices in devices.values()]
+
+    def take(self) -> Sums:
+        """The checksums of what the tensors hold now."""
+        out = dict.fromkeys(self._names, 0)
+        for tally in self._devices:
+            tally.launch()
+        for index, matrix in self._host:
+            out[self._names[index]] += _sum_host(matrix)
+        for tally in self._devices:
+            for index, value in enumerate(tally.sums.tolist()):
+                out[self._names[index]] += value
+        return {name: value & _MASK for name, value in out.items()}
+
+
+class Standing:
+    """Checksums taken again and again; the tally is made anew only where a tensor was moved."""
+
+    def __init__(self) -> None:
+        self._tally: Tally | None = None
+        self._where: tuple[tuple[str, int], ...] = ()
+
+    def take(self, shards: Iterable[Shard]) -> Sums:
+        """The checksums of what the tensors hold now."""
+        shards = list(shards)
+        where = tuple((shard.name, shard.tensor.data_ptr()) for shard in shards)
+        if self._tally is None or where != self._where:
+            self._tally, self._where = Tally(shards), where
+        return self._tally.take()
+
+
+def checksums(named: Iterable[tuple[str, Tensor]]) -> Sums:
+    """Checksums of whole tensors by name."""
+    return Tally(Shard(name, tensor) for name, tensor in named).take()
+
+
+def checksum(tensor: Tensor, *, first: tuple[int, int] = (0, 0)) -> int:
+    """Checksum of one tensor, or of a shard whose first element lies at row and column ``first`` of the whole."""
+    return Tally([Shard("", tensor, first)]).take()[""]
+
+
+def digest(sums: Mapping[str, int]) -> str:
+    """One short name for all the bytes: 16 hex digits over the sorted checksums."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(sums.items()):
+        hasher.update(f"{name}={value}\n".encode())
+    return hasher.hexdigest()
+
+
+def joined(whose: str, ranks: Sequence[Mapping[str, str]]) -> Sums:
+    """Checksums of whole tensors, from those of the parts (``name@place``) that each rank holds, as hexadecimals.
+
+    Raises:
+        TornWeights: two ranks hold the same part with other values; ``whose`` they are is said.
+    """
+    parts: Sums = {}
+    for number, rank in enumerate(ranks):
+        for part, value in rank.items():
+            if parts.setdefault(part, int(value, 16)) != int(value, 16):
+                name = part.rpartition("@")[0]
+                raise TornWeights(f"{whose}: rank {number} holds another copy of {name!r} than the ranks before it")
+    sums: Sums = {}
+    for part, share in parts.items():
+        name = part.rpartition("@")[0]
+        sums[name] = (sums.get(name, 0) + share) & _MASK
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    words: Tensor
+    """[rows, columns] of unsigned integers: a view, wherever strides allow one."""
+    row: int
+    column: int
+
+
+def _matrix(tensor: Tensor, first: tuple[int, int]) -> _Matrix:
+    """See a tensor as its definition does; vectors lie along the columns, where memory is contiguous."""
+    row, column = first
+    bits = tensor.detach()
+    if bits.ndim < 2:
+        if column:
+            raise ValueError(f"a vector's shard begins at (row, 0), not at {first}: its elements are its rows")
+        bits, row, column = bits.reshape(1, -1), 0, row
+    elif bits.ndim > 2:
+        bits = bits.flatten(1)
+    size = bits.element_size()
+    if size not in _WORDS:
+        raise ValueError(f"checksums of {bits.dtype} are not defined: its elements have {size} bytes, not 1, 2, 4 or 8")
+    # Columns that are not side by side (a transposed view) are the one case that is copied whole.
+    bits = bits if bits.stride(1) == 1 else bits.contiguous()
+    return _Matrix(bits.view(getattr(torch, _WORDS[size])), row, column * 2 if size == 8 else column)
+
+
+def _sum_host(matrix: _Matrix) -> int:
+    words = matrix.words
+    rows, columns = words.shape
+    width = min(columns, _CHUNK)
+    height = max(1, _CHUNK // width)
+    a = _weights(ROW_SEED, matrix.row + rows, words.device)[matrix.row :]
+    b = _weights(COLUMN_SEED, matrix.column + columns, words.device)[matrix.column :]
+    total = 0
+    for left in range(0, columns, width):
+        across = b[left : left + width]
+        for top in range(0, rows, height):
+            chunk = words[top : top + height, left : left + width].to(torch.int64)
+            by_row = torch.mv(chunk, across[: chunk.shape[1]])  # int64 wraps around, which is modulo 2^64
+            total += int((by_row * a[top : top + len(by_row)]).sum())
+    return total
+
+
+class _DeviceTally:
+    """The shards of one device as a table that a kernel walks, tile by tile."""
+
+    TILE = (64, 512)
+    SPAN = 4
+    """Rows of a tile that are loaded at once."""
+
+    def __init__(self, matrices: Sequence[tuple[int, _Matrix]], count: int) -> None:
+        device = matrices[0][1].words.device
+        self._kept = [matrix.words for _, matrix in matrices]  # the table holds bare addresses
+        self.sums = torch.zeros(count, dtype=torch.int64, device=device)
+        self._a = _weights(ROW_SEED, max(m.row + m.words.shape[0] for _, m in matrices), device)
+        self._b = _weights(COLUMN_SEED, max(m.column + m.words.shape[1] for _, m in matrices), device)
+        groups: dict[tuple[int, bool], list[tuple[int, _Matrix]]] = defaultdict(list)
+        for index, matrix in matrices:
+            groups[matrix.words.element_size(), _aligned(matrix.words)].append((index, matrix))
+        self._launches = [(size, aligned, *self._table(group)) for (size, aligned), group in groups.items()]
+
+    def _table(self, group: Sequence[tuple[int, _Matrix]]) -> tuple[Tensor, Tensor]:
+        """For each matrix what the kernel needs of it; for each tile whose it is."""
+        table, tiles = [], []
+        for index, m in group:
+            rows, columns = m.words.shape
+            stride = m.words.stride(0)
+            table.append([m.words.data_ptr(), stride, rows, columns, m.row, m.column, 0, index])
+            tiles.append(-(-rows // self.TILE[0]) * -(-columns // self.TILE[1]))
+        counts = torch.tensor(tiles)
+        lines = torch.tensor(table)
+        lines[:, 6] = counts.cumsum(0) - counts
+        owners = torch.repeat_interleave(torch.arange(len(tiles), dtype=torch.int32), counts)
+        return lines.to(self.sums.device), owners.to(self.sums.device)
+
+    def launch(self) -> None:
+        """Start the kernels; ``sums`` holds one number a shard when they are done."""
+        from tandem.transport.checksum_kernel import sum_tiles, word
+
+        rows, columns = self.TILE
+        with torch.cuda.device_of(self.sums):
+            self.sums.zero_()
+            for size, aligned, table, owners in self._launches:
+                sum_tiles[len(owners),](
+                    table, owners, self._a, self._b, self.sums,
+                    WORD=word(size), ALIGNED=aligned, ROWS=rows, COLUMNS=columns, SPAN=self.SPAN,
+                )  # fmt: skip
+
+
+def _aligned(words: Tensor) -> bool:
+    """Whether the kernel may be told that rows begin at 16 bytes and end at 16 elements: then it loads 16 at once."""
+    return words.data_ptr() % 16 == 0 and words.stride(0) % 16 == 0 and words.shape[1] % 16 == 0
+
+
+_tables: dict[tuple[int, torch.device], Any] = {}
+
+
+def _weights(seed: int, count: int, device: torch.device) -> Tensor:
+    """At least ``count`` weights of rows or of columns; they grow as needed and are shared by all."""
+    table = _tables.get((seed, device))
+    if table is None or len(table) < count:
+        table = _tables[seed, device] = _mixed(seed, 1 << max(16, (count - 1).bit_length())).to(device)
+    found: Tensor = table
+    return found
+
+
+def _mixed(seed: int, count: int) -> Tensor:
+    """Splitmix64 of 0, 1, 2..., made odd: int64 whose bits are the weights."""
+    x = torch.arange(1, count + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return (x ^ _shifted(x, 31)) | 1
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Right shift that brings in zeros."""
+    return (x >> bits) & (_MASK >> bits)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,349 @@
+"""One broadcast group between a trainer (rank 0) and its engines' workers, in which every wait has a deadline.
+
+The group stands beside ``torch.distributed``'s default group, which the engine uses for itself.
+
+A publish: each receiver says in the store which tensors it expects; when all expect what rank 0 is about to send, the
+bytes travel in buckets. Large tensors go from where they lie to where they belong; small ones are packed, in one of two
+buffers, so that packing and unpacking overlap with the wire. With NCCL all of it is ordered by streams, some buckets
+ahead of what has arrived, and this thread only watches. Each receiver says when it has everything. So nothing is put on
+the wire unless everybody is there, and who is missing has a name. A group in which anything failed is of no further use
+to any member: they all learn why, and a new one has to be opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.errors import TransportError
+from tandem.transport.buckets import BUCKET_BYTES, Entry, Plan, manifest
+from tandem.transport.lane import AHEAD, SLOTS, Flight, Lane
+from tandem.transport.rendezvous import Board, Rendezvous, first_line, open_group, own_address, serve
+
+__all__ = ["Member", "Timing"]
+
+_SILENT = 15.0  # seconds without a beat after which a member is taken for dead
+
+
+class Timing(NamedTuple):
+    """Seconds that a member spent in one publish, phase by phase."""
+
+    ready: float
+    """Until everybody stood ready."""
+    wire: float
+    """From then until the last byte had arrived and was taken."""
+    done: float
+    """From then until everybody had said so."""
+
+
+class Member:
+    """One member of a group. Its calls block, each wait for at most ``rendezvous.seconds``: make them from a thread.
+
+    Every failure is a ``TransportError`` that names the ranks concerned. After one, only ``close`` makes sense.
+    """
+
+    @classmethod
+    def host(cls, rendezvous: Rendezvous, device: torch.device | str = "cpu", *, who: str = "trainer") -> Member:
+        """Rank 0: serve the store and return at once. ``.rendezvous``, with the port, is for the others.
+
+        Call ``connect`` next. ``device`` is where the tensors are.
+
+        Raises:
+            TransportError: the address or the port cannot be had, or the backend not on this device.
+        """
+        server, rendezvous = serve(rendezvous)
+        return cls(rendezvous, 0, device, who=who, server=server)
+
+    @classmethod
+    def join(cls, rendezvous: Rendezvous, rank: int, device: torch.device | str = "cpu", *, who: str = "") -> Member:
+        """Another rank: find the store, announce itself as ``who`` and wait for all others.
+
+        Raises:
+            TransportError: names who never came.
+        """
+        member = cls(rendezvous, rank, device, who=who)
+        try:
+            member.connect()
+        except BaseException:
+            member.close()
+            raise
+        return member
+
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, device: torch.device | str, *, who: str, server: Any = None
+    ) -> None:
+        if not 0 <= rank < rendezvous.world:
+            raise ValueError(f"rank must be from 0 to {rendezvous.world - 1}, not {rank}")
+        self.rendezvous, self.rank = rendezvous, rank
+        self._lane = Lane(torch.device(device), nccl=rendezvous.backend == "nccl")
+        self._names = {rank: who}
+        self._others = [other for other in range(rendezvous.world) if other != rank]
+        self._plan: Plan | None = None
+        self._publishes = 0
+        self.last = Timing(0.0, 0.0, 0.0)
+        """What the last publish that succeeded took here."""
+        self._broken = ""
+        self._connected = False
+        self._server = server
+        self._address = own_address(rendezvous)
+        self._board = Board(rendezvous, rank)
+
+    def connect(self) -> None:
+        """Wait until all ranks have announced themselves, then build the process group; ``join`` does it itself.
+
+        Raises:
+            TransportError: names who never came.
+        """
+        with self._told("joining"):
+            if not self._board.announce(self._names[self.rank]):
+                self._broken = f"rank {self.rank} has joined before; every member needs its own rank"
+                raise TransportError(f"group {self.rendezvous.name!r}: {self._broken}")  # it goes on without this one
+            self._until(self._board.absent, "joining")
+            self._names |= self._board.said("who")
+            opened: Future[Flight] = Future()
+            self._aside(lambda: _resolve(opened, self._open))
+            self._until(lambda: [] if opened.done() else self._others, "connecting")
+            try:
+                first = opened.result()
+            except RuntimeError as error:
+                raise self._broke("connecting", first_line(error), look=True) from error
+            self._finish(first._replace(doing="connecting"))
+            self._connected = True
+
+    def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> int:
+        """Rank 0: hand every tensor to all others, who must be in ``receive``; returns the bytes.
+
+        On CUDA the tensors are read after what the current stream was given so far. Large ones are sent from where
+        they lie, if they are contiguous. When this returns, every receiver has all of them where it wants them.
+
+        Raises:
+            TransportError: somebody is not there, expects other tensors, or was lost.
+        """
+        tensors = {name: tensor.detach() for name, tensor in named}
+        plan = self._planned(manifest(tensors.items()), bucket_bytes)
+        own = self._lane.straight(plan, tensors)
+        with self._told("sending"):
+            marks = [time.perf_counter()]
+            number = self._begin(plan)
+            marks.append(time.perf_counter())
+            flying: deque[Flight] = deque()
+            for index in range(len(plan.buckets)):
+                self._launch(plan, index, own, flying, tensors=tensors)
+            while flying:
+                self._finish(flying.popleft())
+            marks.append(time.perf_counter())
+            self._until(lambda: self._behind("done"), f"publish {number}, waiting for receivers to finish")
+            self.last = _timing(marks)
+        return plan.bytes
+
+    def receive(
+        self,
+        entries: Iterable[tuple[str, Sequence[int], str]],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        straight: Mapping[str, Tensor] | None = None,
+        keep: bool = False,
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every other rank: the tensors, some at a time, in memory that is used again once more are asked for.
+
+        Copy each out on the current stream. ``entries`` and ``bucket_bytes`` must be the sender's. Leaving the loop
+        early breaks the group.
+
+        Args:
+            entries: name, shape and type of each tensor that comes.
+            bucket_bytes: most bytes of a bucket.
+            straight: where large tensors may land at once, by name: of their shape and type, and contiguous. What is
+                used of it is yielded as it is; the rest is ignored.
+            keep: use no memory again, so that all tensors can be held at the end.
+
+        Raises:
+            TransportError: the sender is not there, sends other tensors, or was lost.
+        """
+        plan = self._planned([Entry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
+        own = self._lane.straight(plan, straight or {})
+        with self._told("receiving"):
+            marks = [time.perf_counter()]
+            number = self._begin(plan)
+            marks.append(time.perf_counter())
+            flying: deque[Flight] = deque()
+            posted: deque[Flight] = deque()
+            for index in range(len(plan.buckets) + SLOTS):
+                if index >= SLOTS:
+                    yield self._arrived(posted.popleft(), flying)
+                    if self._lane.wire != self._lane.device:  # copies out of this host memory may still be queued
+                        torch.cuda.current_stream(self._lane.device).synchronize()
+                if index < len(plan.buckets):
+                    posted.append(self._launch(plan, index, own, flying, keep=keep))
+            while flying:
+                self._finish(flying.popleft())
+            if end := self._lane.mark():
+                self._until(lambda: [] if end.query() else [self.rank], f"publish {number}, copying out")
+            marks.append(time.perf_counter())
+            self._board.say("done", str(number))
+            self.last = _timing(marks)
+
+    def abort(self) -> None:
+        """Give the group up, from any thread: calls in progress, here and at other members, raise. Idempotent."""
+        self._give_up(f"{self._called([self.rank])} left the group")
+
+    def close(self) -> None:
+        """Leave for good; on rank 0 the port is free afterwards. Idempotent."""
+        self.abort()
+        self._board.stop()
+        group, self._lane.group, self._server = [self._lane.group], None, None
+        # Gloo's destructor waits for operations in progress, which end at their own deadline. An idle one is quick.
+        self._aside(group.clear).join(timeout=1)
+        self._lane.free()
+
+    def _open(self) -> Flight:
+        self._lane.group = open_group(self.rendezvous, self.rank, self._address)
+        return self._lane.first()
+
+    def _planned(self, entries: list[Entry], bucket_bytes: int) -> Plan:
+        plan = self._plan
+        if plan is None or (plan.entries, plan.bucket_bytes) != (entries, bucket_bytes):
+            plan = self._plan = Plan(entries, bucket_bytes)
+        return plan
+
+    def _begin(self, plan: Plan) -> int:
+        """Return the publish's number when every member stands ready for it."""
+        if not self._connected:
+            raise self._broke("beginning", "the group is not connected: call connect first")
+        self._publishes += 1
+        number = self._publishes
+        doing, ready = f"publish {number}, waiting for everybody to begin", f"{number} {plan.digest}"
+        if self.rank:
+            self._board.say("ready", ready)
+            self._until(lambda: self._behind("ready", [0]), doing)
+            return number
+        self._until(lambda: self._behind("ready"), doing)
+        other = [rank for rank, text in self._board.said("ready").items() if text != ready]
+        if other:
+            raise self._broke(doing, f"{self._called(other)} expects other tensors or buckets than rank 0 sends")
+        self._board.say("ready", ready)  # by which the others begin
+        return number
+
+    def _behind(self, key: str, ranks: Sequence[int] | None = None) -> list[int]:
+        said = self._board.said(key, ranks)
+        return [rank for rank, text in said.items() if int(text.split()[0]) < self._publishes]
+
+    def _launch(self, plan: Plan, index: int, own: Mapping[str, Tensor], flying: deque[Flight], **how: Any) -> Flight:
+        """Add a bucket to those in flight, of which as many are waited for as is due."""
+        large = plan.buckets[index].staged(own) > plan.bucket_bytes  # in memory of its own, of which little is held
+        while len(flying) >= (AHEAD if self._lane.nccl and not large else SLOTS):
+            self._finish(flying.popleft())
+        doing = f"publish {self._publishes}, bucket {index + 1} of {len(plan.buckets)}"
+        with self._explained(doing):
+            before = list(flying)[-SLOTS : 1 - SLOTS]  # used the same memory; of a host's, it is over
+            flying.append(self._lane.launch(plan, index, own, before=before, **how)._replace(doing=doing))
+        return flying[-1]
+
+    def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
+        """A bucket's tensors, for work on the current stream."""
+        if self._lane.nccl:
+            with self._explained(flight.doing):
+                self._lane.behind(flight)
+        else:
+            self._finish(flying.popleft())
+        return flight.views
+
+    def _finish(self, flight: Flight) -> None:
+        self._until(lambda: [] if self._lane.over(flight) else self._others, flight.doing)
+        with self._explained(flight.doing):
+            self._lane.check(flight)
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, AttributeError) as error:  # the latter if another thread closed the group
+            why = f"{first_line(error)}; awaited: {self._called(self._others)}"
+            raise self._broke(doing, why, look=True) from error
+
+    def _until(self, awaited: Callable[[], list[int]], doing: str) -> None:
+        """Return when ``awaited`` names no rank any more; raise when that takes too long or cannot happen."""
+        late, begin = self._others, time.monotonic()
+        while True:
+            try:
+                late = awaited()
+            except ConnectionError as error:
+                raise self._broke(doing, f"{error}; still awaited: {self._called(late)}") from error
+            if not late:
+                return
+            silent = self._board.silent(min(_SILENT, 0.75 * self.rendezvous.seconds))
+            if self._broken or self._board.note or self._board.lost or silent:
+                why = self._board.lost or f"gave up waiting for {self._called(late)}"
+                raise self._broke(doing, why)
+            waited = time.monotonic() - begin
+            if waited > self.rendezvous.seconds:
+                raise self._broke(doing, f"waited {self.rendezvous.seconds:g} s for {self._called(late)}")
+            time.sleep(min(max(waited / 50, 2e-5), 1e-3))  # late by little, in relation to what was waited for
+
+    def _broke(self, doing: str, why: str, *, look: bool = False) -> TransportError:
+        """The error to raise, after the others were told; with ``look``, take a moment to see who is gone."""
+        until = time.monotonic() + (4 * self._board.interval if look else 0)
+        while time.monotonic() < until and not (self._board.note or self._board.lost):
+            time.sleep(self._board.interval / 4)
+        if self._broken or self._board.note:  # the first cause, which somebody has looked into
+            why = self._broken or self._board.note
+        else:
+            gone = self._board.silent(3 * self._board.interval)
+            why += f"; {self._board.lost}" if self._board.lost not in why else ""
+            why += f"; no sign of life from {self._called(gone)}" if gone else ""
+        self._give_up(why)
+        return TransportError(
+            f"group {self.rendezvous.name!r} broke at {self._called([self.rank])}, {doing}: {why}. Whatever was being "
+            "sent has arrived in part or not at all; open a new group when everybody is there"
+        )
+
+    @contextlib.contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """Whatever goes wrong inside, the other members learn of it."""
+        try:
+            yield
+        except ConnectionError as error:
+            raise self._broke(doing, str(error)) from error
+        except BaseException as error:
+            self._give_up(f"{self._called([self.rank])} stopped {doing} ({type(error).__name__})")
+            raise
+
+    def _give_up(self, why: str) -> None:
+        if self._broken:
+            return
+        self._broken = why
+        self._board.tell(why)
+        if self._lane.nccl and self._lane.group is not None:
+            self._aside(self._lane.group.abort).join(timeout=5)  # ends kernels that wait for a peer; may itself wait
+
+    def _aside(self, call: Callable[[], None]) -> threading.Thread:
+        """Run what torch returns from late or never in a thread that can be left behind.
+
+        The interpreter waits for gloo's at its end: it keeps its deadline, and a thread that comes out of torch while
+        the interpreter shuts down aborts the process. It cannot wait for nccl's.
+        """
+        thread = threading.Thread(target=call, name="tandem-group", daemon=self._lane.nccl)
+        thread.start()
+        return thread
+
+    def _called(self, ranks: Iterable[int]) -> str:
+        return ", ".join(f"rank {r} ({self._names[r]})" if self._names.get(r) else f"rank {r}" for r in ranks)
+
+
+def _timing(marks: list[float]) -> Timing:
+    now = time.perf_counter()
+    return Timing(*(b - a for a, b in zip(marks, [*marks[1:], now], strict=True)))
+
+
+def _resolve(answer: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(work())
+    except Exception as error:  # raised again where the answer is awaited
+        answer.set_exception(error)

@@ -1,0 +1,268 @@
+"""Where the members of a broadcast group meet: a key-value store served by rank 0, and who shows signs of life in it.
+
+The store is unencrypted and has no password: it is for a network that is trusted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from tandem.errors import TransportError
+from tandem.transport import cuda_ipc as _cuda_ipc
+
+# NCCL's own watchdog answers an error by ending the process. Here errors and deadlines are this module's.
+_UNSUPERVISED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+MOST_MEMBERS = 1024
+"""Most members of a group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where and how the members of a group meet; ``dataclasses.asdict`` makes it JSON."""
+
+    host: str
+    """Rank 0's address as the others reach it; it listens on no other."""
+    port: int = 0
+    """Its port; 0 lets rank 0 find a free one."""
+    world: int
+    """Members, the trainer included."""
+    backend: Literal["gloo", "nccl"]
+    """gloo moves bytes through host memory; nccl needs a GPU of its own for every member."""
+    name: str = "weights"
+    """Tells groups apart in messages and in the store."""
+    seconds: float = 60.0
+    """The longest wait for anybody: to join, to begin a publish, or for one bucket."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend must be gloo or nccl, not {self.backend!r}")
+        if self.world < 2:
+            raise ValueError(f"a group has at least 2 members, a trainer and an engine's worker, not {self.world}")
+        if self.world > MOST_MEMBERS:  # each keeps a record of all others
+            raise ValueError(f"a group has at most {MOST_MEMBERS} members, not {self.world}")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be positive and finite, not {self.seconds}")
+
+
+def serve(rendezvous: Rendezvous) -> tuple[Store, Rendezvous]:
+    """The store, listening on the given address alone, and the rendezvous with the port it has.
+
+    Raises:
+        TransportError: the address is not this machine's or the port is taken.
+    """
+    host, family = rendezvous.host, socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, rendezvous.port), family=family, backlog=1024)
+    except OSError as error:
+        raise TransportError(
+            f"cannot listen on {host}:{rendezvous.port} for group {rendezvous.name!r}: {error}; expected an address of "
+            "this machine that the engines reach, and a free port (0 finds one)"
+        ) from error
+    found = replace(rendezvous, port=listener.getsockname()[1])
+    return _store(found, is_master=True, master_listen_fd=listener.detach()), found
+
+
+def visit(rendezvous: Rendezvous) -> Store:
+    """A connection of its own to the store: one that waits inside torch then delays no other."""
+    return PrefixStore(rendezvous.name, _store(rendezvous, is_master=False))
+
+
+def accelerator(device: torch.device) -> str:
+    """UUID of a GPU, which is the same in every process that sees it; nothing on a host."""
+    return _cuda_ipc._uuid(device) if device.type == "cuda" else ""
+
+
+def own_address(rendezvous: Rendezvous) -> str:
+    """This machine's address on the way to rank 0, the one that other members can reach it by.
+
+    Raises:
+        TransportError: nobody listens there in time.
+    """
+    deadline = time.monotonic() + rendezvous.seconds
+    while True:
+        try:
+            with socket.create_connection((rendezvous.host, rendezvous.port), timeout=rendezvous.seconds) as way:
+                return str(way.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"rank 0 of group {rendezvous.name!r} does not answer on {rendezvous.host}:{rendezvous.port} "
+                    f"after {rendezvous.seconds:g} s ({error}); start the trainer first, and let the port through"
+                ) from error
+        time.sleep(0.05)
+
+
+def _store(rendezvous: Rendezvous, **options: Any) -> TCPStore:
+    timeout = timedelta(seconds=rendezvous.seconds)
+    return TCPStore(rendezvous.host, rendezvous.port, None, timeout=timeout, wait_for_workers=False, **options)
+
+
+def open_group(rendezvous: Rendezvous, rank: int, address: str) -> Any:
+    """A process group of all ranks, which knows nothing of torch's default one. For gloo all must call it to return."""
+    store = PrefixStore("group", visit(rendezvous))
+    if rendezvous.backend == "gloo":
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=rendezvous.seconds)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        return ProcessGroupGloo(store, rank, rendezvous.world, options)
+    with _environment(_UNSUPERVISED):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=1)
+        return dist.ProcessGroupNCCL(store, rank, rendezvous.world, options)
+
+
+class Board:
+    """What the members tell each other through the store.
+
+    It is asked by one daemon thread, so that a store that does not answer holds nobody else up. The thread also counts
+    this member's beats into the store, and reads the others' and the first note of a failure, with which it ends.
+
+    Raises:
+        ConnectionError: from every question, once the store is lost.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int):
+        self.interval = min(1.0, rendezvous.seconds / 20)
+        """Seconds between two beats."""
+        self.note = ""
+        """Why somebody gave the group up."""
+        self.lost = ""
+        """Why the store cannot be asked any more."""
+        self._rendezvous, self._rank = rendezvous, rank
+        self._others = [other for other in range(rendezvous.world) if other != rank]
+        self._asked: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = SimpleQueue()
+        self._heard = dict.fromkeys(self._others, (0, 0.0))
+        self._beaten = 0.0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="tandem-board", daemon=True)
+        self._thread.start()
+        atexit.register(
+            self.stop
+        )  # a thread that ends inside torch while the interpreter shuts down aborts the process
+
+    def announce(self, who: str) -> bool:
+        """Appear to the others; False if this rank already has."""
+
+        def question(store: Store) -> bool:
+            if store.add(f"joined/{self._rank}", 1) > 1:
+                return False
+            for key, text in (("ready", "0"), ("done", "0"), ("who", who)):
+                store.set(f"{key}/{self._rank}", text)
+            return True
+
+        return bool(self._ask(question))
+
+    def absent(self) -> list[int]:
+        """Ranks that have not announced themselves."""
+        return list(self._ask(lambda store: [r for r in self._others if not store.check([f"who/{r}"])]))
+
+    def say(self, key: str, text: str) -> None:
+        """Replace what this rank says under a key, one of ``ready`` and ``done``."""
+        self._ask(lambda store: store.set(f"{key}/{self._rank}", text))
+
+    def said(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """What others, by default all, say under a key; those have announced themselves."""
+        whose = self._others if ranks is None else list(ranks)
+        said = self._ask(lambda store: store.multi_get([f"{key}/{r}" for r in whose]))
+        return {rank: text.decode() for rank, text in zip(whose, said, strict=True)}
+
+    def tell(self, why: str) -> None:
+        """Leave the note of a failure, unless there is one; does not wait."""
+        self._asked.put((lambda store: store.compare_set("note", "", why), Future()))
+
+    def silent(self, seconds: float) -> list[int]:
+        """Members that were heard once and not for that long. Time is counted to this member's own last beat."""
+        return [rank for rank, (beats, at) in self._heard.items() if beats and self._beaten - at > seconds]
+
+    def stop(self) -> None:
+        """End the thread after what it was asked so far, rank 0's when the others' have; wait for it briefly."""
+        atexit.unregister(self.stop)
+        self._asked.put((lambda _: setattr(self, "_stopped", True), Future()))
+        self._thread.join(timeout=4 * self.interval)
+
+    def _ask(self, question: Callable[[Store], Any]) -> Any:
+        answer: Future[Any] = Future()
+        self._asked.put((question, answer))
+        deadline = time.monotonic() + self._rendezvous.seconds
+        while not self.lost:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(timeout=self.interval)
+            if time.monotonic() > deadline:
+                self.lost = f"rank 0's store did not answer for {self._rendezvous.seconds:g} s"
+        raise ConnectionError(self.lost)
+
+    def _run(self) -> None:
+        due = 0.0
+        try:
+            store = visit(self._rendezvous)
+            while not (self._stopped or self.note):
+                if time.monotonic() >= due:
+                    self._beat(store)
+                    due = time.monotonic() + self.interval
+                with contextlib.suppress(Empty):
+                    question, answer = self._asked.get(timeout=max(0.0, due - time.monotonic()))
+                    answer.set_result(question(store))
+            self._leave(store)
+        except RuntimeError as error:  # as all errors of a store are
+            self.lost = f"rank 0 is gone: its store broke off ({first_line(error)})"
+        else:
+            self.lost = self.note or "this member has left the group"
+
+    def _leave(self, store: Store) -> None:
+        """Rank 0 takes the store away only when the others have read its note, or will not."""
+        left, deadline = store.add("left", 1), time.monotonic() + 2 * self.interval
+        members = 1 + sum(store.check([f"who/{rank}"]) for rank in self._others)
+        while self._rank == 0 and left < members and time.monotonic() < deadline:
+            time.sleep(self.interval / 20)
+            left = store.add("left", 0)
+
+    def _beat(self, store: Store) -> None:
+        store.add(f"beats/{self._rank}", 1)
+        now = time.monotonic()
+        for rank, (beats, _) in self._heard.items():
+            count = store.add(f"beats/{rank}", 0)
+            if count != beats:
+                self._heard[rank] = (count, now)
+        self._beaten = now
+        if not self.note and store.check(["note"]):
+            self.note = store.get("note").decode()
+
+
+def first_line(error: Exception) -> str:
+    """The part of torch's message that is not a stack trace."""
+    return str(error).partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,399 @@
+"""How weights travel: one transaction, written once; a way of travelling writes only ``move``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+
+from tandem.engines.base import Adapter, Engine, EngineSpec
+from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
+from tandem.lazy import torch
+from tandem.observability import waits
+from tandem.transport.checksums import digest
+from tandem.types import PolicyVersion
+from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
+from tandem.weight_sync.verify.published import Handoff as Handoff
+from tandem.weight_sync.verify.published import Published as Published
+from tandem.weight_sync.verify.trained import Trained
+
+if TYPE_CHECKING:
+    from tandem.model.policy import Policy
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""How often one publish is tried where an engine dies under it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSync(ABC):
+    """A frozen dataclass whose fields are the way's options."""
+
+    carries: ClassVar[frozenset[str]]
+    """What it can carry: weights, adapter."""
+    port: ClassVar[type]
+    """The engine port it needs."""
+    pause: ClassVar[Literal["step", "move", "never"]]
+    """When the engine stands still: from before the optimizer, from before the move, or not at all."""
+
+    prove_every: int = 1
+    """Publishes between two proofs; the first publish of a run is always proven."""
+    tolerance: float = 0.0
+    """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
+    tokens; 0 means 0.3 for weights narrower than float32 and, for those, 0.02 on a GPU and 0.001 on a CPU."""
+
+    def __post_init__(self) -> None:
+        if self.prove_every < 1:
+            raise ValueError("prove_every must be at least 1")
+        if self.tolerance < 0:
+            raise ValueError("tolerance must not be negative")
+
+    @property
+    def behind(self) -> int:
+        """Most steps by which what the engine serves is older than the policy, between two publishes."""
+        return 0
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether the policy of a step is published; that of the last step always is."""
+        return last or step % (self.behind + 1) == 0
+
+    @property
+    def finishes(self) -> bool:
+        """True if requests in flight end before weights change; otherwise they go on under the next version."""
+        return False
+
+    def check(self, *, trains: Any, engine: EngineSpec) -> None:
+        """Refuse a pair that cannot work, before any weight is loaded.
+
+        Raises:
+            UnsupportedPair: names the ones that can.
+        """
+        if trains.travels not in self.carries:
+            raise UnsupportedPair(
+                f"sync: {_name(self)} carries adapters alone, and trains: {_name(trains)} changes whole weights; these "
+                "travel by sync: shared, broadcast or restart"
+            )
+        if self.port not in engine.ports:
+            has = ", ".join(sorted(port.__name__ for port in engine.ports)) or "none"
+            raise UnsupportedPair(
+                f"sync: {_name(self)} needs an engine with the port {self.port.__name__}; engine: {_name(engine)} has "
+                f"{has}. engine: embedded goes with sync: shared, and engine: vllm with all of them"
+            )
+        if reason := engine.refuses(self.port):
+            raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
+
+    async def bind(self, link: Link) -> None:  # noqa: B027 - most ways have nothing to bind
+        """Called once for every start of the engine, before anything is published to it.
+
+        One that lets it stand still does so by ``link.hold``, and sets ``link.written`` before it writes there.
+        """
+
+    @abstractmethod
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Make the engine hold the policy's weights; returns the bytes copied."""
+
+    async def unbind(self, link: Link) -> None:  # noqa: B027
+        """Called when the run ends, however it does; again does nothing."""
+
+    async def compare(self, link: Link, mine: Checksums) -> None:
+        """Compare the trainer's checksums with those of the engine's own bytes.
+
+        Raises:
+            StaleWeights: none of the trained tensors agree.
+            TornWeights: some do.
+        """
+        mine, found = await link.trained.sums(link.engine, mine)
+        for name, theirs in found.items():
+            if wrong := differing(mine, theirs):
+                kind = StaleWeights if len(wrong) == len(mine) else TornWeights
+                raise kind(
+                    f"{len(wrong)} of {len(mine)} published tensors differ between the trainer and {name}, first "
+                    f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
+                )
+
+    @asynccontextmanager
+    async def open(
+        self, policy: Policy, engine: Engine, start: PolicyVersion, trains: Any, folder: Path = Path()
+    ) -> AsyncIterator[Link]:
+        """Bind, publish the starting version and prove it, so that a broken way fails before the first step.
+
+        ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
+
+        Raises:
+            StaleWeights, TornWeights: the proof failed.
+        """
+        async with Link(sync=self, policy=policy, engine=engine, trains=trains, folder=folder) as link:
+            await link.bind(fresh=True)
+            async with link.open(start):
+                yield link
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """A live way between one policy and one engine.
+
+    Entered before it is bound: what ends it then leaves the old version serving, or an engine that gives out nothing.
+    """
+
+    sync: WeightSync
+    """Its options."""
+    policy: Policy
+    """The trainer's side."""
+    engine: Engine
+    """The engine's side."""
+    trains: Any
+    """What is trained: names the weights that travel."""
+    folder: Path
+    """For what travels through files."""
+    trained: Trained = field(init=False)
+    """What of the policy travels."""
+    versions: int = 2
+    """Policy versions that requests in flight may need at once."""
+    member: Any = None
+    """The trainer's place in a process group, where one is used."""
+    fresh: bool = False
+    """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
+    written: bool = False
+    """The engine may hold values that it does not serve yet, in memory that it samples from."""
+    _held: bool = False
+    _current: PolicyVersion | None = None
+    _publishes: int = 0
+    _bound: int = -1
+    _served: int = -1
+    _behaviour: Behaviour = field(init=False)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.trained = Trained(self.trains, self.policy)
+        self._behaviour = Behaviour(self.policy, self.trains, self.sync.tolerance, self.folder)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            await self._give_up(f"its trainer ended before it had published: {error or 'it was stopped'}")
+        finally:
+            await self.sync.unbind(self)
+
+    async def _give_up(self, reason: str) -> None:
+        """Leave the old version serving; where values may have been written, an engine that gives out nothing."""
+        held, written = self._held, self.written
+        self._held = self.written = False
+        with contextlib.suppress(TandemError):  # what led here is the one to tell
+            if written:
+                await self.engine.stop(reason)
+            elif held:
+                await self.engine.release(reason)
+
+    async def hold(self, *, finish: bool = False, step: int | None = None) -> None:
+        """Have the engine stand still until a publish, of that policy step if it is known, succeeds or is given up."""
+        self._held = True
+        await self.engine.pause(finish=finish, step=step)
+
+    def adapter(self) -> Adapter:
+        """The adapter that is trained, live."""
+        return self.trained.adapter()
+
+    async def bind(self, *, fresh: bool) -> None:
+        """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
+        await self._insist(lambda: self._bind(fresh=fresh), "the engine is bound again")
+
+    async def _bind(self, *, fresh: bool) -> None:
+        self._check_sleep()
+        self.fresh = fresh
+        await self.sync.bind(self)
+        self._bound = self.engine.epoch
+
+    @asynccontextmanager
+    async def open(self, start: PolicyVersion) -> AsyncIterator[Link]:
+        """Publish the starting version and prove it.
+
+        Raises:
+            StaleWeights, TornWeights: the proof failed.
+        """
+        self.engine.on_revival(self._revived)
+        async with self._lock:
+            await self._persist(start, Handoff())
+        yield self
+
+    def ahead(self, step: int) -> bool:
+        """Have an engine that stays as it is take requests for a policy that ``commit`` is to publish; if it can."""
+        stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
+        return stays and self.engine.ahead(step)
+
+    @asynccontextmanager
+    async def commit(self, step: int, *, last: bool = False, recent: Rollouts = ()) -> AsyncIterator[Handoff]:
+        """``[pause: step] -> optimizer (the block) -> [pause: move] -> move -> prove -> stamp -> resume``.
+
+        If the block or the proof fails, the engine gives out nothing more: it never serves weights in doubt.
+
+        Args:
+            step: of the policy that the block makes.
+            last: it is the run's last.
+            recent: a few rollouts, about which an engine is asked where its proof is in doubt.
+        """
+        async with self._lock:
+            self._behaviour.recent = recent
+            handoff = Handoff()
+            paused_at = None
+            if self.sync.pause == "step":
+                paused_at = time.monotonic()
+                await self._insist(lambda: self._halt(step), "the engine is asked to stand still again")
+                self.written = True
+                handoff.stands_still()
+            optimizer_at = time.monotonic()
+            yield handoff
+            optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
+            version = PolicyVersion(step=step, digest="")
+            if self.sync.due(step, last=last):
+                handoff.published = await self._persist(version, handoff, paused_at=paused_at, optimizer=optimizer)
+            else:
+                await self.policy.compute(self.trains.fold, self.policy.model)
+                found = digest(await self.policy.compute(self.trained.checksums))
+                self._current = PolicyVersion(step=step, digest=found)
+                handoff.published = Published(version=self._current, moved=False)
+            handoff.stands_still()
+
+    async def rest(self) -> None:
+        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
+        if self.engine.sleeps:
+            async with self._lock:
+                await self._insist(self._rest, "the engine is put to sleep again")
+
+    async def _rest(self) -> None:
+        await self.hold(finish=True)
+        await self.engine.sleep()
+
+    async def _wake(self) -> None:
+        """For a publish, in the memory that the training pass has left."""
+        if self.engine.sleeps:
+            await self.policy.compute(torch.cuda.empty_cache)
+            await self.engine.wake()
+
+    def _check_sleep(self) -> None:
+        """See that every weight which a deep sleep discards is brought back by each publish."""
+        if self.engine.sleeps > 1:
+            names = self.trains.base_names(self.policy.model)
+            if kept := sorted(names.keys() - dict(self.trained.source).keys()):
+                raise UnsupportedPair(
+                    f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
+                    f"brings them back, first {kept[0]!r}; use engine.sleep: 1"
+                )
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        """Move, prove, stamp and resume. A version without a digest gets that of the bytes.
+
+        Raises:
+            StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
+        """
+        async with self._lock:
+            return await self._persist(version, Handoff())
+
+    async def _revived(self) -> None:
+        """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
+        async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
+            await self.engine.recover()
+            if self._current is not None and self._served != self.engine.epoch:
+                await self._persist(self._current, Handoff())
+
+    async def _persist(
+        self, version: PolicyVersion, handoff: Handoff, *, paused_at: float | None = None, optimizer: float = 0.0
+    ) -> Published:
+        """Publish, and begin again where an engine died under it."""
+        async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
+            return await self._insist(
+                lambda: self._publish(version, handoff, paused_at=paused_at, optimizer=optimizer),
+                f"version {version.step} is published again",
+            )
+
+    async def _insist(self, work: Callable[[], Awaitable[T]], again: str) -> T:
+        """Do something with the engine, anew where it died under it and was started again."""
+        for _ in range(ATTEMPTS - 1):
+            epoch = self.engine.epoch
+            try:
+                return await work()
+            except EngineError as error:
+                if not await self._recovered(epoch):
+                    raise
+                log.warning("%s: %s", again, str(error).splitlines()[0])
+        return await work()
+
+    async def _recovered(self, epoch: int) -> bool:
+        """Whether the engine that died since ``epoch`` lives again; a request in flight may have seen to that."""
+        return await self.engine.recover() or self.engine.epoch != epoch
+
+    async def _halt(self, step: int) -> None:
+        async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
+            await self.hold(finish=self.sync.finishes, step=step)
+        if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
+            await self._bind(fresh=False)
+
+    async def _publish(
+        self, version: PolicyVersion, handoff: Handoff, *, paused_at: float | None, optimizer: float
+    ) -> Published:
+        start = time.monotonic()
+        if self.sync.pause != "never":
+            await self._halt(version.step)
+            if not self.sync.finishes:  # where requests would die with the engine, later
+                handoff.stands_still()
+        elif self._bound != self.engine.epoch:
+            await self._bind(fresh=False)
+        # A way that never pauses lays the new version beside the old one, which is served on.
+        self._held, self.written = True, self.sync.pause != "never"
+        try:
+            await self._wake()
+            await self.policy.compute(self.trains.fold, self.policy.model)
+            copied = await self.sync.move(self, version)
+            mine: Checksums = await self.policy.compute(self.trained.checksums)
+            version = self._named(version, digest(mine))
+            handoff.unproven = version
+            prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
+            prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
+            found = await self._prove(version, mine) if prove else None
+            await self.engine.stamp(version)
+        except BaseException as error:
+            await self._give_up(f"the publish of version {version.step} failed: {error}")
+            raise
+        paused = await self.engine.resume()
+        self._held = self.written = False
+        self._current, self._served, self._bound = version, self.engine.epoch, self.engine.epoch
+        self.fresh = False
+        self._publishes += 1
+        return Published(
+            version=version,
+            seconds=time.monotonic() - (start if paused_at is None else paused_at) - optimizer,
+            bytes=copied,
+            paused=paused,
+            probe_gap=found,
+        )
+
+    @staticmethod
+    def _named(version: PolicyVersion, found: str) -> PolicyVersion:
+        if version.digest and version.digest != found:
+            raise StaleWeights(
+                f"the policy holds weights {found}, but version {version.step} was {version.digest}; "
+                "the checkpoint's weights and its state do not belong together"
+            )
+        return PolicyVersion(step=version.step, digest=found)
+
+    async def _prove(self, version: PolicyVersion, mine: Checksums) -> float:
+        if self._served != self.engine.epoch:
+            names = self.trains.base_names(self.policy.model)
+            await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
+        await self.sync.compare(self, mine)
+        return await self._behaviour.compare(self.engine, version)
+
+
+def _name(thing: object) -> str:
+    return type(thing).__module__.rpartition(".")[2]

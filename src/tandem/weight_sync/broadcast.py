@@ -1,0 +1,229 @@
+"""Tensors over a process group: from the trainer, rank 0, into the memory of any number of engine workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from tandem.engines.base import CanReceive
+from tandem.errors import EngineError, TandemError, TransportError
+from tandem.lazy import torch
+from tandem.observability import waits
+from tandem.transport.bridge import NcclBridge
+from tandem.transport.buckets import manifest
+from tandem.types import PolicyVersion
+from tandem.weight_sync._periodic import Periodic
+from tandem.weight_sync.base import Link
+
+if TYPE_CHECKING:
+    from tandem.transport.rendezvous import Rendezvous
+
+T = TypeVar("T")
+
+LEAVING = 60.0
+"""Seconds that an end of the group may take to leave it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast(Periodic):
+    """NCCL between GPUs, gloo on a CPU; weights or adapter tensors land in place, and no disk is touched."""
+
+    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    port: ClassVar[type] = CanReceive
+    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+
+    in_flight: Literal["continue", "finish"] = "continue"
+    """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
+    host: str = ""
+    """Address of the trainer, as the engines see it; empty: the one by which the trainer reaches them."""
+    port_number: int = 0
+    """Port of the trainer's store; 0 takes a free one."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: NCCL where every member has a GPU of its own, else gloo."""
+    seconds: float = 120.0
+    """Deadline for all to join, and for a transfer to make progress."""
+    bucket_mb: int = 256
+    """Megabytes sent at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bucket_mb < 1:
+            raise ValueError("bucket_mb must be at least 1")
+        if self.seconds <= 0:
+            raise ValueError("seconds must be above 0")
+        if not 0 <= self.port_number < 1 << 16:
+            raise ValueError("port_number must be from 0 to 65535; 0 takes a free one")
+
+    @property
+    def finishes(self) -> bool:
+        """Whether requests in flight end first."""
+        return self.in_flight == "finish"
+
+    async def bind(self, link: Link) -> None:
+        """Form the group.
+
+        Raises:
+            TransportError: names who did not join in time.
+        """
+        await _leave(link)
+        engine = link.engine
+        assert isinstance(engine, CanReceive)
+        from tandem.transport.collective import Member  # which need torch
+        from tandem.transport.rendezvous import Rendezvous, accelerator
+
+        accelerators = await engine.workers()
+        ranks = [len(those) for those in accelerators]
+        device = link.policy.device
+        backend = self.backend
+        if backend == "auto":
+            backend = _backend([accelerator(device), *chain.from_iterable(accelerators)])
+        meeting = Rendezvous(
+            host=self.host or _address(await engine.addresses()),
+            port=self.port_number,
+            world=1 + sum(ranks),
+            backend=backend,
+            name=f"tandem-{_group(link)}",
+            seconds=self.seconds,
+        )
+        member = link.member = Member.host(meeting, device)
+        self._record(link, member.rendezvous)
+        await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
+        late = 2 * self.seconds
+        try:
+            async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
+                await _on_daemon(member.connect)
+                while not await engine.connected():
+                    await asyncio.sleep(0.05)
+        except TransportError as error:
+            met = member.rendezvous
+            raise TransportError(
+                f"{error}. The engines were to meet the trainer at {met.host}:{met.port}; if that is not where they "
+                "reach it, name its address in sync.host, and a port that is let through in sync.port_number"
+            ) from error
+
+    def _record(self, link: Link, meeting: Rendezvous) -> None:
+        """Write where the group meets and what will travel, for a person or a program that looks into the run."""
+        if link.folder == Path():
+            return  # outside a run
+        entries = manifest(list(link.trains.source(link.policy.model)))
+        NcclBridge(
+            nccl_init_method=f"tcp://{meeting.host}:{meeting.port}",
+            world_size=meeting.world,
+            param_metadata={e.name: {"shape": list(e.shape), "dtype": e.dtype} for e in entries},
+            param_mappings={e.name: e.name.replace(".default.", ".") for e in entries},
+            tandem={"backend": meeting.backend, "name": meeting.name},
+        ).write(link.folder)
+
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Send every tensor; the engines' workers write them where they sample from.
+
+        Raises:
+            TransportError: names the engine or rank that broke off.
+        """
+        engine, source = link.engine, link.trains.source(link.policy.model)
+        assert isinstance(engine, CanReceive)
+        adapter = link.adapter() if link.trains.travels == "adapter" else None
+        named = list(source)
+        entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
+        receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
+        sending = asyncio.ensure_future(_on_daemon(self._send, link.member, named))
+        async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=4 * self.seconds):
+            await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
+            if receiving.done() and receiving.exception() is not None:
+                link.member.abort()  # the other end is gone: do not wait for the group's own deadline
+            found = await asyncio.gather(receiving, sending, return_exceptions=True)
+        for error in found:
+            if isinstance(error, EngineError):
+                raise error  # an engine that died may be started again, and then be published to
+        for error in found:
+            if isinstance(error, BaseException):
+                raise TransportError(f"the publish of version {version.step} broke off: {error}") from error
+        return sum(tensor.nbytes for _, tensor in named)
+
+    def _send(self, member: Any, named: list[tuple[str, Any]]) -> None:
+        if named and named[0][1].is_cuda:
+            torch.cuda.synchronize(named[0][1].device)  # the optimizer's writes were made on another thread's stream
+        member.send(named, self.bucket_mb << 20)
+
+    async def unbind(self, link: Link) -> None:
+        """Leave the group, and have the engines leave it."""
+        if link.member is not None:
+            await asyncio.gather(_leave(link), _dismissed(link.engine))
+
+
+async def _leave(link: Link) -> None:
+    """The trainer leaves the group."""
+    member, link.member = link.member, None
+    if member is not None:
+        leaving = _on_daemon(member.close)
+        await waits.wait(leaving, owner="trainer", reason="to leave it", on="process group", deadline=LEAVING)
+
+
+async def _dismissed(engine: Any) -> None:
+    """The engines leave it; one that is gone, or does not answer, is not waited for."""
+    assert isinstance(engine, CanReceive)
+    with contextlib.suppress(TandemError):
+        leaving = engine.disconnect()
+        await waits.wait(leaving, owner="trainer", reason="them to leave it", on="engine workers", deadline=LEAVING)
+
+
+def _address(addresses: Sequence[str]) -> str:
+    """Where all engines reach the trainer: one on this machine by any of its addresses.
+
+    Raises:
+        TransportError: engines elsewhere are reached from several.
+    """
+    elsewhere = sorted({found for found in addresses if not ipaddress.ip_address(found).is_loopback})
+    if len(elsewhere) > 1:
+        raise TransportError(
+            f"the engines are reached from {', '.join(elsewhere)}, and the trainer waits for them at one address: name "
+            "the one that all of them reach in sync.host"
+        )
+    return elsewhere[0] if elsewhere else addresses[0]
+
+
+def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
+    """NCCL, which wants an accelerator for each member; gloo on a host, or where two members have one between them."""
+    return "nccl" if all(accelerators) and len(set(accelerators)) == len(accelerators) else "gloo"
+
+
+def _group(link: Link) -> str:
+    """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
+    return f"{id(link):x}-{link.engine.epoch}"
+
+
+async def _on_daemon(function: Callable[..., T], *args: Any) -> T:
+    """Run a blocking call of a process group on a thread that no exit waits for: a wait in NCCL cannot be cancelled."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = function(*args)
+        except BaseException as error:
+            _tell(loop, deliver, None, error)
+        else:
+            _tell(loop, deliver, result, None)
+
+    threading.Thread(target=run, name="process group", daemon=True).start()
+    return await future
+
+
+def _tell(loop: asyncio.AbstractEventLoop, deliver: Callable[..., None], *args: Any) -> None:
+    if not loop.is_closed():  # else nobody waits any more
+        loop.call_soon_threadsafe(deliver, *args)

@@ -1,0 +1,47 @@
+"""Adapters by name: each version is loaded beside the last, and nobody waits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tandem.engines.base import Adapter, CanSwap
+from tandem.transport.adapters import write_adapter
+from tandem.types import PolicyVersion
+from tandem.weight_sync._periodic import Periodic
+from tandem.weight_sync.base import Link
+
+SPARE = 3
+"""Folders kept beyond the versions that may be needed: an engine reads one again when it loads it back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hotswap(Periodic):
+    """A new adapter name for every version, over HTTP. Requests in flight end on the version they began with."""
+
+    carries: ClassVar[frozenset[str]] = frozenset({"adapter"})
+    port: ClassVar[type] = CanSwap
+    pause: ClassVar[Literal["step", "move", "never"]] = "never"
+
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Save a PEFT folder and have it loaded under a name of its own; returns the bytes loaded."""
+        assert isinstance(link.engine, CanSwap)
+        folders = link.folder / "adapters"
+        folder = folders / f"step-{version.step:06d}"
+        for later in folders.glob("step-*"):  # of a life of this run that got further than its last checkpoint
+            if later.name >= folder.name:
+                shutil.rmtree(later)
+        adapter = link.adapter()
+        await link.policy.compute(_write, adapter, folder)
+        loaded = await link.engine.swap(folder, version, adapter)
+        for old in sorted(folders.iterdir())[: -(link.versions + SPARE)]:
+            shutil.rmtree(old)
+        return loaded
+
+
+def _write(adapter: Adapter, folder: Path) -> None:
+    """What an engine reads and nothing for people, which takes longer than all the tensors."""
+    tensors = {name.replace(".default.", "."): tensor.detach() for name, tensor in adapter.tensors}
+    write_adapter(folder, tensors, adapter.config)

@@ -1,0 +1,63 @@
+"""The slow way that always works: save the weights, end the engine, start it on them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tandem.engines.base import CanRelaunch
+from tandem.types import PolicyVersion
+from tandem.weight_sync._periodic import Periodic
+from tandem.weight_sync.base import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart(Periodic):
+    """A checkpoint or adapter folder, and a new engine on it. Only an engine that we started is ended."""
+
+    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    port: ClassVar[type] = CanRelaunch
+    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+
+    every: int = 3
+    """Steps between two restarts; there is one after the last step too."""
+
+    @property
+    def finishes(self) -> bool:
+        """Requests in flight would die with the engine."""
+        return True
+
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Save, restart; returns the bytes written. An engine that was just started on these weights is left alone."""
+        assert isinstance(link.engine, CanRelaunch)
+        adapter = link.trains.travels == "adapter"
+        if link.fresh and not adapter:
+            return 0
+        folder = link.folder / "weights" / f"step-{version.step:06d}"
+        await link.policy.compute(_save, link, folder, adapter)
+        if not link.fresh:
+            await link.engine.relaunch(None if adapter else folder)
+        if adapter:
+            await link.engine.load(folder, link.adapter())
+        for old in folder.parent.iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+        return sum(tensor.bytes for tensor in link.trains.source(link.policy.model).manifest())
+
+
+def _save(link: Link, folder: Path, adapter: bool) -> None:
+    """Write aside and rename: an engine must not start on half a folder."""
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    policy = link.policy
+    if adapter:
+        link.trains.save(policy.model, policy.tokenizer, aside)
+    else:
+        weights = {name: p.detach() for name, p in link.trains.base_names(policy.model).items()}
+        policy.causal.save_pretrained(aside, state_dict=weights)
+        policy.tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)

@@ -1,0 +1,149 @@
+"""One copy: the optimizer writes the engine's own storage, so nothing moves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from tandem.engines.base import CanAdapt, CanAttest, CanLend, EngineSpec
+from tandem.errors import EngineError, UnsupportedPair
+from tandem.lazy import torch
+from tandem.transport.bridge import VllmBridge, find
+from tandem.types import PolicyVersion
+from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.verify.probe import Checksums, differing
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(WeightSync):
+    """Trainer and engine hold the same storage; an adapter beside it is written into the engine's slot.
+
+    With engine: embedded that is so by itself. With engine: vllm the trainer's parameters become views into the
+    engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
+    """
+
+    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    port: ClassVar[type] = CanLend
+    pause: ClassVar[Literal["step", "move", "never"]] = "step"
+
+    in_flight: Literal["continue", "finish"] = "continue"
+    """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
+
+    bridge: str | None = None
+    """File or folder of the vllm_bridge_config.json of an engine at urls, tried before $LOGDIR, the working directory
+    and /tmp/atropos_bridge; null: ask the engine itself."""
+
+    def check(self, *, trains: Any, engine: EngineSpec) -> None:
+        """Refuse a pair that cannot work, and a file where there can be none yet."""
+        super().check(trains=trains, engine=engine)
+        if self.bridge is not None and not getattr(engine, "urls", ()):
+            raise UnsupportedPair(
+                "sync.bridge is the file of an engine that runs already (engine: vllm with urls, by: tandem serve "
+                "engine RECIPE); an engine that is started here says itself where its weights are: remove it"
+            )
+
+    @property
+    def finishes(self) -> bool:
+        """Whether requests in flight end first."""
+        return self.in_flight == "finish"
+
+    async def bind(self, link: Link) -> None:
+        """Make the policy's weights views of the engine's storage, each compared by value or written.
+
+        Raises:
+            UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
+        """
+        if not isinstance(link.engine, CanAttest):
+            return  # in process: it samples from the very module
+        assert isinstance(link.engine, CanLend)
+        if self.bridge is None:
+            await link.hold()
+            lent = await link.engine.lend()
+        else:
+            lent = VllmBridge.read(find(Path(self.bridge))).attach()
+            await link.hold()
+        await link.policy.compute(_attach, link, lent)
+        if link.fresh:  # else it may be one that was started again, and whose publish has begun
+            with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
+                await self._rehearse(link)
+
+    async def _rehearse(self, link: Link) -> None:
+        """Do for nothing what publishes do, so that the first is as quick: kernels compile, slots and tables are made.
+
+        The engine stands still, and its weights are published and proven before it goes on.
+        """
+        if link.trains.travels == "adapter" and isinstance(link.engine, CanAdapt):
+            await link.engine.adapt(link.adapter())
+        await link.trained.sums(link.engine, await link.policy.compute(link.trained.checksums))
+
+    async def move(self, link: Link, version: PolicyVersion) -> int:
+        """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
+
+        Raises:
+            UnsupportedPair: names the first tensor that is not.
+        """
+        if link.trains.travels == "adapter" and isinstance(link.engine, CanAdapt):
+            return await link.engine.adapt(link.adapter())
+        if isinstance(link.engine, CanAttest):
+            return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
+        assert isinstance(link.engine, CanLend)
+        lent = await link.engine.lend()
+        for name, tensor in link.trains.source(link.policy.model):
+            if name not in lent or lent[name].data_ptr() != tensor.data_ptr():
+                raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
+        return 0
+
+    async def compare(self, link: Link, mine: Checksums) -> None:
+        """In process, that ``move`` saw the same addresses is the comparison; else of the engine's own bytes."""
+        if isinstance(link.engine, CanAttest):
+            await super().compare(link, mine)
+
+
+def _attach(link: Link, lent: Mapping[str, Any]) -> None:
+    """Point every parameter at the engine's storage, and bring what else the model has to the engine's device."""
+    model = link.policy.model
+    own: Mapping[str, nn.Parameter] = link.trains.base_names(model)
+    _check(own, lent)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            view: Tensor = lent[name]
+            if not link.fresh:  # an engine that was started anew, or that served on without us: it gets our values
+                if not _same_bits(view, parameter.to(view.device)):
+                    link.written = True
+                    view.copy_(parameter)
+            elif not torch.equal(view, parameter.to(view.device)):
+                raise UnsupportedPair(
+                    f"sync shared: the engine's {name!r} has other values than the model's: it is laid out otherwise, "
+                    "or was loaded from elsewhere; use sync: broadcast"
+                )
+            parameter.data = view
+    device = next(iter(lent.values())).device
+    if any(p.device != device for p in [*model.parameters(), *model.buffers()]):
+        model.to(device)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Two tensors of one type and shape, by their bytes: a negative zero is not a zero, and a NaN is itself."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+def _check(own: Mapping[str, nn.Parameter], lent: Mapping[str, Any]) -> None:
+    for name, parameter in own.items():
+        if name not in lent:
+            raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")
+        view = lent[name]
+        if view.shape != parameter.shape or view.dtype != parameter.dtype:
+            what = "dtype" if view.dtype != parameter.dtype else "model"
+            raise UnsupportedPair(
+                f"sync shared: {name!r} is {tuple(parameter.shape)} of {parameter.dtype} here and {tuple(view.shape)} "
+                f"of {view.dtype} in the engine; give both the same {what}"
+            )
+    if rest := differing(dict.fromkeys(lent, 0), dict.fromkeys(own, 0)):
+        raise UnsupportedPair(f"sync shared: the engine samples from {rest[0]!r}, which the model does not have")

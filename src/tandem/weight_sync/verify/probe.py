@@ -1,0 +1,310 @@
+"""How trainer and engine prove that they hold the same weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.engines.base import PROBE_SAMPLES, CanAttest, Engine, Probe
+from tandem.errors import EngineError, StaleWeights, TornWeights
+from tandem.transport.checksums import checksums
+from tandem.types import PolicyVersion
+from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
+from tandem.weight_sync.verify.probe_text import PROBE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tandem.model.policy import Policy
+
+log = logging.getLogger(__name__)
+
+Checksums = Mapping[str, int]
+"""Checksum of each tensor by name, see ``weights/checksums.py``."""
+
+Rollouts = Sequence[Sequence[int]]
+"""Token ids of rollouts, prompts included."""
+
+SHORT = 64
+"""Tokens of a probe where the bytes of everything that is sampled from are compared."""
+LONG = 256
+"""Tokens of a probe where requests may be routed past an adapter, which only their logprobs tell."""
+MEASURED = 512
+"""Tokens of an engine's first probe, which measures its rounding noise, and of one that is asked again."""
+FIRST_SAMPLES, AGAIN_SAMPLES = 32, 16
+"""Tokens that are sampled after an engine's first probe, and after each text of one that is asked again: many short
+answers, since a long one may end in repetitions, of which every engine is sure."""
+BEGINNINGS = 8
+"""Beginnings of the text after which an engine that is asked again samples."""
+TESTS = 8
+"""Tests of one engine's answer, at most: all must be passed, so each has this share of the chance of a false alarm."""
+
+BEFORE, FIRST, BARE = "the version before", "the first version published", "the model without its adapter"
+"""Other weights that an engine may sample from by mistake."""
+
+
+def differing(mine: Checksums, theirs: Checksums) -> list[str]:
+    """Names of the trainer's tensors that the engine holds otherwise, or not at all."""
+    return [name for name, value in mine.items() if theirs.get(name) != value]
+
+
+async def compare_frozen(
+    engine: Engine, policy: Policy, base: Mapping[str, Tensor], *, without: Container[str]
+) -> None:
+    """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
+
+    Args:
+        engine: compared only if it checksums its own bytes.
+        policy: the trainer's.
+        base: its weights by Hugging Face name.
+        without: names of those that publishes carry.
+
+    Raises:
+        StaleWeights, TornWeights: the engine holds others.
+    """
+    frozen = {name: p for name, p in base.items() if name not in without}
+    if not frozen or not isinstance(engine, CanAttest):
+        return
+    epoch = engine.epoch
+    try:
+        found = await engine.checksums("weights")
+    except EngineError as error:
+        if engine.epoch != epoch or not (await engine.health()).ok:
+            raise
+        log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
+        return
+    mine: Checksums = await policy.compute(lambda: checksums((n, p.detach()) for n, p in frozen.items()))
+    for name, theirs in found.items():
+        if wrong := differing(mine, theirs):
+            kind = StaleWeights if len(wrong) == len(mine) else TornWeights
+            raise kind(
+                f"{len(wrong)} of {len(mine)} weights that are not trained differ between the trainer and {name}, "
+                f"first {wrong[0]!r}; both must start from the same model in the same type"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one engine answered to one text, beside what the trainer computes."""
+
+    name: str
+    """Which engine."""
+    tokens: Sequence[int]
+    """The text."""
+    scored: Answer
+    """Of the text's tokens but the first."""
+    sampled: Answer | None
+    """Of tokens that the engine sampled after it; None where it samples by the code that scores."""
+    drawn: Sequence[int] = ()
+    """These."""
+    untempered: Sequence[float] = ()
+    """The trainer's logprobs of these at temperature 1; empty where they were sampled at that."""
+    others: Mapping[str, Sequence[float]]
+    """The trainer's logprobs of the first of the text's tokens by other weights, by whose they are."""
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Both."""
+        return [self.scored] if self.sampled is None else [self.scored, self.sampled]
+
+
+NOTHING = Answer((), ())
+
+
+class Behaviour:
+    """Whether engines answer as the published weights do, publish after publish.
+
+    A probe is scored by engine and trainer, and so are a few tokens that the engine samples after it. Where noise
+    explains an answer badly (``_noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an
+    engine whose answer to these cannot be explained either is refused.
+    """
+
+    def __init__(self, policy: Policy, trains: Any, tolerance: float, folder: Path = Path()):
+        self.tokens: list[int] = []
+        """The probe."""
+        self.recent: Rollouts = ()
+        """A few that were trained on just now."""
+        self._policy = policy
+        self._trains = trains
+        usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
+        self._allowed = tolerance or usual
+        self._floor = usual / 20  # what an engine that happened to be exact is not held to
+        self._folder = folder / "proofs"
+        self._noise: dict[int, Noise] = {}
+        self._epoch = -1
+        self._known: dict[str, Sequence[float]] = {}
+
+    async def compare(self, engine: Engine, version: PolicyVersion) -> float:
+        """Largest difference of a logprob, in nats, over all engines. To be asked once the bytes were compared.
+
+        Args:
+            engine: asked by the weights that it holds now.
+            version: that it is to hold.
+
+        Raises:
+            StaleWeights: it answers otherwise than these weights do.
+        """
+        first, self._epoch = self._epoch != engine.epoch, engine.epoch
+        tokens = self._text(engine) if first else self.tokens
+        readings: list[Reading] = []
+        for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
+            if probe.cached:
+                raise StaleWeights(
+                    f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
+                    "their keys and values are of older weights"
+                )
+            readings.append(await self._read(tokens, probe, thorough=first))
+        for index, reading in enumerate(readings):
+            noise, new = self._noise.setdefault(index, Noise(self._floor)), reading.answers
+            if not noise.seen:
+                noise.learn([new.pop(0)])  # what it samples is held against that already
+            if self._doubt([reading], noise, SUSPICION) or suspicious(reading, noise):
+                again = await self._again(engine, index, reading)
+                if doubt := self._doubt(again, noise, FALSE_ALARMS / TESTS / len(readings)):
+                    raise StaleWeights(self._refusal(version, doubt, noise, [reading, *again]))
+                new += chain.from_iterable(one.answers for one in again)
+            noise.learn(new)
+        self._remember(readings[0])
+        return max(answer.worst() for reading in readings for answer in reading.answers)
+
+    def _text(self, engine: Engine) -> list[int]:
+        """The longer text that begins with the probe."""
+        text: list[int] = self._policy.tokenizer.encode(PROBE, verbose=False)  # which may be longer than a context
+        room = engine.context - FIRST_SAMPLES - 1
+        routed = self._trains.travels == "adapter"
+        self.tokens = text[: LONG if routed and room >= LONG else SHORT]
+        return text[: max(len(self.tokens), min(MEASURED, room))]
+
+    def _remember(self, reading: Reading) -> None:
+        """Keep what these weights say of the probe, to tell later ones from them."""
+        self._known[BEFORE] = reading.scored.trainer[: len(self.tokens) - 1]
+        self._known.setdefault(FIRST, self._known[BEFORE])
+
+    async def _again(self, engine: Engine, index: int, doubted: Reading) -> list[Reading]:
+        """More answers of an engine whose answer is in doubt."""
+        if not all(answer.finite for answer in doubted.answers):
+            return [doubted]
+        log.info("%s is asked again: its answer to a probe is not explained by noise as measured", doubted.name)
+        text, most, found = self._text(engine), engine.context - AGAIN_SAMPLES, list[Reading]()
+        begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
+        for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):
+            probe = (await engine.probe(tokens, samples=AGAIN_SAMPLES))[index]
+            reading = await self._read(tokens, probe, thorough=tokens not in begun)
+            # The whole text's tokens were scored already: each counts once.
+            found.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
+        return found
+
+    async def _read(self, tokens: Sequence[int], probe: Probe, *, thorough: bool) -> Reading:
+        return await self._policy.compute(self._scored, tokens, probe, thorough)
+
+    def _scored(self, tokens: Sequence[int], probe: Probe, thorough: bool) -> Reading:
+        """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
+        policy, drawn, at = self._policy, probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
+        mine, tempered = policy.scores([*tokens, *drawn], 1.0, probe.temperature)
+        others = dict(self._known) if list(tokens[: len(self.tokens)]) == self.tokens else {}
+        if thorough and (off := self._trains.untrained(policy.model)):
+            with off:
+                others[BARE] = policy.score(tokens)
+            self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])
+        return Reading(
+            name=probe.name,
+            tokens=tokens,
+            scored=Answer(tuple(probe.scored), tuple(mine[:at])),
+            sampled=Answer(probe.sampled.logprobs, tuple(tempered[at:]), probe.temperature) if probe.sampled else None,
+            drawn=drawn,
+            untempered=mine[at:] if probe.temperature != 1 else (),
+            others=others,
+        )
+
+    def _doubt(self, readings: Sequence[Reading], noise: Noise, chance: float) -> str:
+        """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
+        if not all(answer.finite for reading in readings for answer in reading.answers):
+            return "some of its logprobs are no numbers of nats, or there are too few of them"
+        for other, answer, theirs in _hypotheses(readings):
+            if (p := nearer(answer, theirs, noise.scale)) < chance:
+                return f"it answers a probe as {other} does (chance below {max(p, 1e-300):.0e}), and samples from that"
+        for what, answer in _answers(readings):
+            found = scale(answer.residuals())
+            if (p := noise.excess(answer)) < chance:
+                return (
+                    f"its logprobs of {what} differ from the trainer's by more than rounding: errors of {found:.2g} "
+                    f"nats a logit, where {noise.scale:.2g} were measured (chance below {max(p, 1e-300):.0e})"
+                )
+            if found > self._allowed:
+                return (
+                    f"its logprobs of {what} differ from the trainer's by errors of {found:.3g} nats a logit (allowed "
+                    f"{self._allowed:g}). If this model is that noisy (deep ones with random weights are), set "
+                    "sync.tolerance above that"
+                )
+        return ""
+
+    def _refusal(self, version: PolicyVersion, doubt: str, noise: Noise, readings: Sequence[Reading]) -> str:
+        """What is told, with the evidence written down."""
+        name = readings[0].name
+        file = self._folder / f"{version.step:06d}.json"
+        evidence = {
+            "step": version.step,
+            "digest": version.digest,
+            "engine": name,
+            "why": doubt,
+            "noise_scale": noise.scale,
+            "residuals_measured": len(noise.seen),
+            "answers": [_plain(asdict(reading)) for reading in readings],
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(evidence), encoding="utf-8")
+            kept = f"every logprob of it is in {file}"
+        except OSError as error:
+            kept = f"the evidence cannot be written to {file}: {error}"
+        tokens = sum(len(a.engine) for reading in readings for a in reading.answers)
+        return (
+            f"version {version.step} was moved, but {name} does not sample from these weights as they are: {doubt}. "
+            f"It was asked {len(readings)} times, about {tokens} tokens; {kept}"
+        )
+
+
+def _answers(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer]]:
+    """All of what an engine answered, by what was asked."""
+    yield "a probe", _joined([reading.scored for reading in readings])
+    if sampled := [reading.sampled for reading in readings if reading.sampled is not None]:
+        yield "tokens sampled after a probe", _joined(sampled)
+
+
+def suspicious(reading: Reading, noise: Noise) -> bool:
+    """Whether samples look as if the temperature were left out of their logprobs; few may do, to ask again."""
+    if reading.sampled is None or not reading.untempered:
+        return False
+    return likelihood(reading.sampled, reading.untempered, noise.scale) < SUSPICION
+
+
+def _hypotheses(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer, list[float]]]:
+    """All of what it answered where it is known what other weights say, and that."""
+    for other in dict.fromkeys(name for reading in readings for name in reading.others):
+        known = [(reading.scored, reading.others[other]) for reading in readings if other in reading.others]
+        begun = [Answer(a.engine[: len(o)], a.trainer[: len(o)], a.temperature) for a, o in known]
+        yield other, _joined(begun), [value for _, o in known for value in o]
+    hot = [(reading.sampled, reading.untempered) for reading in readings if reading.sampled and reading.untempered]
+    if hot:
+        theirs = [value for _, untempered in hot for value in untempered]
+        yield "an engine that leaves the temperature out of its logprobs", _joined([a for a, _ in hot]), theirs
+
+
+def _joined(answers: Sequence[Answer]) -> Answer:
+    engine = tuple(chain.from_iterable(a.engine for a in answers))
+    return Answer(engine, tuple(chain.from_iterable(a.trainer for a in answers)), answers[0].temperature)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, which knows no NaN."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
