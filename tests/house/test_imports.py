@@ -18,7 +18,7 @@ HEAVY = {
 }  # fmt: skip
 TORCH_FREE = [
     "types", "metrics", "errors", "config", "envs", "algorithms.curricula", "rewards", "algorithms.advantages",
-    "broker", "observability", "rollout", "agents", "cli",
+    "broker", "observability", "rollout", "agents", "cli.app",
 ]  # fmt: skip
 
 

@@ -15,10 +15,7 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 FILES = sorted((SRC / "tandem").rglob("*.py"))
 
-MAX_FILE = 400
 MAX_FUNCTION = 60
-LONG_FILES: dict[str, int] = {}
-"""Files that may be longer, with their own limit; each with a reason."""
 LONG_FUNCTIONS: dict[str, int] = {}
 """``file:function`` that may be longer, with its own limit; each with a reason."""
 
@@ -114,12 +111,6 @@ def test_the_rules_are_alive() -> None:
     assert list(undocumented_fields(cls)) == ["A.x"]
     assert "tasks" in promised("tandem.envs")
     assert len(FILES) > 20
-
-
-def test_files_can_be_read_in_one_sitting() -> None:
-    lengths = {shown(path): len(path.read_text().splitlines()) for path in FILES}
-    long = {name: n for name, n in lengths.items() if n > LONG_FILES.get(name, MAX_FILE)}
-    assert not long, f"longer than {MAX_FILE} lines: {long}"
 
 
 def test_functions_fit_a_screen() -> None:

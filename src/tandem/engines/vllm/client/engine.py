@@ -113,10 +113,12 @@ class Vllm(Engine):
         return self.fleet.adopted
 
     async def load(self, folder: Path, adapter: Adapter) -> None:
+        """Load a PEFT folder, which holds ``adapter``, into every engine as it runs."""
         self._adapter = adapter
         await self._load(folder, f"{folder.name}-{self.epoch}")
 
     async def relaunch(self, weights: Path | None) -> None:
+        """End the engines and start them anew: on a model folder, or on the weights that they had."""
         if weights is not None:
             self.fleet.model = str(weights)
         await self.fleet.relaunch()
@@ -295,6 +297,7 @@ class Vllm(Engine):
         return out
 
     async def lend(self) -> Mapping[str, Any]:
+        """Hugging Face name and tensor, in this process, of every weight that the engine samples from."""
         (server,) = self.servers
         found = await borrow(server)
         if self._needs.folder is not None and self.fleet.ours:
@@ -302,9 +305,15 @@ class Vllm(Engine):
         return found.attach()
 
     def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+        """An adapter's tensors under the names and with the values that the engine stores them."""
         return self._stored.of(adapter.tensors, adapter.config)
 
     async def adapt(self, adapter: Adapter) -> int:
+        """Sample with this adapter from now on.
+
+        Returns:
+            Bytes copied.
+        """
         (server,) = self.servers
         stored = self._stored.of(adapter.tensors, adapter.config)
         asked = wire.LendSlot(
@@ -325,6 +334,11 @@ class Vllm(Engine):
         )
 
     async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+        """Load a PEFT folder as this version.
+
+        Returns:
+            Bytes loaded.
+        """
         self._adapter = adapter
         # Never a name twice: an engine may outlive its trainer, and versions that it holds still are sampled from.
         await self._load(folder, f"step-{version.step:06d}-{secrets.token_hex(4)}")
@@ -362,9 +376,15 @@ class Vllm(Engine):
         return [[worker.accelerator for worker in (await server.info()).workers] for server in self.servers]
 
     async def addresses(self) -> Sequence[str]:
+        """The trainer's own address on the way to each engine."""
         return [await server.address() for server in self.servers]
 
     async def connected(self) -> bool:
+        """True once every worker has joined the process group.
+
+        Raises:
+            TransportError: one of them could not.
+        """
         found = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
         for server, answer in zip(self.servers, found, strict=True):
             if answer["status"] == "error":
@@ -374,6 +394,7 @@ class Vllm(Engine):
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
     ) -> None:
+        """Take one publish from the process group into the weights, or into the adapter."""
         body = group.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
         if manifest != self._told:  # they remember it as long as they are connected
             body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
@@ -381,6 +402,7 @@ class Vllm(Engine):
         self._told = manifest
 
     async def disconnect(self) -> None:
+        """Leave the process group."""
         await self.fleet.all("/nccl/stop_receiver")
 
 
