@@ -17,7 +17,7 @@ from unit import test_atropos, test_axolotl, test_documents, test_swift
 from unit.test_documents import BLOCKS, SERVED, TRAINED, given, here, swift_files
 
 from tandem.compat import swift
-from tandem.config import load
+from tandem.config.loading import load
 from tandem.errors import TandemError
 
 __all__ = ["here"]
