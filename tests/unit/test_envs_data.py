@@ -204,7 +204,8 @@ def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, said: str 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": "b", ', r":2: not valid JSON: .* at column \d+; each line must be one JSON object"),
+        ('{"prompt": "b", ', r":2: not valid JSON: .* at column 16; each line must be one JSON object"),
+        ('{"prompt": "b", "answer": ', r":2: not valid JSON: Expecting value at column 26; each line must be one"),
         ('["b"]', ":2: each line must be one JSON object, got a list"),
         ('{"promt": "b", "answer": "1"}', ":2: no column 'prompt'; did you mean 'promt'.; the row has: promt, answer"),
         ('{"prompt": "b"}', ":2: no column 'answer'; the row has: prompt"),

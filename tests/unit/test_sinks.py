@@ -397,7 +397,8 @@ def test_rare_events_are_told_and_frequent_ones_are_not() -> None:
     assert _board.event_text("published", {"step": 1}) == ""
     late = {"owner": "sync", "reason": "health", "on": "engine", "seconds": 61.0, "state": "deadline"}
     assert _board.event_text("wait", late) == "sync gave up on engine (health) after 1 m 01 s"
-    assert _board.event_text("wait", late | {"state": "waiting"}) == ""
+    for quiet in ("waiting", "done", "cancelled"):
+        assert _board.event_text("wait", late | {"state": quiet}) == ""
     assert _board.event_text("run_done", {}) == "run done"
 
 

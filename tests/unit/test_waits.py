@@ -290,6 +290,34 @@ def test_a_listener_that_waits_itself_is_not_told_of_that(monkeypatch: pytest.Mo
     assert heard == ["a"]
 
 
+def test_an_interrupted_wait_was_cancelled_and_did_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.0)
+    states: dict[str, waits.State] = {}
+
+    async def lasting(name: str) -> None:
+        async with waits.waiting(name, "an answer", on="engine"):
+            await asyncio.Event().wait()
+
+    async def failing() -> None:
+        async with waits.waiting("failing", "an answer", on="engine"):
+            raise OSError("engine is gone")
+
+    async def run() -> None:
+        ended = asyncio.create_task(lasting("ended"))
+        await asyncio.sleep(0)
+        ended.cancel()
+        await asyncio.gather(ended, failing(), return_exceptions=True)
+
+    stop = waits.listen(lambda wait, state: states.update({wait.owner: state}))
+    try:
+        asyncio.run(run())
+        with pytest.raises(KeyboardInterrupt), waits.blocking("thread", "an answer", "engine"):
+            raise KeyboardInterrupt
+    finally:
+        stop()
+    assert states == {"ended": "cancelled", "failing": "failed", "thread": "cancelled"}
+
+
 def test_each_of_several_waits_is_told_of_when_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG", 0.2)
     heard: dict[str, float] = {}

@@ -66,6 +66,19 @@ def test_waits_in_a_circle_are_told_once(run: Path) -> None:
     assert [one.owner for one in story.chain] == ["a", "b"]
 
 
+def test_waits_of_siblings_are_one_row(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [f"{task}@0/{sibling}" for task in ("3+4", "5+8") for sibling in range(8)]
+    playing = [wait(f"rollouts group {id[:5]}", f"environment sums ({id})", 5.0, reason=f"rollout {id}") for id in ids]
+    sampling = [wait(f"environment sums ({id})", "engine", 5.0 + len(ids), reason="an answer") for id in ids]
+    signs(run, at=time.time(), waiting=[*playing, *sampling, wait("engine", "trainer", 4.0, reason="go on")])
+    assert len(why.read(run, now=time.time()).waits) == 33, "what --json prints has each of them"
+    assert why.why(run, stacks=False, as_json=False) == 0
+    rows = capsys.readouterr().out.partition("who waits ")[2].splitlines()[1:]
+    text = " ".join(" ".join(rows).split())
+    assert text.count("(16)") == 2, "one row for each kind"
+    assert "@" not in text
+
+
 def test_a_party_is_a_word_of_its_own(run: Path) -> None:
     signs(run, at=100.0, waiting=[wait("trainer", "rollouts", 5.0), wait("roll", "engine", 4.0)])
     assert why.read(run, now=100.0).culprit == "rollouts"

@@ -35,6 +35,8 @@ SETTLED = 0.3
 _ENDS = ("run_done", "interrupted")
 _LINE = re.compile(r"(?P<time>\S+Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
 _TAIL_BYTES = 1 << 16
+_ID = re.compile(r"\S*@\d+(/\d+)?(?=\)|$)")
+"""A group's or rollout's id at the end of a party's name or of a reason, as 3+4@0/7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +215,25 @@ def _alike(going: Sequence[_Sign]) -> dict[tuple[str, str, str], Waits]:
     }
 
 
+def _folded(each: Sequence[Waits]) -> Iterator[Waits]:
+    """Waits that differ by nothing but the group or rollout put together, so that those of a step fit a screen."""
+    piles: dict[tuple[str, str, str], list[Waits]] = {}
+    for one in each:
+        piles.setdefault((_ID.sub("…", one.owner), _ID.sub("…", one.on), _ID.sub("…", one.reason)), []).append(one)
+    for (owner, on, reason), pile in piles.items():
+        if len(pile) == 1:
+            yield pile[0]
+            continue
+        yield Waits(
+            owner=owner,
+            on=on,
+            reason=reason,
+            count=sum(one.count for one in pile),
+            seconds=max(one.seconds for one in pile),
+            left=min((one.left for one in pile if one.left is not None), default=None),
+        )
+
+
 def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float | None, str]]:
     """The last line of every part of the trainer in its log, and of every other log."""
     last: dict[str, tuple[float | None, str]] = {}
@@ -297,7 +318,7 @@ def _print(console: Console, story: Story) -> None:
         table = Table(box=None, pad_edge=False)
         for heading in ("who waits", "for whom", "what for", "since", "deadline in"):
             table.add_column(heading, justify="right" if heading in ("since", "deadline in") else "left")
-        for wait in story.waits:
+        for wait in _folded(story.waits):
             who = wait.owner if wait.count == 1 else f"{wait.owner} ({wait.count})"
             left = "never" if wait.left is None else duration(max(0.0, wait.left))
             table.add_row(Text(who), Text(wait.on), Text(wait.reason), duration(wait.seconds), left)

@@ -163,7 +163,7 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                columns = json.loads(line)
+                columns = json.loads(line.rstrip())  # else what is missing at its end is missed on the next line
             except RecursionError as error:
                 raise EnvError(f"{where}: lists and objects are nested too deep to be read") from error
             except ValueError as error:

@@ -33,8 +33,9 @@ T = TypeVar("T")
 LONG = 10.0
 """Seconds after which a wait is told to listeners."""
 
-State = Literal["waiting", "done", "failed", "deadline"]
-"""waiting: it lasts and goes on; done: it was answered; failed: it ended by an error; deadline: nobody came in time."""
+State = Literal["waiting", "done", "cancelled", "failed", "deadline"]
+"""waiting: it lasts and goes on; done: it was answered; cancelled: its owner was, as by Ctrl-C; failed: it ended by an
+error; deadline: nobody came in time."""
 
 _last = 0
 _lock = threading.Lock()
@@ -238,9 +239,9 @@ class _Waiting:
             if isinstance(error, TimeoutError) and self._limit.expired():  # any other timeout is the block's own
                 raise one.late() from error
         except BaseException:
-            _end(one, self._token, failed=True)
+            _end(one, self._token, "failed")
             raise
-        _end(one, self._token, failed=kind is not None)
+        _end(one, self._token, _ending(kind))
 
     def _give_up(self) -> None:
         if not self._loop.is_closed():
@@ -316,12 +317,14 @@ def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
 @contextmanager
 def _registered(wait: Wait) -> Iterator[Wait]:
     token = _begin(wait)
-    failed = True
+    kind: type[BaseException] | None = None
     try:
         yield wait
-        failed = False
+    except BaseException as error:
+        kind = type(error)
+        raise
     finally:
-        _end(wait, token, failed=failed)
+        _end(wait, token, _ending(kind))
 
 
 def _begin(wait: Wait) -> Token[Wait | None]:
@@ -336,10 +339,18 @@ def _begin(wait: Wait) -> Token[Wait | None]:
     return token
 
 
-def _end(wait: Wait, token: Token[Wait | None], *, failed: bool) -> None:
+def _ending(kind: type[BaseException] | None) -> State:
+    """What a block's end means for its wait, by the exception that left it."""
+    if kind is None:
+        return "done"
+    return "cancelled" if issubclass(kind, (asyncio.CancelledError, KeyboardInterrupt)) else "failed"
+
+
+def _end(wait: Wait, token: Token[Wait | None], state: State) -> None:
     with _lock:
         # a late wait inside this one fails it, but is not its own lateness
-        state: State = "done" if not failed else "deadline" if wait in _late else "failed"
+        if state != "done" and wait in _late:
+            state = "deadline"
         worth_telling = wait in _told or state == "deadline" or wait.seconds >= LONG
         _open.pop(wait, None)
         _told.discard(wait)
