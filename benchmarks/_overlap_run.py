@@ -25,7 +25,7 @@ from _versus import Parts, append, work_of
 
 from tandem.config import loading as recipes
 from tandem.metrics import flatten
-from tandem.rollout.feed import Feed
+from tandem.rollout.feed import RolloutBuffer
 from tandem.rollout.rate import Pace
 from tandem.rollout.worker import Worker
 from tandem.trainer import assemble as run
@@ -58,7 +58,7 @@ class Waits:
 
     def trace(self) -> None:
         """Time every lock, every sleep, and how groups are handed over."""
-        acquire, sleep, take, group = asyncio.Lock.acquire, asyncio.sleep, Feed.take, Worker.group
+        acquire, sleep, take, group = asyncio.Lock.acquire, asyncio.sleep, RolloutBuffer.take, Worker.group
         paced = Pace.step
 
         async def timed_acquire(lock: asyncio.Lock) -> Any:
@@ -82,9 +82,9 @@ class Waits:
             self.ended[index] = time.perf_counter()
             return found
 
-        async def timed_take(feed: Feed) -> Any:
+        async def timed_take(buffer: RolloutBuffer) -> Any:
             begun = time.perf_counter()
-            found = await take(feed)
+            found = await take(buffer)
             ready = max([begun, *(self.ended.pop(g.index, begun) for g in found)])
             self.seen("handed", time.perf_counter() - ready)
             return found
@@ -98,7 +98,7 @@ class Waits:
             (asyncio.Lock, "acquire"): timed_acquire,
             (asyncio, "sleep"): timed_sleep,
             (Worker, "group"): timed_group,
-            (Feed, "take"): timed_take,
+            (RolloutBuffer, "take"): timed_take,
             (Pace, "step"): timed_pace,
         }
         for (owner, name), value in changed.items():

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.rollout.cursor import Cursor
+from tandem.rollout.cursor import DataState
+from tandem.rollout.supply import Batch
 from tandem.types import Completion, Group, Message, Rollout, Task, Turn
 
 
@@ -68,7 +69,7 @@ def _rollout(
 
 
 class MadeUp:
-    """A supply of them: each shape so many times, then the next."""
+    """A source of them: each shape so many times, then the next."""
 
     def __init__(self, shapes: Sequence[Shape], times: int, vocabulary: int):
         self._batches: Iterator[list[Group]] = (
@@ -76,19 +77,16 @@ class MadeUp:
         )
 
     @contextlib.asynccontextmanager
-    async def open(self, cursor: Cursor) -> AsyncIterator[MadeUp]:
+    async def open(self, data_state: DataState) -> AsyncIterator[MadeUp]:
         yield self
 
-    async def take(self) -> list[Group]:
-        return next(self._batches)
+    async def take(self) -> Batch:
+        return Batch(next(self._batches), position=self.data_state, free=lambda: None)
 
-    def release(self, groups: Sequence[Group]) -> None:
-        """Nothing waits for room."""
+    def data_state(self) -> DataState:
+        return DataState()
 
-    def cursor(self) -> Cursor:
-        return Cursor()
-
-    async def saved(self, cursor: Cursor) -> None:
+    async def saved(self, data_state: DataState) -> None:
         """Nothing is kept for a checkpoint."""
 
     def metrics(self) -> Mapping[str, Any]:

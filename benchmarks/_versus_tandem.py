@@ -30,13 +30,13 @@ from _versus import INSTRUCTION, Parts, Work, add_work, append, multiplied, peak
 from tandem.config import loading as recipes
 from tandem.errors import DoesNotFit
 from tandem.model.policy import Policy
-from tandem.rollout.feed import Feed
+from tandem.rollout.feed import RolloutBuffer
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.memory_plan.table import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
-from tandem.weight_sync.base import Handoff, Link
+from tandem.weight_sync.base import Commit, Link
 
 
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
 
 def instrument(parts: Parts, lines: Path, work: Work) -> None:
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
-    take, pack, commit = Feed.take, Packer.__call__, Link.commit
+    take, pack, commit = RolloutBuffer.take, Packer.__call__, Link.commit
     train, apply = Step.forward_backward, Step.apply
 
-    async def timed_take(self: Feed) -> Any:
+    async def timed_take(self: RolloutBuffer) -> Any:
         with parts.timed("sampling"):
             return await take(self)
 
@@ -101,15 +101,15 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
             return found
 
     @contextlib.asynccontextmanager
-    async def timed_commit(self: Link, step: int, **more: Any) -> AsyncIterator[Handoff]:
+    async def timed_commit(self: Link, step: int, **more: Any) -> AsyncIterator[Commit]:
         before = parts.get("optimizer")
         with parts.timed("publish"):
-            async with commit(self, step, **more) as handoff:
-                yield handoff
+            async with commit(self, step, **more) as update:
+                yield update
         parts.add("publish", before - parts.get("optimizer"))  # which ran inside
 
     changed: dict[tuple[Any, str], Any] = {
-        (Feed, "take"): timed_take,
+        (RolloutBuffer, "take"): timed_take,
         (Packer, "__call__"): timed_pack,
         (Step, "forward_backward"): timed_train,
         (Step, "apply"): timed_apply,

@@ -181,8 +181,8 @@ def stub(rows: Rows) -> None:
 
     @contextlib.asynccontextmanager
     async def lapped(self: Link, step: int, **more: Any) -> Any:
-        async with commit(self, step, **more) as handoff:
-            yield handoff
+        async with commit(self, step, **more) as update:
+            yield update
         rows.lap()
 
     changed: dict[tuple[Any, str], Any] = {

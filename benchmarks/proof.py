@@ -117,7 +117,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             while done < args.publishes and time.monotonic() - begun < 60 * args.minutes:
                 at = time.monotonic()
                 try:
-                    async with link.commit(done + 1) as handoff:
+                    async with link.commit(done + 1) as commit:
                         await policy.compute(update)
                 except StaleWeights as error:
                     alarms += 1
@@ -125,8 +125,8 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     break
                 done += 1
                 seconds.append(time.monotonic() - at)
-                assert handoff.published is not None
-                gaps.append(handoff.published.probe_gap or 0.0)
+                assert commit.published is not None
+                gaps.append(commit.published.probe_gap or 0.0)
                 if args.record and done % args.record_every == 0:
                     record(args.record, args, readings[-1])
                 del readings[:-1]

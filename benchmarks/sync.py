@@ -241,13 +241,13 @@ async def publish(live: Live, step: int) -> None:
     """One publish of the next version; its phases go to the stopwatch."""
     live.load.latest = step
     took = 0.0
-    async with live.link.commit(step) as handoff:
+    async with live.link.commit(step) as commit:
         begin = time.perf_counter()
         await live.link.policy.compute(live.change.write, step)
         took = time.perf_counter() - begin
-    assert handoff.published is not None
+    assert commit.published is not None
     live.load.served = step
-    done, row = handoff.published, live.watch.lap()
+    done, row = commit.published, live.watch.lap()
     row["move"] = row.get("move", 0.0) - row.get("save", 0.0)
     row["optimizer"], row["in all"] = took, done.seconds
     row["still"] = done.paused - (took if live.link.sync.pause == "step" else 0.0)

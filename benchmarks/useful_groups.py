@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/useful_groups.py [--tasks 200] [--steps 48] [--runs 32] [--drift 0.02]
 
 Four fifths of the groups are flat: of the tasks two fifths are hopeless, two fifths solved, the others in between. The
-feed, its store and its curriculum are the trainer's own, as are advantage, loss and objective; engine and model are a
+buffer, its store and its curriculum are the trainer's own, as are advantage, loss and objective; engine and model are a
 policy so small that its true gradient is a formula: answer right with probability sigmoid(w x + b), where x and b are
 the task's. The reward is 1 for right, so the expected reward's gradient is the mean of p (1 - p) x over all tasks.
 
@@ -41,8 +41,8 @@ from tandem.algorithms.curricula.solve_rate import SolveRate
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.config.sections import Replay, Reroll
-from tandem.rollout.cursor import Cursor
-from tandem.rollout.feed import Feed, FeedOptions
+from tandem.rollout.cursor import DataState
+from tandem.rollout.feed import BufferOptions, RolloutBuffer
 from tandem.rollout.judges import as_is
 from tandem.rollout.measure import Solved
 from tandem.rollout.streams import Stream
@@ -77,7 +77,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
         "replay": Replay(size=64, max_age=2),
     },
 }
-"""Options of the feed."""
+"""Options of the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,9 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
         tasks=tasks,
         solved=Solved(reward="mark", full_marks=1.0),
     )
-    feed = Feed(
+    buffer = RolloutBuffer(
         streams=[stream],
-        options=FeedOptions(
+        options=BufferOptions(
             groups_per_step=GROUPS, group_size=ANSWERS, max_lag=0, drop_flat=True, sampling=Sampling(), steps=steps,
             **options,
         ),
@@ -208,10 +208,10 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
         judge=as_is,
         on_drop=lambda reason, group: None,
     )  # fmt: skip
-    async with feed.open(Cursor()) as opened:
+    async with buffer.open(DataState()) as opened:
         for step in range(steps):
             batch = await opened.take()
-            found.gradients.append(gradient(world, step, batch, objective))
+            found.gradients.append(gradient(world, step, batch.groups, objective))
             found.tokens.append(player.tokens)
             useful = [group for group in batch if not group.is_flat]
             found.useful += len(useful)
@@ -219,7 +219,7 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
             found.ages += [step - group.version_min for group in batch]
             found.flat = player.flat / player.played
             player.step += 1
-            opened.release(batch)
+            batch.release()
     return found
 
 

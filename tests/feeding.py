@@ -1,4 +1,4 @@
-"""A worker whose answers take a random while, and a trainer that takes batches of what it makes: the feed alone."""
+"""A worker whose answers take a random while, and a trainer that takes batches of what it makes: the buffer alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tandem.errors import EngineError
-from tandem.rollout.cursor import Cursor
-from tandem.rollout.feed import Feed, FeedOptions
+from tandem.rollout.cursor import DataState
+from tandem.rollout.feed import BufferOptions, RolloutBuffer
 from tandem.rollout.judges import Judge, as_is
 from tandem.rollout.measure import Solved
 from tandem.rollout.rate import Pace
@@ -107,7 +107,7 @@ class Trainer:
             **options,
         )
 
-    def feed(
+    def buffer(
         self,
         count: int = 1000,
         *,
@@ -119,10 +119,10 @@ class Trainer:
         seed: int = 7,
         pace: Pace | None = None,
         **reuse: Any,
-    ) -> Feed:
-        return Feed(
+    ) -> RolloutBuffer:
+        return RolloutBuffer(
             streams=[self.stream("fake", count, seed=seed)],
-            options=FeedOptions(
+            options=BufferOptions(
                 groups_per_step=n,
                 group_size=2,
                 max_lag=max_lag,
@@ -139,18 +139,18 @@ class Trainer:
             pace=pace,
         )
 
-    async def train(self, feed: Feed, steps: int, slowest: int = 12) -> list[list[Group]]:
+    async def train(self, buffer: RolloutBuffer, steps: int, slowest: int = 12) -> list[list[Group]]:
         """Optimizer steps as the loop takes them; their batches."""
         delays, batches = random.Random(self.seed), []
         for _ in range(steps):
-            batch = await feed.take()
+            batch = await buffer.take()
             for _ in range(delays.randrange(slowest)):
                 await asyncio.sleep(0)
             self.step += 1
             for _ in range(delays.randrange(slowest)):
                 await asyncio.sleep(0)
-            feed.release(batch)
-            batches.append(batch)
+            batch.release()
+            batches.append(list(batch))
         return batches
 
 
@@ -161,12 +161,12 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-def trained(trainer: Trainer, steps: int, cursor: Cursor | None = None, /, **options: Any) -> list[list[Group]]:
-    """Batches of a fresh feed."""
+def trained(trainer: Trainer, steps: int, data_state: DataState | None = None, /, **options: Any) -> list[list[Group]]:
+    """Batches of a fresh buffer."""
 
     async def go() -> list[list[Group]]:
-        async with trainer.feed(**options).open(cursor or Cursor()) as feed:
-            return await trainer.train(feed, steps)
+        async with trainer.buffer(**options).open(data_state or DataState()) as buffer:
+            return await trainer.train(buffer, steps)
 
     return run(go())
 
@@ -186,10 +186,10 @@ class Mixture(Trainer):
 
     least: float = 0.0
 
-    def feed(self, count: int = 1000, **options: Any) -> Feed:
-        feed = super().feed(count, **options)
+    def buffer(self, count: int = 1000, **options: Any) -> RolloutBuffer:
+        buffer = super().buffer(count, **options)
         easy = self.stream("easy", count, label="easy/", weight=1.0, min_share=self.least)
-        return replace(feed, streams=[easy, self.stream("hard", count, label="hard/", weight=2.0)])
+        return replace(buffer, streams=[easy, self.stream("hard", count, label="hard/", weight=2.0)])
 
     async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         hard = replace(task, id=f"{int(task.id[1:]) % 3}9") if id.startswith("hard/") else replace(task, id="t1")

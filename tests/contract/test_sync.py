@@ -84,10 +84,10 @@ class Pair:
 
     async def step(self, link: Link, step: int) -> None:
         """One optimizer step, published: afterwards the engine gives out tokens of exactly these weights."""
-        async with link.commit(step) as handoff:
+        async with link.commit(step) as commit:
             self.train()
-        assert handoff.published is not None
-        version = handoff.published.version
+        assert commit.published is not None
+        version = commit.published.version
         assert version == PolicyVersion(step=step, digest=self.digest())
         self.agrees(version)
 
@@ -526,9 +526,9 @@ def test_steps_that_are_not_due_ask_nothing_of_the_engine(tiny_model: Path, tmp_
             async with pair.open() as link:
                 for step in range(1, 6):
                     pair.engine.events.clear()
-                    async with link.commit(step, last=step == 5) as handoff:
+                    async with link.commit(step, last=step == 5) as commit:
                         pair.train()
-                    published = handoff.published
+                    published = commit.published
                     assert published is not None
                     assert published.version == PolicyVersion(step=step, digest=pair.digest())
                     assert published.moved == (step in (3, 5))
@@ -537,7 +537,7 @@ def test_steps_that_are_not_due_ask_nothing_of_the_engine(tiny_model: Path, tmp_
                     else:
                         assert pair.engine.events == []
                         assert pair.engine.version().step == (0 if step < 3 else 3)
-                        assert handoff.metrics() == {}
+                        assert commit.metrics() == {}
 
         run(work)
 

@@ -21,7 +21,7 @@ import torch
 from tandem.errors import CheckpointError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
-from tandem.rollout.cursor import Cursor, Draw
+from tandem.rollout.cursor import DataState, Draw
 from tandem.trainable.full import Full
 from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
@@ -114,7 +114,7 @@ def state(step: int, digest: str = "recipe") -> TrainerState:
         step=step,
         version=PolicyVersion(step=step, digest="beef"),
         tokens_seen=17 * step,
-        cursor=Cursor(
+        data_state=DataState(
             taken=3,
             drawn={"e": 12},
             admitted=14,

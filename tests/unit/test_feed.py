@@ -1,4 +1,4 @@
-"""The feed: slots bound the lag, batches keep the order of admission, and no task is lost or doubled."""
+"""The buffer: slots bound the lag, batches keep the order of admission, and no task is lost or doubled."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from tandem.errors import EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout._mixture import REST
-from tandem.rollout.cursor import Cursor, Draw, group_from_json, group_to_json
-from tandem.rollout.feed import Feed
+from tandem.rollout.cursor import DataState, Draw, group_from_json, group_to_json
+from tandem.rollout.feed import RolloutBuffer
 from tandem.rollout.judges import penalise_truncated
 from tandem.rollout.rate import Pace
 from tandem.rollout.streams import Timetable
+from tandem.rollout.supply import Batch
 from tandem.trainer.state import TrainerState
 from tandem.types import Group, PolicyVersion, Task
 
@@ -61,7 +62,7 @@ def test_an_engine_that_is_behind_uses_up_some_of_the_lag(max_lag: int, behind: 
 
 def test_sampling_is_ahead_by_what_an_engine_behind_leaves() -> None:
     for behind, ahead in ((0, 3), (1, 2), (3, 0)):
-        options = Trainer(behind=behind).feed(max_lag=3).options
+        options = Trainer(behind=behind).buffer(max_lag=3).options
         assert options.ahead == ahead
 
 
@@ -72,10 +73,10 @@ def test_how_far_it_is_ahead_may_change_with_every_step_and_by_parts_of_a_batch(
     async def go(trainer: Trainer, choices: random.Random) -> list[list[Group]]:
         nonlocal worst
         pace, batches = Pace.fixed(3, 3), []
-        feed = trainer.feed(max_lag=3, pace=pace)
-        async with feed.open(Cursor()):
+        buffer = trainer.buffer(max_lag=3, pace=pace)
+        async with buffer.open(DataState()):
             for step in range(12):
-                batches += await trainer.train(feed, 1)
+                batches += await trainer.train(buffer, 1)
                 worst = max([worst, *(step - group.version_min for group in batches[-1])])
                 pace.ahead = choices.randrange(10)
         return batches
@@ -94,14 +95,14 @@ def test_a_part_of_a_batch_ahead_is_played_beside_it_and_no_more(ahead: int) -> 
     trainer = Trainer(slowest=100)
 
     async def go() -> None:
-        feed = trainer.feed(max_lag=3, pace=Pace(groups_per_step=3, ahead=ahead))
-        async with feed.open(Cursor()):
-            assert len(feed._entries) == 3 + ahead
-            batch = await feed.take()
+        buffer = trainer.buffer(max_lag=3, pace=Pace(groups_per_step=3, ahead=ahead))
+        async with buffer.open(DataState()):
+            assert len(buffer._entries) == 3 + ahead
+            batch = await buffer.take()
             if ahead:  # in its place the next batch was begun, as far as that may be
-                assert len(feed._entries) == 3 + ahead
-            feed.release(batch)
-            assert len(feed._entries) == 3 + ahead
+                assert len(buffer._entries) == 3 + ahead
+            batch.release()
+            assert len(buffer._entries) == 3 + ahead
 
     run(go())
 
@@ -113,18 +114,18 @@ def test_the_engine_is_idle_from_the_last_answer_to_the_next_task() -> None:
     async def go() -> None:
         nonlocal now
         trainer = Trainer()
-        feed = trainer.feed(max_lag=1, pace=pace)
-        async with feed.open(Cursor()):
+        buffer = trainer.buffer(max_lag=1, pace=pace)
+        async with buffer.open(DataState()):
             for step in range(3):
                 with pace.waiting():
-                    batch = await feed.take()
+                    batch = await buffer.take()
                 while trainer.playing:
                     now += 1
                     await asyncio.sleep(0)
                 now += 0.5
                 assert flatten(pace.step(step, {}))["engine/idle_seconds"] == 0.5
                 trainer.step += 1
-                feed.release(batch)
+                batch.release()
 
     run(go())
 
@@ -168,15 +169,15 @@ def test_a_wave_that_was_interrupted_is_played_again_whole() -> None:
     for moment in range(40):
         trainer = Trainer(mixed)
 
-        async def stopped(trainer: Trainer = trainer, moment: int = moment) -> Cursor:
-            async with trainer.feed().open(Cursor()) as feed:
+        async def stopped(trainer: Trainer = trainer, moment: int = moment) -> DataState:
+            async with trainer.buffer().open(DataState()) as buffer:
                 for _ in range(moment):
                     await asyncio.sleep(0)
-                return feed.cursor()
+                return buffer.data_state()
 
-        cursor = run(stopped())
+        data_state = run(stopped())
         trainer = Trainer(mixed)
-        trained(trainer, 4, cursor)
+        trained(trainer, 4, data_state)
         played = trainer.waves()
         assert played == {id: wave for id, wave in whole.waves().items() if id in played}
 
@@ -226,9 +227,9 @@ def test_flat_and_failed_groups_are_dropped_counted_told_and_replaced() -> None:
     trainer = Trainer(mixed)
 
     async def go() -> tuple[list[list[Group]], dict[str, float], dict[str, float]]:
-        async with trainer.feed().open(Cursor()) as feed:
-            batches = await trainer.train(feed, 10)
-            return batches, flatten(feed.metrics()), flatten(feed.metrics())
+        async with trainer.buffer().open(DataState()) as buffer:
+            batches = await trainer.train(buffer, 10)
+            return batches, flatten(buffer.metrics()), flatten(buffer.metrics())
 
     batches, counts, again = run(go())
     assert all(mixed(group.rollouts[0].task) == "ok" for batch in batches for group in batch)
@@ -247,16 +248,16 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
     """However far ahead sampling is, and over a resume in the midst: no step is without a reward, no group in two."""
     trainer = Trainer(mixed, slowest=3)
 
-    async def life(cursor: Cursor, steps: int) -> Cursor:
-        feed = trainer.feed(max_lag=max_lag)
-        async with feed.open(cursor):
+    async def life(data_state: DataState, steps: int) -> DataState:
+        buffer = trainer.buffer(max_lag=max_lag)
+        async with buffer.open(data_state):
             for _ in range(steps):
-                batch = await feed.take()
+                batch = await buffer.take()
                 for _ in range(200):  # all that may be ahead is there
                     await asyncio.sleep(0)
                 dropped = Counter(reason for reason, _ in trainer.dropped)
                 trainer.dropped.clear()
-                found = flatten(feed.metrics())
+                found = flatten(buffer.metrics())
                 assert found["env/fake/groups"] == len(batch) + dropped.total()
                 assert found["reward/max"] == 1.0
                 assert found["env/fake/trained"] == len(batch)
@@ -264,13 +265,13 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
                 scored = 2 * (len(batch) + dropped["flat"]) + failed
                 assert found["reward"] == pytest.approx((len(batch) + 2 * dropped["flat"] + failed) / scored)
                 trainer.step += 1
-                feed.release(batch)
-            return feed.cursor()
+                batch.release()
+            return buffer.data_state()
 
-    cursor = run(life(Cursor(), 6))
+    data_state = run(life(DataState(), 6))
     trainer.dropped.clear()  # by the last release: the life that takes the next batch is a new one
-    assert bool(cursor.ready) == (max_lag > 0)
-    run(life(cursor, 6))
+    assert bool(data_state.ready) == (max_lag > 0)
+    run(life(data_state, 6))
 
 
 def test_flat_groups_are_kept_if_asked_but_failed_ones_are_not() -> None:
@@ -303,13 +304,13 @@ def test_penalty_is_taken_from_truncated_answers_alone() -> None:
 def test_stale_groups_are_dropped_and_played_again() -> None:
     old = group_of("t5@0", index=0, version=0)
     trainer = Trainer(step=4)
-    feed = trainer.feed(n=2, max_lag=1)
-    draw = draw_of(feed, "t5")
+    buffer = trainer.buffer(n=2, max_lag=1)
+    draw = draw_of(buffer, "t5")
     young = group_of("t6@0", index=1, version=3)
 
     async def go() -> list[list[Group]]:
-        cursor = Cursor(drawn={"fake": 50}, admitted=2, ready=((draw, old), (draw_of(feed, "t6"), young)))
-        async with feed.open(cursor) as opened:
+        data_state = DataState(drawn={"fake": 50}, admitted=2, ready=((draw, old), (draw_of(buffer, "t6"), young)))
+        async with buffer.open(data_state) as opened:
             return await trainer.train(opened, 3)
 
     batches = run(go())
@@ -326,8 +327,8 @@ def group_of(id: str, *, index: int, version: int) -> Group:
     return Group(id=id, index=index, env="fake", rollouts=made)
 
 
-def draw_of(feed: Feed, task: str) -> Draw:
-    (stream,) = feed.streams
+def draw_of(buffer: RolloutBuffer, task: str) -> Draw:
+    (stream,) = buffer.streams
     found = (number for number in range(len(stream.tasks)) if stream.of(Draw(stream.name, number))[0].id == task)
     return Draw(stream.name, next(found))
 
@@ -366,7 +367,7 @@ def test_what_is_in_flight_is_cancelled_at_the_end() -> None:
     trainer = Trainer(slowest=10_000)
 
     async def go() -> None:
-        async with trainer.feed(max_lag=1).open(Cursor()):
+        async with trainer.buffer(max_lag=1).open(DataState()):
             await asyncio.sleep(0)
             assert len(trainer.playing) == 6
         assert trainer.playing == set()
@@ -414,9 +415,9 @@ def test_a_mixture_is_told_environment_by_environment() -> None:
     trainer = Mixture(mostly_flat)
 
     async def go() -> dict[str, float]:
-        async with trainer.feed().open(Cursor()) as feed:
-            await trainer.train(feed, 4)
-            return flatten(feed.metrics())
+        async with trainer.buffer().open(DataState()) as buffer:
+            await trainer.train(buffer, 4)
+            return flatten(buffer.metrics())
 
     found = run(go())
     assert (found["env/easy/trained"], found["env/hard/trained"]) == (4, 8)
@@ -433,24 +434,24 @@ def test_a_mixture_goes_on_where_it_stood_in_the_middle_of_a_cycle_of_shares() -
     assert len({tuple(sorted(one.items())) for one in makeup(whole)}) == 2
     trainer = Mixture(mostly_flat)
 
-    async def first(steps: int) -> Cursor:
-        async with trainer.feed(n=4).open(Cursor()) as feed:
-            await trainer.train(feed, steps)
-            return feed.cursor()
+    async def first(steps: int) -> DataState:
+        async with trainer.buffer(n=4).open(DataState()) as buffer:
+            await trainer.train(buffer, steps)
+            return buffer.data_state()
 
     for steps in (1, 2, 3):
         trainer = Mixture(mostly_flat)
-        cursor = run(first(steps))
-        assert cursor.taken == steps
-        again = trained(Mixture(mostly_flat, step=steps), 7 - steps, cursor, n=4)
+        data_state = run(first(steps))
+        assert data_state.taken == steps
+        again = trained(Mixture(mostly_flat, step=steps), 7 - steps, data_state, n=4)
         assert [[group.id for group in batch] for batch in again] == [[g.id for g in batch] for batch in whole[steps:]]
 
 
 def test_a_draw_that_is_played_again_takes_a_place_of_its_own_stream() -> None:
     trainer = Mixture()
-    easy = trainer.feed().streams[0]
-    cursor = Cursor(drawn={"easy": 4}, admitted=4, again=(Draw("easy", 3),))
-    (batch,) = trained(trainer, 1, cursor, n=3)
+    easy = trainer.buffer().streams[0]
+    data_state = DataState(drawn={"easy": 4}, admitted=4, again=(Draw("easy", 3),))
+    (batch,) = trained(trainer, 1, data_state, n=3)
     assert len(trainer.started) == 3, "nothing is played that has no place"
     assert makeup([batch]) == [{"easy": 1, "hard": 2}]
     assert [group.id for group in batch if group.env == "easy"] == [easy.of(Draw("easy", 3))[1]]
@@ -528,17 +529,17 @@ def test_what_is_being_played_when_it_is_left_out_counts_no_more(max_lag: int) -
     """Else a stream with many groups in flight would be sent away anew before it was tried."""
     trainer = Mixture(lambda task: "ok" if task.id == "t1" else "flat")
 
-    async def go() -> Cursor:
-        async with trainer.feed(n=3, patience=1, max_lag=max_lag).open(Cursor()) as feed:
-            await trainer.train(feed, 8)
-            return feed.cursor()
+    async def go() -> DataState:
+        async with trainer.buffer(n=3, patience=1, max_lag=max_lag).open(DataState()) as buffer:
+            await trainer.train(buffer, 8)
+            return buffer.data_state()
 
-    cursor = run(go())
-    assert cursor.resting == {"hard": REST}
+    data_state = run(go())
+    assert data_state.resting == {"hard": REST}
 
 
 def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
-    (stream,) = Trainer().feed().streams
+    (stream,) = Trainer().buffer().streams
     second, gate = stream.of(Draw("fake", 1)), asyncio.Event()
 
     class Gated(Trainer):
@@ -550,13 +551,13 @@ def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
     trainer = Gated(lambda task: "flat" if task.id == second[0].id else "ok")
 
     async def go() -> None:
-        async with trainer.feed(n=1, max_lag=1).open(Cursor()) as feed:
-            batch = await feed.take()
+        async with trainer.buffer(n=1, max_lag=1).open(DataState()) as buffer:
+            batch = await buffer.take()
             gate.set()
             while len(trainer.started) < 3:
                 await asyncio.sleep(0)
             assert trainer.dropped == [("flat", second[1])]
-            feed.release(batch)
+            batch.release()
 
     run(go())
 
@@ -571,17 +572,17 @@ def test_who_is_left_out_survives_a_resume() -> None:
     assert {"easy": 3} in makeup(whole)
     assert {"easy": 1, "hard": 2} in makeup(whole)
 
-    async def first(trainer: Mixture, steps: int) -> Cursor:
-        async with trainer.feed(n=3, patience=4).open(Cursor()) as feed:
-            await trainer.train(feed, steps)
-            return feed.cursor()
+    async def first(trainer: Mixture, steps: int) -> DataState:
+        async with trainer.buffer(n=3, patience=4).open(DataState()) as buffer:
+            await trainer.train(buffer, steps)
+            return buffer.data_state()
 
     for done in (1, 5, REST - 1, REST + 2):
-        cursor = run(first(kind(Mixture()), done))
+        data_state = run(first(kind(Mixture()), done))
         version = PolicyVersion(step=done, digest="")
-        state = TrainerState(step=done, version=version, tokens_seen=0, config_digest="", rng=(), cursor=cursor)
+        state = TrainerState(step=done, version=version, tokens_seen=0, config_digest="", rng=(), data_state=data_state)
         assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
-        again = trained(kind(Mixture(step=done)), steps - done, cursor, n=3, patience=4)
+        again = trained(kind(Mixture(step=done)), steps - done, data_state, n=3, patience=4)
         assert [ids([batch]) for batch in again] == [ids([batch]) for batch in whole[done:]]
 
 
@@ -597,21 +598,20 @@ def test_on_policy_resume_between_steps_goes_on_as_if_nothing_had_been() -> None
     whole = trained(Trainer(mixed), 6)
     trainer = Trainer(mixed)
 
-    async def first() -> Cursor:
-        async with trainer.feed().open(Cursor()) as feed:
-            await trainer.train(feed, 2)
-            batch = await feed.take()
+    async def first() -> DataState:
+        async with trainer.buffer().open(DataState()) as buffer:
+            await trainer.train(buffer, 2)
+            batch = await buffer.take()
             trainer.step += 1
-            cursor = feed.cursor()  # as the loop does: the batch is trained, its slots are not free yet
-            feed.release(batch)
+            batch.release()
             for _ in range(5):
                 await asyncio.sleep(0)
-            return cursor
+            return batch.data_state  # as the loop saves it: the batch is trained, its slots are not free yet
 
-    cursor = run(first())
-    assert cursor.again == ()
-    assert cursor.ready == ()
-    assert trained(Trainer(mixed, step=3), 3, cursor) == whole[3:]
+    data_state = run(first())
+    assert data_state.again == ()
+    assert data_state.ready == ()
+    assert trained(Trainer(mixed, step=3), 3, data_state) == whole[3:]
 
 
 @dataclass
@@ -621,28 +621,28 @@ class Story:
     trainer: Trainer
     options: dict[str, Any]
     done: list[str] = field(default_factory=list)
-    saved: tuple[Cursor, int, int] = (Cursor(), 0, 0)
+    saved: tuple[DataState, int, int] = (DataState(), 0, 0)
 
-    async def live(self, moves: Sequence[tuple[str, int]]) -> Cursor:
+    async def live(self, moves: Sequence[tuple[str, int]]) -> DataState:
         """One process: from what was saved until a crash or the end of the moves."""
-        cursor, self.trainer.step, kept = self.saved
+        data_state, self.trainer.step, kept = self.saved
         del self.done[kept:]
-        async with self.trainer.feed(**self.options).open(cursor) as feed:
-            held: list[Group] = []
+        async with self.trainer.buffer(**self.options).open(data_state) as buffer:
+            held: Batch | None = None
             for move, amount in moves:
                 if move == "wait":
                     for _ in range(amount):
                         await asyncio.sleep(0)
-                elif move == "take" and not held:
-                    held = await feed.take()
+                elif move == "take" and held is None:
+                    held = await buffer.take()
                     self.done.extend(group.id for group in held)
                     self.trainer.step += 1
-                elif move == "release":
-                    feed.release(held)
-                    held = []
+                elif move == "release" and held is not None:
+                    held.release()
+                    held = None
                 elif move == "save":
-                    self.saved = (feed.cursor(), self.trainer.step, len(self.done))
-            return feed.cursor()
+                    self.saved = (buffer.data_state(), self.trainer.step, len(self.done))
+            return buffer.data_state()
 
 
 MOVES = st.lists(
@@ -668,7 +668,7 @@ def test_no_interleaving_unmixes_a_mixture(moves: list[tuple[str, int]], seed: i
         await story.live(life)
 
     run(go())
-    timetable = Timetable(trainer.feed().streams, n)
+    timetable = Timetable(trainer.buffer().streams, n)
     assert len(set(story.done)) == len(story.done)
     for number in range(len(story.done) // n):
         batch = Counter(id.partition("/")[0] for id in story.done[number * n : (number + 1) * n])
@@ -683,7 +683,7 @@ def test_no_interleaving_loses_or_doubles_a_task(
     trainer = Trainer(mixed, seed, behind=min(behind, max_lag))
     story = Story(trainer, {"count": 40, "n": n, "max_lag": max_lag, "patience": 1000})
 
-    async def go() -> Cursor:
+    async def go() -> DataState:
         life: list[tuple[str, int]] = []
         for move in moves:
             if move[0] == "crash":  # back to what was saved last
@@ -697,7 +697,7 @@ def test_no_interleaving_loses_or_doubles_a_task(
         return await story.live(life)
 
     end = run(go())
-    (stream,) = trainer.feed(**story.options).streams
+    (stream,) = trainer.buffer(**story.options).streams
     order = {draw: stream.of(draw) for draw in (Draw("fake", n) for n in range(end.drawn.get("fake", 0)))}
     good = Counter(id for task, id in order.values() if mixed(task) == "ok")
     name = {draw: id for draw, (_, id) in order.items()}

@@ -29,14 +29,14 @@ from tandem.engines.vllm.client.engine import Vllm as Live
 from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout import foreign as foreigners
-from tandem.rollout.cursor import Cursor
-from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
+from tandem.rollout.cursor import DataState
+from tandem.rollout.foreign import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.rollout.recorded import told
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
-from tandem.trainer.supply import Reached, foreign
+from tandem.trainer.supply import StepCounter, foreign
 from tandem.types import Group, PolicyVersion, Sampling
 
 T = TypeVar("T")
@@ -149,20 +149,20 @@ class Local:
 
 @dataclass
 class Trainer:
-    """What has been reached, and a feed over the broker."""
+    """What has been reached, and a source over the broker."""
 
     broker: Local | TrainerClient
     step: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     failure: Exception | None = None
 
-    def feed(self, **options: Any) -> BrokerFeed:
+    def source(self, **options: Any) -> BrokerSource:
         rules = {name: options.pop(name) for name in ("given_advantages", "policy_logprobs") if name in options}
         given_ = {"groups_per_step": 2, "group_size": 2, "max_lag": 2, "drop_flat": True, "lease_seconds": 60.0}
-        return BrokerFeed(
+        return BrokerSource(
             broker=self.broker,
             run=RUN,
-            options=ForeignOptions(**{**given_, **options}, rules=Rules(**rules), poll_seconds=0.0),
+            options=BrokerSourceOptions(**{**given_, **options}, rules=Rules(**rules), poll_seconds=0.0),
             version=lambda: self.step,
             solved=full_marks,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id.partition("@")[0])),
@@ -187,9 +187,9 @@ def taken(broker: Local, steps: int, trainer: Trainer | None = None, **options: 
 
     async def go() -> list[list[str]]:
         batches = []
-        async with trainer.feed(**options).open(Cursor()) as feed:
+        async with trainer.source(**options).open(DataState()) as source:
             for _ in range(steps):
-                batches.append(names(await feed.take()))
+                batches.append(names(await source.take()))
                 trainer.step += 1
         return batches
 
@@ -202,8 +202,8 @@ def filled(count: int, **broker: Any) -> Local:
     return made
 
 
-def counted(feed: BrokerFeed) -> Mapping[str, float]:
-    return {name: value for name, value in flatten(feed.metrics()).items() if value}
+def counted(source: BrokerSource) -> Mapping[str, float]:
+    return {name: value for name, value in flatten(source.metrics()).items() if value}
 
 
 # Batches
@@ -235,12 +235,12 @@ def test_a_broker_that_forgot_is_told_again() -> None:
 
     async def go() -> list[str]:
         trainer = Trainer(broker, step=1)
-        async with trainer.feed().open(Cursor()) as feed:
-            await feed.take()
+        async with trainer.source().open(DataState()) as source:
+            await source.take()
             trainer.step = 2
             broker.store.reset(0.0)
             broker.on_empty = lambda: broker.put(sent("new"))
-            return names(await feed.take())
+            return names(await source.take())
 
     assert run(go()) == ["new", "new"]
     assert [made.starting_step for made in broker.registered] == [1, 2]
@@ -264,11 +264,11 @@ def test_where_nobody_can_sample_any_more_nothing_is_waited_for(hangs: bool) -> 
 
     async def go() -> None:
         broker.on_empty = fail
-        async with trainer.feed().open(Cursor()) as feed:
-            assert names(await feed.take()) == ["a", "b"]
+        async with trainer.source().open(DataState()) as source:
+            assert names(await source.take()) == ["a", "b"]
             with pytest.raises(EngineError, match="allows 3 restarts"):
-                await feed.take()
-            assert len(feed.cursor().batches) == 1, "what was taken before is saved"
+                await source.take()
+            assert len(source.data_state().batches) == 1, "what was taken before is saved"
         assert [task for task in asyncio.all_tasks() if task.get_name() == "the next batch"] == []
 
     run(go())
@@ -282,12 +282,12 @@ def test_a_run_looks_at_its_own_engine(tmp_path: Path) -> None:
     ).config
     engine, template = Live.__new__(Live), SimpleNamespace(decode=None)
     engine.fleet = SimpleNamespace(failure=None)  # type: ignore[assignment]
-    parts: dict[str, Any] = {"folder": tmp_path, "template": template, "reached": Reached(0), "telemetry": None}
-    feed = foreign(config, context=64, vocabulary=9, engine=engine, **parts)
-    assert feed.options.sampling == config.sampling == Sampling(top_k=5)
-    assert feed.failure() is None
+    parts: dict[str, Any] = {"folder": tmp_path, "template": template, "trained": StepCounter(0), "telemetry": None}
+    source = foreign(config, context=64, vocabulary=9, engine=engine, **parts)
+    assert source.options.sampling == config.sampling == Sampling(top_k=5)
+    assert source.failure() is None
     engine.fleet.failure = EngineError("it is gone")
-    assert feed.failure() is engine.fleet.failure
+    assert source.failure() is engine.fleet.failure
     assert Engine.failure.fget(engine) is None, "one in this process cannot die alone"  # type: ignore[attr-defined]
 
 
@@ -344,8 +344,8 @@ def test_what_cannot_be_trained_on_is_dropped_counted_and_replaced() -> None:
     trainer = Trainer(broker)
 
     async def go() -> tuple[list[str], Mapping[str, float]]:
-        async with trainer.feed().open(Cursor()) as feed:
-            return names(await feed.take()), counted(feed)
+        async with trainer.source().open(DataState()) as source:
+            return names(await source.take()), counted(source)
 
     batch, metrics = run(go())
     assert batch == ["ok", "more"]
@@ -360,7 +360,7 @@ def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
     trainer = Trainer(broker, step=5)
 
     async def go() -> list[str]:
-        async with trainer.feed(max_lag=2).open(Cursor()) as feed:
+        async with trainer.source(max_lag=2).open(DataState()) as source:
             assert await broker.batch(lease=1.0, policy=2) is None  # the policy step that it notes from now on
             broker.put(sent("noted 2"), sent("says 3", version=3))
             await broker.batch(lease=1.0, policy=4)
@@ -368,7 +368,7 @@ def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
             await broker.batch(lease=1.0, policy=4)
             broker.store.register(Run(batch_size=4, max_token_len=64), 0.0)
             broker.put(sent("says 4", version=4), sent("says 1", version=1))
-            return names(await feed.take())
+            return names(await source.take())
 
     assert run(go()) == ["says 3", "says 4"]
     assert trainer.dropped == [("stale", "noted 2"), ("stale", "says 1")]
@@ -389,10 +389,10 @@ def test_a_group_that_waits_here_ages_too() -> None:
     trainer = Trainer(broker)
 
     async def go() -> list[str]:
-        async with trainer.feed(max_lag=1, groups_per_step=1).open(Cursor()) as feed:
-            await feed.take()
+        async with trainer.source(max_lag=1, groups_per_step=1).open(DataState()) as source:
+            await source.take()
             trainer.step = 3
-            return names(await feed.take())
+            return names(await source.take())
 
     assert run(go()) == ["e"]
     assert {("stale", name) for name in "bcd"} <= set(trainer.dropped)
@@ -464,12 +464,12 @@ def test_environments_without_end_have_an_end(monkeypatch: pytest.MonkeyPatch) -
         broker.put(sent(f"g{place}", group_overrides={"tandem_env": f"e{place % 6}", "tandem_task": "\x1bt"}))
 
     async def go() -> None:
-        async with Trainer(broker).feed(groups_per_step=4).open(Cursor()) as feed:
-            groups = [*await feed.take(), *await feed.take()]
+        async with Trainer(broker).source(groups_per_step=4).open(DataState()) as source:
+            groups = [*await source.take(), *await source.take()]
             names = [group.env for group in groups]
             assert names == ["e0", "e1", "e2", *["foreign_others"] * 3, "e0", "e1"]
             assert all(group.id.startswith("�t@") for group in groups)
-            assert {name.split("/")[1] for name in counted(feed) if name.startswith("env/")} <= {*names}
+            assert {name.split("/")[1] for name in counted(source) if name.startswith("env/")} <= {*names}
 
     run(go())
 
@@ -494,8 +494,8 @@ def test_poison_that_is_stored_is_set_aside_and_named_and_does_not_come_again(
     async def resumed(client: Client) -> tuple[list[str], Mapping[str, float]]:
         """A run that goes on from no checkpoint, and is killed before it saves one."""
         trainer = Trainer(TrainerClient(Connection(client.url)))
-        async with trainer.feed().open(Cursor()) as feed:
-            return names(await feed.take()), counted(feed)
+        async with trainer.source().open(DataState()) as source:
+            return names(await source.take()), counted(source)
 
     async def go() -> None:
         async with served() as client:
@@ -519,8 +519,8 @@ def test_nothing_but_poison_ends_a_run_that_says_so() -> None:
         async with served() as client:
             for place in range(12):
                 client.broker.store.put(stored(f"p{place}", scores=[1e200, 0.0]), 0.0)
-            async with Trainer(TrainerClient(Connection(client.url))).feed(patience=2).open(Cursor()) as feed:
-                await feed.take()
+            async with Trainer(TrainerClient(Connection(client.url))).source(patience=2).open(DataState()) as source:
+                await source.take()
 
     with pytest.raises(Starved, match=r"6 groups in a row.*malformed.*p5: body\.scores\.0"):
         run(go())
@@ -533,15 +533,15 @@ def test_a_batch_is_acknowledged_when_its_step_is_saved_and_not_before() -> None
     broker = filled(6)
 
     async def go() -> None:
-        async with Trainer(broker).feed().open(Cursor()) as feed:
-            await feed.take()
-            await feed.take()
+        async with Trainer(broker).source().open(DataState()) as source:
+            await source.take()
+            await source.take()
             assert broker.store.counts["trained"] == 0
-            cursor = feed.cursor()
-            await feed.take()
-            await feed.saved(cursor)
+            data_state = source.data_state()
+            await source.take()
+            await source.saved(data_state)
             assert broker.store.counts["trained"] == 4
-            assert len(feed.cursor().batches) == 1
+            assert len(source.data_state().batches) == 1
 
     run(go())
 
@@ -550,20 +550,20 @@ def test_what_waits_in_a_checkpoint_needs_no_lease() -> None:
     broker = Local()
     broker.put(sent("flat", 1.0, 1.0), sent("a"), sent("b"), sent("c"))
 
-    async def first() -> Cursor:
-        async with Trainer(broker).feed().open(Cursor()) as feed:
-            assert names(await feed.take()) == ["a", "b"]
-            await feed.saved(feed.cursor())
-            return feed.cursor()
+    async def first() -> DataState:
+        async with Trainer(broker).source().open(DataState()) as source:
+            assert names(await source.take()) == ["a", "b"]
+            await source.saved(source.data_state())
+            return source.data_state()
 
-    cursor = run(first())
-    assert (names([group for _, group in cursor.ready]), cursor.batches) == (["c"], ())
+    data_state = run(first())
+    assert (names([group for _, group in data_state.ready]), data_state.batches) == (["c"], ())
     assert broker.store.counts["trained"] == 4
     broker.put(sent("d"), sent("e"))
 
     async def second() -> list[str]:
-        async with Trainer(broker).feed().open(cursor) as feed:
-            return names(await feed.take())
+        async with Trainer(broker).source().open(data_state) as source:
+            return names(await source.take())
 
     assert run(second()) == ["c", "d"]
 
@@ -572,14 +572,14 @@ def test_a_lease_that_ran_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     broker = filled(2)
 
     async def go() -> None:
-        async with Trainer(broker).feed().open(Cursor()) as feed:
-            await feed.take()
+        async with Trainer(broker).source().open(DataState()) as source:
+            await source.take()
             broker.now = 61.0
             again = broker.store.take(broker.now, lease=True)
             assert again is not None
             broker.store.acknowledge(again.id, broker.now)
-            await feed.saved(feed.cursor())
-            assert feed.cursor().batches == ()
+            await source.saved(source.data_state())
+            assert source.data_state().batches == ()
 
     with caplog.at_level(logging.WARNING):
         run(go())
@@ -601,14 +601,14 @@ def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(monkeypatch:
     monkeypatch.setattr(asyncio, "sleep", passing)
 
     async def go() -> None:
-        async with Trainer(broker).feed(lease_seconds=60.0).open(Cursor()) as feed:
-            await feed.take()
+        async with Trainer(broker).source(lease_seconds=60.0).open(DataState()) as source:
+            await source.take()
             while broker.now < 300:
                 await wait(0)
             assert set(stolen) == {None}
-            await feed.saved(feed.cursor())
+            await source.saved(source.data_state())
             assert broker.refused == []
-            assert feed.cursor().batches == ()
+            assert source.data_state().batches == ()
         assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "leases"] == []
 
     run(go())
@@ -631,10 +631,10 @@ def test_the_numbers_of_a_step_are_of_its_groups_though_more_had_arrived() -> No
 
     async def go() -> list[tuple[list[str], float, float]]:
         found = []
-        async with Trainer(broker).feed().open(Cursor()) as feed:
+        async with Trainer(broker).source().open(DataState()) as source:
             for _ in range(2):
-                batch = names(await feed.take())
-                numbers = flatten(feed.metrics())
+                batch = names(await source.take())
+                numbers = flatten(source.metrics())
                 found.append((batch, numbers["reward"], numbers["tokens/generated"]))
         return found
 
@@ -666,25 +666,25 @@ def test_no_interleaving_of_kills_and_saves_loses_or_doubles_a_group(
         flat = n % 5 == 3
         broker.put(sent(f"g{n}", *(float(i % 2 and not flat) for i in range(size)), version=0))
     history: list[str] = []
-    saved: tuple[Cursor, int, int] = (Cursor(), 0, 0)
+    saved: tuple[DataState, int, int] = (DataState(), 0, 0)
 
     async def live(life: list[tuple[str, int]]) -> None:
         nonlocal saved
-        cursor, step, kept = saved
+        data_state, step, kept = saved
         trainer = Trainer(broker, step=step)
         del history[kept:]
-        async with trainer.feed(max_lag=1000).open(cursor) as feed:
+        async with trainer.source(max_lag=1000).open(data_state) as source:
             for move, _ in life:
                 if move == "take":
                     try:
-                        history.extend(names(await feed.take()))
+                        history.extend(names(await source.take()))
                     except EmptyHanded:
                         return
                     trainer.step += 1
                 elif move in ("save", "kill between", "stop"):
-                    saved = (feed.cursor(), trainer.step, len(history))
+                    saved = (source.data_state(), trainer.step, len(history))
                     if move != "kill between":
-                        await feed.saved(saved[0])
+                        await source.saved(saved[0])
 
     async def go() -> None:
         life: list[tuple[str, int]] = []
@@ -711,26 +711,26 @@ def test_no_interleaving_of_kills_and_saves_loses_or_doubles_a_group(
 # What a checkpoint and a record hold
 
 
-def test_a_cursor_survives_json() -> None:
+def test_a_data_state_survives_json() -> None:
     broker = Local()
     rows = [[0.0, 1.0, -1.0]] * 2
     broker.put(sent("a", advantages=rows, inference_logprobs=None), sent("b"), sent("c", 1.0, 1.0), sent("d"))
 
-    async def go() -> Cursor:
+    async def go() -> DataState:
         options = {"groups_per_step": 1, "given_advantages": True, "policy_logprobs": True}
-        async with Trainer(broker).feed(**options).open(Cursor()) as feed:
-            await feed.take()
-            feed._receive(await feed._next())
-            return feed.cursor()
+        async with Trainer(broker).source(**options).open(DataState()) as source:
+            await source.take()
+            source._receive(await source._next())
+            return source.data_state()
 
-    cursor = run(go())
-    assert len(cursor.batches) == 2
-    assert {group.id for _, group in cursor.ready} == {"b@e1", "d@e3"}
+    data_state = run(go())
+    assert len(data_state.batches) == 2
+    assert {group.id for _, group in data_state.ready} == {"b@e1", "d@e3"}
     state = TrainerState(
         step=3,
         version=PolicyVersion(step=3, digest="x"),
         tokens_seen=1,
-        cursor=cursor,
+        data_state=data_state,
         config_digest="y",
     )
     assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
@@ -768,8 +768,8 @@ def test_a_group_bears_the_brokers_own_name_whenever_it_comes() -> None:
     broker = filled(4)
 
     async def first(steps: int) -> list[str]:
-        async with Trainer(broker).feed().open(Cursor()) as feed:
-            return [group.id for _ in range(steps) for group in await feed.take()]
+        async with Trainer(broker).source().open(DataState()) as source:
+            return [group.id for _ in range(steps) for group in await source.take()]
 
     killed = run(first(2))
     broker.put(*(sent(f"more{n}") for n in range(2)))
@@ -780,15 +780,15 @@ def test_a_group_whose_lease_ran_out_is_not_trained_again_by_the_same_trainer(ca
     broker = filled(2)
 
     async def go() -> list[list[str]]:
-        async with Trainer(broker).feed().open(Cursor()) as feed:
-            batches = [names(await feed.take())]
+        async with Trainer(broker).source().open(DataState()) as source:
+            batches = [names(await source.take())]
             broker.now += 61.0  # nobody renewed: the trainer stood still
             broker.on_empty = lambda: broker.put(sent("g2"), sent("g3"))
-            batches.append(names(await feed.take()))
-            cursor = feed.cursor()
-            assert len(cursor.batches) == 3
-            assert not cursor.ready
-            await feed.saved(cursor)
+            batches.append(names(await source.take()))
+            data_state = source.data_state()
+            assert len(data_state.batches) == 3
+            assert not data_state.ready
+            await source.saved(data_state)
             return batches
 
     assert run(go()) == [["g0", "g1"], ["g2", "g3"]]

@@ -1,4 +1,4 @@
-"""The training loop with a feed that is real, and everything else only noted: what comes in which order."""
+"""The training loop with a buffer that is real, and everything else only noted: what comes in which order."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from feeding import Trainer, ids
 from feeding import run as limited
 
 from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
-from tandem.rollout.cursor import Cursor
+from tandem.rollout.cursor import DataState
 from tandem.rollout.rate import Pace
-from tandem.rollout.supply import Supply
+from tandem.rollout.supply import Batch, RolloutSource
 from tandem.trainer import loop
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, Json, PolicyVersion
-from tandem.weight_sync.base import Handoff, Published
+from tandem.weight_sync.base import Commit, Published
 
 STEPS = 5
 START = TrainerState(
-    step=0, version=PolicyVersion(step=0, digest=""), tokens_seen=0, cursor=Cursor(), config_digest="d"
+    step=0, version=PolicyVersion(step=0, digest=""), tokens_seen=0, data_state=DataState(), config_digest="d"
 )
 
 
@@ -40,7 +40,7 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Scene:
-    """Every part of a run but its feed. ``log`` has what happened, in order; ``saved`` each checkpoint, by step."""
+    """Every part of a run but its source. ``log`` has what happened, in order; ``saved`` each checkpoint, by step."""
 
     lag: int = 0
     stands_still: bool = False
@@ -81,8 +81,8 @@ class Scene:
         run: Any = loop.Run(
             steps=STEPS,
             policy=SimpleNamespace(device="cpu", compute=self.compute),  # type: ignore[arg-type]
-            link=self,  # type: ignore[arg-type]
-            feed=Noted(self),
+            weight_sync=self,  # type: ignore[arg-type]
+            source=Noted(self),
             pack=self.pack,  # type: ignore[arg-type]
             step=self,  # type: ignore[arg-type]
             checkpoints=self,  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class Scene:
         )
         return limited(loop.train(run, state))
 
-    # The link
+    # The weight sync
 
     @asynccontextmanager
     async def open(self, start: PolicyVersion) -> AsyncIterator[Scene]:
@@ -114,24 +114,26 @@ class Scene:
     async def rest(self) -> None:
         """It never sleeps."""
 
-    def ahead(self, step: int) -> bool:
+    def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
         if self.early:
             self.least = step
-        return self.early
+            release()
 
     @asynccontextmanager
-    async def commit(self, step: int, *, last: bool, recent: Sequence[Sequence[int]]) -> AsyncIterator[Handoff]:
-        handoff = Handoff()
+    async def commit(
+        self, step: int, *, release: Callable[[], None] | None, last: bool, recent: Sequence[Sequence[int]]
+    ) -> AsyncIterator[Commit]:
+        commit = Commit(release=release)
         if self.stands_still:
-            handoff.stands_still()
-        yield handoff
+            commit.accept_requests()
+        yield commit
         await self.some_while()
         if step == self.unproven:
-            handoff.unproven = PolicyVersion(step=step, digest=f"d{step}")
+            commit.unverified = PolicyVersion(step=step, digest=f"d{step}")
             raise StaleWeights(f"version {step} was moved, but the engine does not sample from it")
         self.note(f"moved {step}")
-        handoff.published = Published(version=PolicyVersion(step=step, digest=f"d{step}"), moved=True)
-        handoff.stands_still()
+        commit.published = Published(version=PolicyVersion(step=step, digest=f"d{step}"), moved=True)
+        commit.accept_requests()
 
     # The step
 
@@ -193,33 +195,37 @@ class Scene:
 
 @dataclass
 class Noted:
-    """A feed that notes when it is told of what, and who was being played then."""
+    """A buffer that notes when it is told of what, and who was being played then."""
 
     scene: Scene
 
     @asynccontextmanager
-    async def open(self, cursor: Cursor) -> AsyncIterator[Supply]:
-        async with self.scene.trainer.feed(n=2, max_lag=self.scene.lag).open(cursor) as feed:
-            self.feed = feed
+    async def open(self, data_state: DataState) -> AsyncIterator[RolloutSource]:
+        async with self.scene.trainer.buffer(n=2, max_lag=self.scene.lag).open(data_state) as buffer:
+            self.buffer = buffer
             yield self
 
-    async def take(self) -> list[Group]:
+    async def take(self) -> Batch:
         if self.scene.failure is not None and self.scene.trainer.step == 2:
             raise self.scene.failure
-        return await self.feed.take()
+        batch = await self.buffer.take()
+        free = batch.free
 
-    def release(self, groups: Sequence[Group]) -> None:
-        self.scene.note(f"released {self.scene.trainer.step}")
-        self.feed.release(groups)
+        def noted() -> None:
+            self.scene.note(f"released {self.scene.trainer.step}")
+            free()
 
-    def cursor(self) -> Cursor:
-        return self.feed.cursor()
+        batch.free = noted
+        return batch
 
-    async def saved(self, cursor: Cursor) -> None:
+    def data_state(self) -> DataState:
+        return self.buffer.data_state()
+
+    async def saved(self, data_state: DataState) -> None:
         self.scene.note(f"told of {self.scene.trainer.step}")
 
     def metrics(self) -> Mapping[str, Any]:
-        return self.feed.metrics()
+        return self.buffer.metrics()
 
 
 def steps_of(scene: Scene) -> dict[int, list[str]]:
@@ -244,7 +250,7 @@ def test_a_stop_ends_the_wait_for_a_broker_that_is_not_there(monkeypatch: pytest
     scene = Scene()
 
     @asynccontextmanager
-    async def absent(self: Noted, cursor: Cursor) -> AsyncIterator[Noted]:
+    async def absent(self: Noted, data_state: DataState) -> AsyncIterator[Noted]:
         asyncio.get_running_loop().call_later(0.01, scene.stop.set)
         await asyncio.Event().wait()
         yield self
@@ -322,7 +328,7 @@ def test_the_state_that_is_saved_is_the_same_either_way() -> None:
     assert one.saved == other.saved == third.saved == early.saved
     assert sorted(one.saved) == list(range(1, STEPS + 1))
     assert ids(one.batches) == ids(other.batches) == ids(early.batches)
-    assert [TrainerState.from_json(state).cursor.admitted for state in one.saved.values()] == [2, 4, 6, 8, 10]
+    assert [TrainerState.from_json(state).data_state.admitted for state in one.saved.values()] == [2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -373,7 +379,7 @@ def test_a_policy_that_holds_no_numbers_is_not_saved() -> None:
 def test_what_was_played_since_the_last_step_is_not_played_again() -> None:
     first = Scene(every=10, stop_at="emitted 2")
     first.train()
-    kept = {group.id for _, group in TrainerState.from_json(first.saved[2]).cursor.ready}
+    kept = {group.id for _, group in TrainerState.from_json(first.saved[2]).data_state.ready}
     assert kept
     second = Scene()
     second.train(TrainerState.from_json(first.saved[2]))
@@ -396,7 +402,7 @@ def test_a_run_that_gets_no_groups_any_more_is_saved(failure: TandemError, saved
         scene.train()
     assert list(scene.saved) == ([2] if saved else [])
     if saved:
-        assert TrainerState.from_json(scene.saved[2]).cursor.ready, "what was played since is kept"
+        assert TrainerState.from_json(scene.saved[2]).data_state.ready, "what was played since is kept"
         second = Scene()
         second.train(TrainerState.from_json(scene.saved[2]))
         whole = Scene()

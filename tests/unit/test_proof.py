@@ -73,10 +73,10 @@ def answered(
                     for step in range(1, max(after, 1) + 1):
                         honest[0] = step < after
                         engine.events.clear()
-                        async with link.commit(step, recent=recent) as handoff:
+                        async with link.commit(step, recent=recent) as commit:
                             await policy.compute(update)
-                    assert handoff.published is not None
-                    return handoff.published.probe_gap, engine.events
+                    assert commit.published is not None
+                    return commit.published.probe_gap, engine.events
             except StaleWeights:
                 assert engine.events[-1] == "stop"
                 assert not engine.serves

@@ -1,4 +1,4 @@
-"""What the feed makes of groups without signal: replay, tasks drawn again, a bound on refills, a curriculum."""
+"""What the buffer makes of groups without signal: replay, tasks drawn again, a bound on refills, a curriculum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.config.sections import Replay, Reroll
 from tandem.errors import EnvError
 from tandem.metrics import flatten
 from tandem.rollout.agenda import Agenda
-from tandem.rollout.cursor import Cursor, Draw
+from tandem.rollout.cursor import DataState, Draw
 from tandem.rollout.replay import Store
 from tandem.types import Group, Task
 
@@ -36,14 +36,14 @@ def only(*good: str) -> Kind:
     return lambda task: "ok" if task.id in good else "hopeless"
 
 
-async def fed(trainer: Trainer, steps: int, cursor: Cursor, /, **options: Any) -> tuple[list[list[Group]], Any]:
-    """Batches and what the feed counted."""
-    async with trainer.feed(**options).open(cursor) as feed:
-        return await trainer.train(feed, steps), flatten(feed.metrics())
+async def fed(trainer: Trainer, steps: int, data_state: DataState, /, **options: Any) -> tuple[list[list[Group]], Any]:
+    """Batches and what the buffer counted."""
+    async with trainer.buffer(**options).open(data_state) as buffer:
+        return await trainer.train(buffer, steps), flatten(buffer.metrics())
 
 
 def played(trainer: Trainer, steps: int, /, **options: Any) -> tuple[list[list[Group]], dict[str, float]]:
-    return run(fed(trainer, steps, Cursor(), **options))
+    return run(fed(trainer, steps, DataState(), **options))
 
 
 def told(trainer: Trainer, name: str) -> list[dict[str, Any]]:
@@ -134,12 +134,12 @@ def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
 
 def test_flat_groups_failed_ones_and_replayed_ones_are_not_stored() -> None:
     trainer = Trainer(mixed)
-    feed = trainer.feed(drop_flat=False, replay=Replay(size=50, max_age=1))
+    buffer = trainer.buffer(drop_flat=False, replay=Replay(size=50, max_age=1))
 
-    async def go() -> Cursor:
-        async with feed.open(Cursor()) as opened:
+    async def go() -> DataState:
+        async with buffer.open(DataState()) as opened:
             await trainer.train(opened, 8)
-            return opened.cursor()
+            return opened.data_state()
 
     stored = run(go()).stored
     assert stored
@@ -178,13 +178,13 @@ WAYS = {
 }
 
 
-async def until(trainer: Trainer, steps: int, moment: int, /, **options: Any) -> Cursor:
-    """The cursor after some steps and a while of the next wave, as a checkpoint holds it."""
-    async with trainer.feed(**options).open(Cursor()) as feed:
-        await trainer.train(feed, steps)
+async def until(trainer: Trainer, steps: int, moment: int, /, **options: Any) -> DataState:
+    """The data_state after some steps and a while of the next wave, as a checkpoint holds it."""
+    async with trainer.buffer(**options).open(DataState()) as buffer:
+        await trainer.train(buffer, steps)
         for _ in range(moment):
             await asyncio.sleep(0)
-        return Cursor.from_json(json.loads(json.dumps(feed.cursor().to_json())))
+        return DataState.from_json(json.loads(json.dumps(buffer.data_state().to_json())))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -193,8 +193,8 @@ def test_on_policy_a_run_that_is_ended_anywhere_goes_on_as_if_it_had_not_been(wa
     whole = trained(Trainer(kind), 10, **options)
     for steps in (1, 3, 6):
         for moment in (0, 3, 7, 12, 25, 40):
-            cursor = run(until(Trainer(kind), steps, moment, **options))
-            rest = trained(Trainer(kind, step=steps), 10 - steps, cursor, **options)
+            data_state = run(until(Trainer(kind), steps, moment, **options))
+            rest = trained(Trainer(kind, step=steps), 10 - steps, data_state, **options)
             assert [ids([batch]) for batch in rest] == [ids([batch]) for batch in whole[steps:]], (steps, moment)
             assert [[g.replayed for g in b] for b in rest] == [[g.replayed for g in b] for b in whole[steps:]]
 
@@ -208,15 +208,15 @@ def test_who_is_fast_plays_no_part_on_policy(way: str) -> None:
     assert [trainer.started for trainer in runs] == [runs[0].started] * 4
 
 
-def test_a_cursor_survives_json_with_all_that_is_in_it() -> None:
-    cursor = run(until(Trainer(mostly_flat), 5, 6, **WAYS["all"].options))
-    assert cursor.stored
-    assert cursor.unsolved
-    assert cursor.seen
-    assert cursor.rerolled
-    assert Cursor.from_json(json.loads(json.dumps(cursor.to_json()))) == cursor
+def test_a_data_state_survives_json_with_all_that_is_in_it() -> None:
+    data_state = run(until(Trainer(mostly_flat), 5, 6, **WAYS["all"].options))
+    assert data_state.stored
+    assert data_state.unsolved
+    assert data_state.seen
+    assert data_state.rerolled
+    assert DataState.from_json(json.loads(json.dumps(data_state.to_json()))) == data_state
     old = {"taken": 1, "drawn": {"fake": 3}, "admitted": 3, "again": [["fake", 2]], "ready": []}
-    assert Cursor.from_json(old) == Cursor(taken=1, drawn={"fake": 3}, admitted=3, again=(Draw("fake", 2),))
+    assert DataState.from_json(old) == DataState(taken=1, drawn={"fake": 3}, admitted=3, again=(Draw("fake", 2),))
 
 
 @settings(max_examples=60)
@@ -233,19 +233,19 @@ def test_whatever_happens_ages_are_bounded_and_batches_whole(
         "count": 40,
     }  # fmt: skip
     trainer = Trainer(mostly_flat, seed)
-    cursor = Cursor()
+    data_state = DataState()
 
-    async def live(steps: int, moment: int) -> tuple[list[list[Group]], Cursor]:
-        async with trainer.feed(**options).open(cursor) as feed:
-            batches = await trainer.train(feed, steps)
+    async def live(steps: int, moment: int) -> tuple[list[list[Group]], DataState]:
+        async with trainer.buffer(**options).open(data_state) as buffer:
+            batches = await trainer.train(buffer, steps)
             for _ in range(moment):
                 await asyncio.sleep(0)
-            return batches, feed.cursor()
+            return batches, buffer.data_state()
 
     fresh: Counter[str] = Counter()
     for steps, moment in lives:
         first = trainer.step
-        batches, cursor = run(live(steps, moment))
+        batches, data_state = run(live(steps, moment))
         for step, batch in enumerate(batches, first):
             assert len(batch) == n == len({group.id for group in batch})
             assert all(step - g.version_min <= (4 if g.replayed else max_lag) for g in batch)
@@ -485,6 +485,6 @@ def test_only_recent_plays_count() -> None:
 def test_reused_groups_keep_the_mixture_of_streams() -> None:
     """A stored group takes the place of one of its own stream alone."""
     trainer = Mixture(lambda task: "ok" if task.id in ("t1", "t09") else "flat")
-    batches, _ = run(fed(trainer, 12, Cursor(), replay=Replay(size=20, max_age=6)))
+    batches, _ = run(fed(trainer, 12, DataState(), replay=Replay(size=20, max_age=6)))
     assert any(group.replayed for batch in batches for group in batch)
     assert makeup(batches) == [{"easy": 1, "hard": 2}] * 12

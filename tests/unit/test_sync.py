@@ -6,6 +6,7 @@ import asyncio
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -194,14 +195,14 @@ def test_an_honest_engine_is_published_to(policy: Policy) -> None:
         async with Shared().open(policy, engine, START, Full()) as link:
             first = engine.version()
             assert (first.step, first.digest) == (0, digest(checksums(source)))
-            async with link.commit(1) as handoff:
+            async with link.commit(1) as commit:
                 with torch.no_grad():
                     policy.head.weight[3, 5] += 0.25
-            assert handoff.published is not None
-            assert handoff.published.bytes == 0
-            assert handoff.published.probe_gap is not None
-            assert handoff.published.probe_gap < 1e-4
-            assert engine.version() == handoff.published.version
+            assert commit.published is not None
+            assert commit.published.bytes == 0
+            assert commit.published.probe_gap is not None
+            assert commit.published.probe_gap < 1e-4
+            assert engine.version() == commit.published.version
             assert engine.version().step == 1
             assert engine.version().digest != first.digest
             assert not await is_paused(engine)
@@ -318,10 +319,10 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("sync", "order"),
     [
-        (CopiedAtRest, ["pause", "ask", "optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
-        (Copied, ["optimizer", "pause", "ask", "move", "compare", "score", "stamp", "resume"]),
-        (CopiedDrained, ["optimizer", "drain", "move", "compare", "score", "stamp", "resume", "ask"]),
-        (CopiedLive, ["optimizer", "move", "compare", "score", "stamp", "resume", "ask"]),
+        (CopiedAtRest, ["pause", "release", "optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
+        (Copied, ["optimizer", "pause", "release", "move", "compare", "score", "stamp", "resume"]),
+        (CopiedDrained, ["optimizer", "drain", "move", "compare", "score", "stamp", "resume", "release"]),
+        (CopiedLive, ["optimizer", "move", "compare", "score", "stamp", "resume", "release"]),
     ],
 )
 def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[str]) -> None:
@@ -330,12 +331,11 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
     async def work(engine: Watched) -> None:
         async with sync().open(policy, engine, START, Full()) as link:
             events.clear()
-            async with link.commit(1) as handoff:
-                handoff.when_still(lambda: events.append("ask"))
+            async with link.commit(1, release=lambda: events.append("release")) as commit:
                 events.append("optimizer")
-                assert handoff.published is None
-            assert handoff.published is not None
-            assert handoff.published.bytes == sum(t.nbytes for _, t in Full().source(policy.model))
+                with pytest.raises(RuntimeError, match="published nothing yet"):
+                    commit.succeeded()
+            assert commit.succeeded().bytes == sum(t.nbytes for _, t in Full().source(policy.model))
 
     run(policy, work, kind=Attesting, events=events)
     assert events == order
@@ -369,11 +369,11 @@ def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
         async with Shared(prove_every=3).open(policy, engine, START, Full()) as link:
             proven = ["score" in engine.events]
             for step in range(1, 7):
-                async with link.commit(step) as handoff:
+                async with link.commit(step) as commit:
                     pass
-                assert handoff.published is not None
-                proven.append(handoff.published.probe_gap is not None)
-                assert ("probe_gap" in handoff.metrics()) == proven[-1]
+                assert commit.published is not None
+                proven.append(commit.published.probe_gap is not None)
+                assert ("probe_gap" in commit.metrics()) == proven[-1]
                 assert engine.version().digest, "the digest is taken every time"
             return proven
 
@@ -478,9 +478,12 @@ def test_requests_for_the_next_policy_are_taken_where_the_engine_stays_and_gets_
     sync: WeightSync, sleeps: int, takes: list[int]
 ) -> None:
     took: list[int] = []
+    released: list[int] = []
     engine = SimpleNamespace(sleeps=sleeps, ahead=lambda step: not took.append(step))  # type: ignore[func-returns-value]
-    link: Any = SimpleNamespace(sync=sync, engine=engine)
-    assert [step for step in (3, 4) if Link.ahead(link, step)] == took == takes
+    session: Any = SimpleNamespace(sync=sync, engine=engine)
+    for step in (3, 4):
+        Link.accept_requests_for(session, step, partial(released.append, step))
+    assert released == took == takes
 
 
 @pytest.mark.parametrize(("sync", "told"), [(CopiedAtRest, [1, 1]), (Copied, [1]), (CopiedDrained, [1])])
@@ -702,11 +705,11 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
 
     async def work(engine: Watched) -> Published:
         async with sync(fault=lambda held: later(20.0)).open(policy, engine, START, Full()) as link:
-            async with link.commit(1) as handoff:
+            async with link.commit(1) as commit:
                 later(100.0)
-            assert handoff.published is not None
-            assert handoff.metrics()["seconds/sync"] == Sum(handoff.published.seconds)
-            return handoff.published
+            assert commit.published is not None
+            assert commit.metrics()["seconds/sync"] == Sum(commit.published.seconds)
+            return commit.published
 
     monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now))
     assert run(policy, work, kind=Slow).seconds == seconds
@@ -716,11 +719,11 @@ def test_what_the_engine_says_of_its_pause_is_told(policy: Policy, tiny_model: P
     async def work() -> None:
         with scripted(tiny_model) as engine:
             async with Shared().open(policy, engine, START, Full()) as link:
-                async with link.commit(1) as handoff:
+                async with link.commit(1) as commit:
                     pass
-                assert handoff.published is not None
-                assert handoff.published.paused == 0.5
-                assert handoff.metrics()["engine/paused_seconds"] == Sum(0.5)
+                assert commit.published is not None
+                assert commit.published.paused == 0.5
+                assert commit.metrics()["engine/paused_seconds"] == Sum(0.5)
 
     asyncio.run(work())
 
@@ -751,7 +754,7 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
                 assert "move" not in engine.events, "it was started on these very weights"
                 assert not (tmp_path / "weights").exists()
                 for step in (1, 2):
-                    async with link.commit(step) as handoff:
+                    async with link.commit(step) as commit:
                         with torch.no_grad():
                             for _, parameter in trains.parameters(policy.model):
                                 parameter += 0.02
@@ -762,8 +765,8 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
                     assert found.keys() == own.keys()
                     assert all(torch.equal(found[name], own[name]) for name in own)
                     assert len(AutoTokenizer.from_pretrained(folder)) == len(policy.tokenizer)
-                    assert handoff.published is not None
-                    assert handoff.published.bytes == sum(t.nbytes for _, t in trains.source(policy.model))
+                    assert commit.published is not None
+                    assert commit.published.bytes == sum(t.nbytes for _, t in trains.source(policy.model))
             assert engine.epoch == 2
 
     asyncio.run(work())

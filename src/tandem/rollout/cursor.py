@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
+class DataState:
     """Where the feed stands."""
 
     taken: int = 0
@@ -86,7 +86,7 @@ class Cursor:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Cursor:
+    def from_json(cls, data: Any) -> DataState:
         """Inverse of ``to_json``; raises KeyError, TypeError or ValueError where something is missing."""
         return cls(
             taken=data["taken"],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config.sections import Reroll
 from tandem.rollout.agenda import Agenda
-from tandem.rollout.cursor import Cursor, Draw
+from tandem.rollout.cursor import DataState, Draw
 from tandem.rollout.streams import Stream
 from tandem.types import Group, Task
 
@@ -35,19 +35,19 @@ class Draws:
         self._unsolved: dict[tuple[str, str], Draw] = {}
         self._rerolled: list[int] = []
 
-    def open(self, cursor: Cursor) -> None:
-        """Go on where ``cursor`` stands."""
-        self._drawn, self._again = Counter(cursor.drawn), list(cursor.again)
-        self._unsolved = {self._key(draw): draw for draw in cursor.unsolved}
-        self._rerolled = list(cursor.rerolled)
+    def open(self, data_state: DataState) -> None:
+        """Go on where ``data_state`` stands."""
+        self._drawn, self._again = Counter(data_state.drawn), list(data_state.again)
+        self._unsolved = {self._key(draw): draw for draw in data_state.unsolved}
+        self._rerolled = list(data_state.rerolled)
         for name, agenda in self._agendas.items():
-            agenda.open(cursor.seen.get(name, {}))
-        for draw in (*cursor.again, *(draw for draw, group in cursor.ready if not group.replayed)):
+            agenda.open(data_state.seen.get(name, {}))
+        for draw in (*data_state.again, *(draw for draw, group in data_state.ready if not group.replayed)):
             self._hold(draw)
 
-    def cursor(self) -> Cursor:
+    def data_state(self) -> DataState:
         """Its part of one."""
-        return Cursor(
+        return DataState(
             drawn=dict(self._drawn),
             again=tuple(self._again),
             unsolved=tuple(self._unsolved.values()),

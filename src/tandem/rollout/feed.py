@@ -18,19 +18,22 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config.sections import Replay, Reroll
 from tandem.metrics import Histogram, Sum, Value, merge
 from tandem.observability import progress, waits
 from tandem.rollout._mixture import Mixture
-from tandem.rollout.cursor import Cursor, Draw
+from tandem.rollout.cursor import DataState, Draw
 from tandem.rollout.draws import Draws
+from tandem.rollout.entries import Entry, EntryState
 from tandem.rollout.judges import Judge
 from tandem.rollout.measure import measure
 from tandem.rollout.rate import Pace
 from tandem.rollout.replay import Store
 from tandem.rollout.streams import Stream
+from tandem.rollout.supply import Batch
 from tandem.types import Group, Json, Sampling
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ Happened = Callable[[str, Mapping[str, Json]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeedOptions:
+class BufferOptions:
     """What the recipe says about feeding."""
 
     groups_per_step: int
@@ -75,23 +78,12 @@ class FeedOptions:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """One admitted task."""
-
-    index: int
-    draw: Draw
-    group: Group | None = None
-    judged: bool = False
-    taken: bool = False
-
-
-@dataclass(slots=True)
-class Feed:
-    """Tasks in, batches of groups out. ``version`` tells the policy step that training has reached."""
+class RolloutBuffer:
+    """Tasks in, batches of groups out. ``version`` is the policy step that training has reached."""
 
     streams: Sequence[Stream]
     """What there is to train on."""
-    options: FeedOptions
+    options: BufferOptions
     """How."""
     version: Callable[[], int]
     """Optimizer steps taken."""
@@ -108,7 +100,7 @@ class Feed:
     _mixture: Mixture = field(init=False)
     _draws: Draws = field(init=False)
     _store: Store = field(init=False)
-    _entries: list[_Entry] = field(default_factory=list)
+    _entries: list[Entry] = field(default_factory=list)
     _taken: int = 0
     _released: int = 0
     _admitted: int = 0
@@ -133,14 +125,14 @@ class Feed:
         self._store = Store(asked.replay)
 
     @asynccontextmanager
-    async def open(self, cursor: Cursor) -> AsyncIterator[Feed]:
-        """Start playing where ``cursor`` stands; whatever is in flight at the end is cancelled."""
-        self._draws.open(cursor)
-        self._store.fill(cursor.stored)
-        self._admitted, self._refilled = cursor.admitted, cursor.refilled
-        self._taken = self._released = cursor.taken
-        self._entries = [_Entry(group.index, draw, group, judged=True) for draw, group in cursor.ready]
-        self._mixture.resting.update(cursor.resting)
+    async def open(self, data_state: DataState) -> AsyncIterator[RolloutBuffer]:
+        """Start playing where ``data_state`` stands; whatever is in flight at the end is cancelled."""
+        self._draws.open(data_state)
+        self._store.fill(data_state.stored)
+        self._admitted, self._refilled = data_state.admitted, data_state.refilled
+        self._taken = self._released = data_state.taken
+        self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
+        self._mixture.resting.update(data_state.resting)
         self._admit()
         try:
             yield self
@@ -149,8 +141,8 @@ class Feed:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def take(self) -> list[Group]:
-        """The next batch: of each stream the groups admitted first. They keep their slots until ``release``.
+    async def take(self) -> Batch:
+        """The next batch: of each stream the groups admitted first. They keep their slots until it is released.
 
         Raises:
             Starved: group after group was dropped, of every stream.
@@ -161,41 +153,41 @@ class Feed:
                 self._raise_failure()
                 self._drop_stale()
                 first = self._first()
-                if len(first) == self.options.groups_per_step and all(entry.judged for entry in first):
+                if sum(entry.state is EntryState.READY for entry in first) == self.options.groups_per_step:
                     return self._handed_out(first)
                 self._changed.clear()
-                shown.reach(sum(entry.group is not None for entry in first))
-                pending = sum(entry.group is None for entry in self._entries)
+                shown.reach(sum(not entry.in_flight for entry in first))
+                pending = sum(entry.in_flight for entry in self._entries)
                 async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
                     await self._changed.wait()
 
-    def release(self, groups: Sequence[Group]) -> None:
+    def _release(self, entries: Sequence[Entry]) -> None:
         """Free the slots of a batch that was trained, and admit what fits."""
-        done = {group.index for group in groups}
-        for entry in self._entries:
-            if entry.index in done:
-                self._over(entry)
-        self._entries = [entry for entry in self._entries if entry.index not in done]
+        for entry in entries:
+            entry.become(EntryState.TRAINED)
+            self._over(entry)
+            self._entries.remove(entry)
         self._released = self._taken
         self._admit()
 
-    def cursor(self) -> Cursor:
-        """Where the feed stands now. Groups being played are noted to be played again."""
-        waiting = [entry for entry in self._entries if not entry.taken]
-        drawn = self._draws.cursor()
+    def data_state(self) -> DataState:
+        """Where the buffer stands now. Groups being played are noted to be played again."""
+        ready = [entry for entry in self._entries if entry.state is EntryState.READY]
+        again = [entry for entry in self._entries if entry.in_flight or entry.state is EntryState.SCORED]
+        drawn = self._draws.data_state()
         return replace(
             drawn,
             taken=self._taken,
             admitted=self._admitted,
-            again=(*(entry.draw for entry in waiting if not entry.judged), *drawn.again),
-            ready=tuple((entry.draw, entry.group) for entry in waiting if entry.judged and entry.group is not None),
+            again=(*(entry.draw for entry in again), *drawn.again),
+            ready=tuple((entry.draw, entry.group) for entry in ready),
             resting=dict(self._mixture.resting),
             stored=self._store.stored,
             refilled=self._refilled,
         )
 
-    async def saved(self, cursor: Cursor) -> None:
-        """Nobody else need know: the cursor is all there is."""
+    async def saved(self, data_state: DataState) -> None:
+        """Nothing to do: the data state is all there is."""
 
     def metrics(self) -> Mapping[str, Value]:
         """What was taken or dropped since the last call, drops by reason, and what batches were made of."""
@@ -218,28 +210,26 @@ class Feed:
         told: dict[str, Value] = {f"groups/{name}": Sum(float(counts[name])) for name, on in asked.items() if on}
         return {**told, "replay/age": Histogram(tuple(ages))} if ages else told
 
-    def _handed_out(self, batch: Sequence[_Entry]) -> list[Group]:
-        """The groups of a batch that is complete; those with signal may be trained again later."""
-        groups = []
-        for entry in batch:
-            assert entry.group is not None
-            entry.taken = True
+    def _handed_out(self, entries: Sequence[Entry]) -> Batch:
+        """A batch that is complete; its groups with signal may be trained again later."""
+        for entry in entries:
+            entry.become(EntryState.TAKEN)
             self._store.add(entry.draw, entry.group)
             self._measure(entry.draw, entry.group)
-            groups.append(entry.group)
+        groups = [entry.group for entry in entries]
         self._taken += 1
         self._refilled = 0
         self._draws.taken(self._taken)
-        self._trained.update(entry.draw.stream for entry in batch)
+        self._trained.update(entry.draw.stream for entry in entries)
         self._ages.extend(float(self.version() - group.version_min) for group in groups if group.replayed)
-        return groups
+        return Batch(groups, self.data_state, partial(self._release, entries))
 
-    def _first(self) -> list[_Entry]:
+    def _first(self) -> list[Entry]:
         """What the next batch is made of, as far as it is admitted."""
         wanted = Counter(self._mixture.counts(self._taken))
         first = []
         for entry in self._entries:
-            if not entry.taken and wanted[entry.draw.stream]:
+            if entry.state is not EntryState.TAKEN and wanted[entry.draw.stream]:
                 wanted[entry.draw.stream] -= 1
                 first.append(entry)
         return first
@@ -249,7 +239,7 @@ class Feed:
         if self._failure is not None or self._wave_is_out():
             return
         for stream, batch in self._free():
-            entry = _Entry(self._admitted, self._draws.next(stream, batch))
+            entry = Entry(self._admitted, self._draws.next(stream, batch))
             self._admitted += 1
             self._entries.append(entry)
             task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
@@ -259,7 +249,7 @@ class Feed:
     def _free(self) -> list[tuple[str, int]]:
         """Stream and batch of each free slot, in the order in which they will be trained on."""
         # Batches that were taken and are being trained hold all the slots that were theirs.
-        held = Counter(entry.draw.stream for entry in self._entries if not entry.taken)
+        held = Counter(entry.draw.stream for entry in self._entries if entry.state is not EntryState.TAKEN)
         free = []
         last = self._released + self._pace.lag
         for batch in range(self._taken, last + 1):
@@ -272,16 +262,17 @@ class Feed:
                     free.append((stream, batch))
         return free
 
-    async def _play(self, entry: _Entry) -> None:
+    async def _play(self, entry: Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
         stream, options = self._streams[entry.draw.stream], self.options
         task, id = stream.of(entry.draw)
+        entry.become(EntryState.RUNNING)
         try:
             with self._pace.playing():
                 group = await stream.worker.group(
                     task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
                 )
-            entry.group = self.judge(group)
+            entry.score(self.judge(group))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -296,52 +287,53 @@ class Feed:
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
-        return self._pace.ahead == 0 and any(entry.group is None for entry in self._entries)
+        return self._pace.ahead == 0 and any(entry.in_flight for entry in self._entries)
 
     def _judge_all(self) -> None:
         """See which groups can be trained on, and what becomes of the others."""
         for entry in list(self._entries):
-            if entry.group is None or entry.judged:
+            if entry.state is not EntryState.SCORED:
                 continue
             self._draws.judged(entry.draw, entry.group)
             if len(entry.group.scored) < 2:
-                self._drop("failed", entry, entry.group)
+                self._drop("failed", entry)
             elif not entry.group.is_flat:
                 self._keep(entry)
-            elif not self._replayed(entry, entry.group):
-                self._flat(entry, entry.group)
+            elif not self._replayed(entry):
+                self._flat(entry)
 
-    def _keep(self, entry: _Entry) -> None:
-        entry.judged = True
+    def _keep(self, entry: Entry) -> None:
+        entry.become(EntryState.READY)
         self._mixture.good(entry.draw.stream)
 
-    def _flat(self, entry: _Entry, group: Group) -> None:
+    def _flat(self, entry: Entry) -> None:
         """Drop a group without signal, unless enough were replaced for this batch."""
         most = self.options.max_resample_times
         if not self.options.drop_flat:
             self._keep(entry)
         elif most is None or self._refilled < most * self.options.groups_per_step:
             self._refilled += 1
-            self._drop("flat", entry, group)
+            self._drop("flat", entry)
         else:
             self._keep(entry)
             self._counts["kept_flat"] += 1
-            self.happened("flat_group_kept", {"group": group.id, "resampled": self._refilled})
+            self.happened("flat_group_kept", {"group": entry.group.id, "resampled": self._refilled})
 
-    def _replayed(self, entry: _Entry, group: Group) -> bool:
+    def _replayed(self, entry: Entry) -> bool:
         """Whether a group that was trained before could take the place of one without signal."""
-        waiting = {other.group.id for other in self._entries if other.group is not None}
+        waiting = {other.group.id for other in self._entries if not other.in_flight}
         # At the latest it is trained when all that sampling may be ahead by is used up.
         latest = self.version() + self.options.ahead
         found = self._store.take(entry.draw.stream, step=latest, taken=waiting)
         if found is None:
             return False
-        self._dismiss("flat", entry, group)
-        entry.draw, stored = found
-        entry.group, entry.judged = replace(stored, index=entry.index), True
+        flat = entry.group
+        self._dismiss("flat", entry)
+        draw, stored = found
+        entry.replay(draw, stored)
         self._counts["replayed"] += 1
         age = self.version() - stored.version_min
-        self.happened("group_replayed", {"group": stored.id, "times": stored.replayed, "age": age, "for": group.id})
+        self.happened("group_replayed", {"group": stored.id, "times": stored.replayed, "age": age, "for": flat.id})
         return True
 
     def _rerolled(self, id: str) -> None:
@@ -349,23 +341,25 @@ class Feed:
         self.happened("group_rerolled", {"group": id})
 
     def _drop_stale(self) -> None:
-        """A guard: slots bound the lag of what this feed sampled, but a resumed or foreign group may be older."""
+        """A guard: slots bound the lag of what this buffer sampled, but a resumed or foreign group may be older."""
         for entry in list(self._entries):
-            if entry.group is None or entry.taken or not entry.judged:
+            if entry.state is not EntryState.READY:
                 continue
             most = self.options.replay.max_age if entry.group.replayed else self.options.max_lag
             if self.version() - entry.group.version_min > most:
                 if not entry.group.replayed:
                     self._draws.repeat(entry.draw)
-                self._drop("stale", entry, entry.group)
+                self._drop("stale", entry)
         self._admit()
 
-    def _drop(self, reason: str, entry: _Entry, group: Group) -> None:
+    def _drop(self, reason: str, entry: Entry) -> None:
+        entry.become(EntryState.DROPPED)
         self._entries.remove(entry)
-        self._dismiss(reason, entry, group)
+        self._dismiss(reason, entry)
 
-    def _dismiss(self, reason: str, entry: _Entry, group: Group) -> None:
+    def _dismiss(self, reason: str, entry: Entry) -> None:
         """A group is not trained on, whatever becomes of its place."""
+        group = entry.group
         self._dropped[reason] += 1
         self._measure(entry.draw, group)
         self.on_drop(reason, group)
@@ -378,9 +372,9 @@ class Feed:
         if not group.replayed:
             self._measured.append(measure([group], self._streams[draw.stream].solved))
 
-    def _over(self, entry: _Entry) -> None:
+    def _over(self, entry: Entry) -> None:
         """An entry's group was trained or dropped."""
-        if entry.group is None or not entry.group.replayed:  # of one that is replayed this was so before
+        if not entry.group.replayed:  # of one that is replayed this was so before
             self._draws.over(entry.draw)
 
     def _raise_failure(self) -> None:

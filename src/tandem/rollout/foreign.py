@@ -1,9 +1,9 @@
 """Groups that environments elsewhere sampled and scored, taken from a broker a batch at a time.
 
 What was trained is a matter of the checkpoint. A batch is leased, and acknowledged once a checkpoint is on disk whose
-cursor knows what became of each of its groups: trained, dropped, or kept here for the next step. A run that died goes
-on from its checkpoint; what it took after that comes again, for its training was lost too. A broker without leases
-(Atropos' own) gives every batch once: what a killed run took after its last checkpoint is gone.
+data state knows what became of each of its groups: trained, dropped, or kept here for the next step. A run that died
+goes on from its checkpoint; what it took after that comes again, for its training was lost too. A broker without
+leases (Atropos' own) gives every batch once: what a killed run took after its last checkpoint is gone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits
 from tandem.printable import named
-from tandem.rollout.cursor import Cursor, Draw
+from tandem.rollout.cursor import DataState, Draw
 from tandem.rollout.measure import measure
 from tandem.rollout.recorded import differing
+from tandem.rollout.supply import Batch
 from tandem.types import Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Broker(AbstractAsyncContextManager[Any], Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignOptions:
+class BrokerSourceOptions:
     """What the recipe says about a broker's groups."""
 
     groups_per_step: int
@@ -98,14 +99,14 @@ class ForeignOptions:
 
 
 @dataclass(slots=True)
-class BrokerFeed:
+class BrokerSource:
     """Batches of groups from a broker. ``version`` tells the policy step that training has reached."""
 
     broker: Broker
-    """Where they come from; opened with the feed."""
+    """Where they come from; opened with the source."""
     run: RunParameters
     """What the broker is told of the run, but for its step."""
-    options: ForeignOptions
+    options: BrokerSourceOptions
     """How."""
     version: Callable[[], int]
     """Optimizer steps taken."""
@@ -127,13 +128,13 @@ class BrokerFeed:
     _envs: set[str] = field(default_factory=set)
 
     @asynccontextmanager
-    async def open(self, cursor: Cursor) -> AsyncIterator[BrokerFeed]:
-        """Tell the broker what the checkpoint remembers, and register where ``cursor`` stands."""
-        self._received, self._held = cursor.admitted, dict.fromkeys(cursor.batches, frozenset())
-        self._ready = [group for _, group in cursor.ready]
+    async def open(self, data_state: DataState) -> AsyncIterator[BrokerSource]:
+        """Tell the broker what the checkpoint remembers, and register where ``data_state`` stands."""
+        self._received, self._held = data_state.admitted, dict.fromkeys(data_state.batches, frozenset())
+        self._ready = [group for _, group in data_state.ready]
         async with self.broker:
             # First: registering sends back every batch that is still leased, and these were trained on.
-            await self.saved(cursor)
+            await self.saved(data_state)
             await self._register()
             renewing = asyncio.create_task(self._renew(), name="leases")
             try:
@@ -142,7 +143,7 @@ class BrokerFeed:
                 renewing.cancel()
                 await asyncio.gather(renewing, return_exceptions=True)
 
-    async def take(self) -> list[Group]:
+    async def take(self) -> Batch:
         """The groups that arrived first, as many as make up a batch.
 
         Raises:
@@ -152,30 +153,28 @@ class BrokerFeed:
         """
         while True:
             self._drop_stale()
-            if (batch := self._batch()) is not None:
-                del self._ready[: len(batch)]
-                self._measured.append(measure(batch, self.solved))
-                return batch
+            if (groups := self._batch()) is not None:
+                del self._ready[: len(groups)]
+                self._measured.append(measure(groups, self.solved))
+                # Nothing waits for a step to end: environments elsewhere go on.
+                return Batch(groups, position=self.data_state, free=lambda: None)
             taken = await self._next()
             if not taken.groups and taken.id is not None:
                 await self.broker.acknowledge(taken.id)  # else it would come again with every resume
                 taken = replace(taken, id=None)
             self._receive(taken)
 
-    def release(self, groups: Sequence[Group]) -> None:
-        """Nothing waits for a step to end: environments elsewhere play on."""
-
-    def cursor(self) -> Cursor:
+    def data_state(self) -> DataState:
         """Where it stands now."""
-        return Cursor(
+        return DataState(
             admitted=self._received,
             ready=tuple((Draw(group.env, group.index), group) for group in self._ready),
             batches=tuple(self._held),
         )
 
-    async def saved(self, cursor: Cursor) -> None:
+    async def saved(self, data_state: DataState) -> None:
         """Acknowledge the batches of which the checkpoint knows what became."""
-        for batch in cursor.batches:
+        for batch in data_state.batches:
             if batch in self._held and not await self.broker.acknowledge(batch):
                 log.warning(
                     "the broker gave batch %s to be trained again before this run's checkpoint was saved, for it did "
@@ -183,7 +182,7 @@ class BrokerFeed:
                     batch,
                     self.options.lease_seconds,
                 )
-        self._held = {batch: names for batch, names in self._held.items() if batch not in cursor.batches}
+        self._held = {batch: names for batch, names in self._held.items() if batch not in data_state.batches}
 
     def metrics(self) -> Mapping[str, Value]:
         """What was taken or dropped since the last call: rewards, lengths, and drops by reason."""

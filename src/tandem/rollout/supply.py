@@ -1,37 +1,64 @@
-"""Where the training loop's groups come from."""
+"""Where the training loop's groups come from, a batch at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.metrics import Value
-from tandem.rollout.cursor import Cursor
+from tandem.rollout.cursor import DataState
 from tandem.types import Group
 
 
-class Supply(Protocol):
-    """Groups played here (``feed.Feed``) or elsewhere (``foreign.BrokerFeed``)."""
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The groups of one optimizer step, with the admission slots that they hold until ``release``."""
 
-    def open(self, cursor: Cursor) -> AbstractAsyncContextManager[Supply]:
-        """Go on where ``cursor`` stands."""
+    groups: Sequence[Group]
+    """In order of admission."""
+    position: Callable[[], DataState]
+    """Where their source stands now."""
+    free: Callable[[], None]
+    """Frees their slots, so that the source requests the next groups."""
+    _at_release: DataState | None = None
+
+    def release(self) -> None:
+        """Free the slots, once: the requests of the next batch may be made. Again does nothing."""
+        if self._at_release is None:
+            self._at_release = self.position()
+            self.free()
+
+    @property
+    def data_state(self) -> DataState:
+        """What a checkpoint of this batch's step holds: as it was before its slots were freed."""
+        return self.position() if self._at_release is None else self._at_release
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+class RolloutSource(Protocol):
+    """Groups that are sampled here (``feed.RolloutBuffer``) or elsewhere (``foreign.BrokerSource``)."""
+
+    def open(self, data_state: DataState) -> AbstractAsyncContextManager[RolloutSource]:
+        """Go on where ``data_state`` stands."""
         ...
 
-    async def take(self) -> list[Group]:
-        """The groups of one optimizer step; they count as trained in every later ``cursor``."""
+    async def take(self) -> Batch:
+        """The groups of one optimizer step; they count as trained in every later ``data_state``."""
         ...
 
-    def release(self, groups: Sequence[Group]) -> None:
-        """The step that took these groups is over."""
-        ...
-
-    def cursor(self) -> Cursor:
+    def data_state(self) -> DataState:
         """Where it stands now."""
         ...
 
-    async def saved(self, cursor: Cursor) -> None:
-        """A checkpoint that holds ``cursor`` is on disk: what it remembers need not be given again."""
+    async def saved(self, data_state: DataState) -> None:
+        """A checkpoint that holds ``data_state`` is on disk: what it remembers need not be given again."""
         ...
 
     def metrics(self) -> Mapping[str, Value]:

@@ -29,10 +29,10 @@ from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.optimizers.base import Stepper
 from tandem.rollout.chat import Template
-from tandem.rollout.cursor import Cursor
+from tandem.rollout.cursor import DataState
 from tandem.rollout.rate import Pace
 from tandem.rollout.streams import Stream
-from tandem.rollout.supply import Supply
+from tandem.rollout.supply import RolloutSource
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
@@ -175,14 +175,14 @@ async def _assemble(
     await checkpoints.restore(state)
     template = _template(config, policy)
     held_out = evaluator(config, playing.streams(engine, template, _first(config, tasks.get("test", {}))), telemetry)
-    reached = supply.Reached(state.step)
+    trained = supply.StepCounter(state.step)
     pace = supply.pace(config, state.rate, telemetry)
     streams = playing.streams(engine, template, tasks.get("train", {}))
     run = loop.Run(
         steps=config.steps,
         policy=policy,
-        link=link,
-        feed=_supply(config, folder, policy, engine, streams, reached, telemetry, pace),
+        weight_sync=link,
+        source=_source(config, folder, policy, engine, streams, trained, telemetry, pace),
         pack=packer(config, policy),
         step=Step(
             policy=policy,
@@ -202,7 +202,7 @@ async def _assemble(
         records=lambda step, batch, stats: records(step, batch, stats, template),
         show=Completions(config.print_completions, telemetry),
         stop=asyncio.Event(),
-        reached=reached.set,
+        reached=trained.advance,
         grading=playing.metrics,
         pace=pace,
     )
@@ -268,7 +268,7 @@ def _fresh(config: RunConfig) -> TrainerState:
         step=0,
         version=PolicyVersion(step=0, digest=""),
         tokens_seen=0,
-        cursor=Cursor(),
+        data_state=DataState(),
         config_digest=recipes.digest(config),
     )
 
@@ -312,16 +312,16 @@ def _template(config: RunConfig, policy: Policy) -> Template:
     return Template(policy.tokenizer, config.chat_template_kwargs)
 
 
-def _supply(
+def _source(
     config: RunConfig,
     folder: Path,
     policy: Policy,
     engine: Engine,
     streams: Sequence[Stream],
-    reached: supply.Reached,
+    trained: supply.StepCounter,
     telemetry: Telemetry,
     pace: Pace,
-) -> Supply:
+) -> RolloutSource:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is not None:
         return supply.foreign(
@@ -330,11 +330,11 @@ def _supply(
             context=memory.context(config, policy.config),
             vocabulary=policy.head.weight.shape[0],
             template=_template(config, policy),
-            reached=reached,
+            trained=trained,
             telemetry=telemetry,
             engine=engine,
         )
-    return supply.played(config, streams, reached, telemetry, pace)
+    return supply.played(config, streams, trained, telemetry, pace)
 
 
 def objective(config: RunConfig) -> Objective:

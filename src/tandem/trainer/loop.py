@@ -1,12 +1,17 @@
 """The training loop. There is no other.
 
 ``max_lag: 0`` is on-policy; ``max_lag: k`` overlaps sampling with training. The code is the same: the overlap comes
-from the feed's tasks, which go on while this coroutine awaits the compute thread.
+from the rollout buffer's tasks, which go on while this coroutine awaits the compute thread.
 
-    consumes:      groups from the feed, in order of admission
-    waits for:     the feed (rollouts, or a broker), the compute thread (forward, backward, optimizer), the sync (engine
-                   at rest)
-    is unblocked:  by the feed's workers as they finish groups; slots are free once nothing is sampled by older weights
+    take -> pack -> forward, backward -> commit [ optimizer, publish ] -> write down -> save
+                          |                 |
+                          +---- release ----+   one of both, as the weight sync decides: the next groups are requested
+
+    consumes:      batches of groups from the buffer, in order of admission
+    waits for:     the buffer (rollouts, or a broker), the compute thread (forward, backward, optimizer), the weight
+                   sync (engine paused)
+    is unblocked:  by the buffer's tasks as they score groups; a batch is released once nothing that is requested then
+                   is sampled by older weights
 """
 
 from __future__ import annotations
@@ -28,15 +33,14 @@ from tandem.model.policy import Policy
 from tandem.observability import trace
 from tandem.observability.emit import Telemetry
 from tandem.observability.watchdog import deadline_in
-from tandem.rollout.cursor import Cursor
 from tandem.rollout.rate import Pace
-from tandem.rollout.supply import Supply
+from tandem.rollout.supply import Batch, RolloutSource
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Json
-from tandem.weight_sync.base import Handoff, Link, Published
+from tandem.weight_sync.base import Commit, Link, Published
 
 T = TypeVar("T")
 
@@ -52,10 +56,10 @@ class Run:
     """Optimizer steps of the whole run."""
     policy: Policy
     """What is trained."""
-    link: Link
-    """The way that weights travel, bound to policy and engine."""
-    feed: Supply
-    """Groups, in order."""
+    weight_sync: Link
+    """How the engine gets the policy's weights; bound to both."""
+    source: RolloutSource
+    """Groups, in order of admission."""
     pack: Packer
     """Groups to micro-batches."""
     step: Step
@@ -85,85 +89,97 @@ class Run:
 async def train(run: Run, state: TrainerState) -> TrainerState:
     """Train from ``state`` to the last step, or until stopped; the state that was reached, always saved."""
     async with AsyncExitStack() as stack:
-        link = await stack.enter_async_context(run.link.open(state.version))
-        # Before anything is played: a resumed run may have this evaluation behind it, and its first groups must not
-        # be sampled in other company than theirs for that.
+        weight_sync = await stack.enter_async_context(run.weight_sync.open(state.version))
+        # Before anything is sampled for training: a resumed run may have this evaluation behind it, and its first
+        # groups must not be sampled in other company than theirs for that.
         await _unless_stopped(run, run.evaluate(state.step))
-        feed = await _unless_stopped(run, stack.enter_async_context(run.feed.open(state.cursor)))
-        if feed is None:  # it waited for a broker
+        buffer = await _unless_stopped(run, stack.enter_async_context(run.source.open(state.data_state)))
+        if buffer is None:  # it waited for a broker
             await run.checkpoints.save(state)
             return state
-        writing = _Writing(run)
-        stack.push_async_callback(writing.done)
+        rollouts = _RolloutWriter(run)
+        stack.push_async_callback(rollouts.done)
         while state.step < run.steps and not run.stop.is_set():
-            begun = time.perf_counter()
-            with trace.span("seconds/wait"), run.pace.waiting():
-                groups = await _taken(run, feed, state)
-            if groups is None:
+            begun, step = time.perf_counter(), state.step + 1
+            batch = await _next_batch(run, buffer, state)
+            if batch is None:
                 break
-            await link.rest()
+            # What is evaluated has the engine to itself: then the next groups are requested after it.
+            evaluates = step == run.steps or run.evaluates(step)
+            release = None if evaluates else batch.release
+            await weight_sync.rest()
             with trace.span("seconds/pack"):
-                batch = run.pack(groups, version=state.step)
-            step = state.step + 1
-            # Sampling goes on while this step is written down and saved, but for what is evaluated on the same engine.
-            goes_on = step < run.steps and not run.evaluates(step)
-            early = _Early(run, link, feed, groups, step if goes_on else None)
-            stats = await run.step.forward_backward(batch, early)
-            async with _commit(run, link, state, batch, groups, early.cursor or feed.cursor()) as handoff:
-                run.reached(step)
-                # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
-                paced = run.pace.step(step, stats.metrics)
-                parts, cursor = [paced, feed.metrics(), run.grading()], early.cursor or feed.cursor()
-                if goes_on and early.cursor is None:
-                    # What is asked while the engine stands still waits there, all of it, and gets the new weights.
-                    handoff.when_still(partial(feed.release, groups))
-                parts.append(await run.step.apply(step, batch, stats))
-            assert handoff.published is not None
-            parts.append(handoff.metrics())
-            state = state.advanced(batch.num_loss_tokens, handoff.published.version, cursor, run.pace.state)
-            await writing.begin(step, batch, stats)
-            _emit(run, state, batch, stats, parts, begun, handoff.published)
+                packed = run.pack(batch.groups, version=state.step)
+            stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, release))
+            run.reached(step)
+            # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
+            metrics = [run.pace.step(step, stats.metrics), buffer.metrics(), run.grading()]
+            async with _commit(run, weight_sync, state, batch, packed, release) as commit:
+                metrics.append(await run.step.apply(step, packed, stats))
+            published = commit.succeeded()
+            metrics.append(commit.metrics())
+            state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state, run.pace.state)
+            await rollouts.begin(step, packed, stats)
+            _emit(run, state, packed, stats, metrics, begun, published)
             run.checkpoints.still()
-            run.show(step, groups)
+            run.show(step, batch.groups)
             if run.checkpoints.due(step):
-                await writing.done()  # a run that goes on from here has the rollouts of all steps before
-                if await run.checkpoints.save(state):
-                    await feed.saved(state.cursor)
-            if not goes_on:
+                await _save(run, buffer, rollouts, state)
+            if evaluates:
                 await _unless_stopped(run, run.evaluate(state.step))
-                feed.release(groups)
+                batch.release()
         if run.stop.is_set():
-            # What was played since the last step is kept too.
-            state = dataclasses.replace(state, cursor=feed.cursor())
-            await writing.done()
-            if await run.checkpoints.save(state):
-                await feed.saved(state.cursor)
+            # What was sampled since the last step is kept too.
+            state = dataclasses.replace(state, data_state=buffer.data_state())
+            await _save(run, buffer, rollouts, state)
     return state
+
+
+def _request_early(run: Run, weight_sync: Link, step: int, release: Callable[[], None] | None) -> None:
+    """On policy, have the next requests wait at the engine for this step's weights while the device computes them."""
+    if release is not None and run.pace.on_policy:
+        weight_sync.accept_requests_for(step, release)
+
+
+async def _save(run: Run, buffer: RolloutSource, rollouts: _RolloutWriter, state: TrainerState) -> None:
+    """Save a state once the rollouts of all steps before it are written, and tell their source."""
+    await rollouts.done()
+    if await run.checkpoints.save(state):
+        await buffer.saved(state.data_state)
 
 
 @asynccontextmanager
 async def _commit(
-    run: Run, link: Link, state: TrainerState, batch: StepBatch, groups: Sequence[Group], cursor: Cursor
-) -> AsyncIterator[Handoff]:
-    """Publish what the block makes of the policy; where that is not proven, save it: it is the engine that failed.
+    run: Run,
+    weight_sync: Link,
+    state: TrainerState,
+    batch: Batch,
+    packed: StepBatch,
+    release: Callable[[], None] | None,
+) -> AsyncIterator[Commit]:
+    """Publish what the block makes of the policy; where that is not verified, save it: it is the engine that failed.
 
     Raises:
         SyncError: and what to do.
     """
-    handoff, step = Handoff(), state.step + 1
+    commit, step = Commit(), state.step + 1
     try:
-        async with link.commit(step, last=step == run.steps, recent=_texts(groups)) as handoff:
-            yield handoff
+        async with weight_sync.commit(
+            step, release=release, last=step == run.steps, recent=_texts(batch.groups)
+        ) as commit:
+            yield commit
     except SyncError as error:
-        if (version := handoff.unproven) is None or run.checkpoints.contents != "all":
+        if (version := commit.unverified) is None or run.checkpoints.contents != "all":
             raise
-        if not await run.policy.compute(link.trained.finite):
+        if not await run.policy.compute(weight_sync.trained.finite):
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
             raise
-        await run.checkpoints.save(state.advanced(batch.num_loss_tokens, version, cursor, run.pace.state))
+        await run.checkpoints.save(state.advanced(packed.num_loss_tokens, version, batch.data_state, run.pace.state))
         folder = run.checkpoints.folder.parent
-        said = f"{error}. Step {step} is saved. To go on, with engines started anew and proven: tandem train {folder}"
-        error.args = (f"{said}; to see where tokens differ, and why: tandem mismatch {folder}",)
+        message = (
+            f"{error}. Step {step} is saved. To go on, with engines started anew and proven: tandem train {folder}"
+        )
+        error.args = (f"{message}; to see where tokens differ, and why: tandem mismatch {folder}",)
         raise
 
 
@@ -173,21 +189,7 @@ def _texts(groups: Sequence[Group]) -> list[list[int]]:
     return [[*turn.prompt, *turn.completion.tokens] for turn in turns[:NUM_RECENT]]
 
 
-class _Early:
-    """Asks for the groups of the next step while the device is still busy with this one; they wait for its policy."""
-
-    def __init__(self, run: Run, link: Link, feed: Supply, groups: Sequence[Group], step: int | None):
-        self._run, self._link, self._feed, self._groups, self._step = run, link, feed, groups, step
-        self.cursor: Cursor | None = None
-        """Where the feed stood before; None while nothing was asked."""
-
-    def __call__(self) -> None:
-        if self._step is not None and self._run.pace.on_policy and self._link.ahead(self._step):
-            self.cursor = self._feed.cursor()
-            self._feed.release(self._groups)
-
-
-class _Writing:
+class _RolloutWriter:
     """Writes rollouts down on a thread, one step at a time, while the next one is sampled: they have many tokens."""
 
     def __init__(self, run: Run):
@@ -244,15 +246,16 @@ def _emit(
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 
-async def _taken(run: Run, feed: Supply, state: TrainerState) -> list[Group] | None:
+async def _next_batch(run: Run, buffer: RolloutSource, state: TrainerState) -> Batch | None:
     """The next batch; None if the run is to stop. A run that gets none any more is saved: nothing else is under way."""
     try:
-        return await _unless_stopped(run, feed.take())
+        with trace.span("seconds/wait"), run.pace.waiting():
+            return await _unless_stopped(run, buffer.take())
     except TandemError as error:
         late = deadline_in(error)
         if late is None or late.on != "compute thread":  # which would have to save it
             with contextlib.suppress(TandemError):  # the first error is the one to tell
-                await run.checkpoints.save(dataclasses.replace(state, cursor=feed.cursor()))
+                await run.checkpoints.save(dataclasses.replace(state, data_state=buffer.data_state()))
         raise
 
 

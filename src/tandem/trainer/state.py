@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tandem.rollout.cursor import Cursor
+from tandem.rollout.cursor import DataState
 from tandem.rollout.rate import RateState
 from tandem.types import Json, PolicyVersion
 
@@ -21,8 +21,8 @@ class TrainerState:
     """What the engine serves."""
     tokens_seen: int
     """Trained tokens so far."""
-    cursor: Cursor
-    """Of the feed."""
+    data_state: DataState
+    """Of the rollout source."""
     config_digest: str
     """Of everything in the recipe that decides what a step computes."""
     rng: tuple[int, ...] = ()
@@ -30,14 +30,16 @@ class TrainerState:
     rate: RateState | None = None
     """Of what chooses the lag (max_lag: auto)."""
 
-    def advanced(self, num_tokens: int, version: PolicyVersion, cursor: Cursor, rate: RateState | None = None) -> Self:
+    def advanced(
+        self, num_tokens: int, version: PolicyVersion, data_state: DataState, rate: RateState | None = None
+    ) -> Self:
         """After one more step."""
         return dataclasses.replace(
             self,
             step=version.step,
             version=version,
             tokens_seen=self.tokens_seen + num_tokens,
-            cursor=cursor,
+            data_state=data_state,
             rate=rate,
         )
 
@@ -50,7 +52,7 @@ class TrainerState:
             "config_digest": self.config_digest,
             "rng": list(self.rng),
             "rate": None if self.rate is None else self.rate.to_json(),
-            "cursor": self.cursor.to_json(),
+            "cursor": self.data_state.to_json(),
         }
 
     @classmethod
@@ -63,5 +65,5 @@ class TrainerState:
             config_digest=data["config_digest"],
             rng=tuple(data["rng"]),
             rate=None if (rate := data.get("rate")) is None else RateState.from_json(rate),
-            cursor=Cursor.from_json(data["cursor"]),
+            data_state=DataState.from_json(data["cursor"]),
         )

@@ -18,8 +18,8 @@ from tandem.observability.dropped import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.chat import Template
-from tandem.rollout.feed import Feed, FeedOptions
-from tandem.rollout.foreign import BrokerFeed, ForeignOptions, full_marks
+from tandem.rollout.feed import BufferOptions, RolloutBuffer
+from tandem.rollout.foreign import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.rollout.judges import Judge, as_is, penalise_truncated
 from tandem.rollout.rate import Budget, Pace, RateState
 from tandem.rollout.streams import Stream
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Reached:
-    """The policy step that training has reached, for whoever measures lag."""
+class StepCounter:
+    """The policy step that training has reached, from which lag is measured."""
 
     step: int
     """Optimizer steps taken."""
 
-    def set(self, step: int) -> None:
-        """One more was taken."""
+    def advance(self, step: int) -> None:
+        """Another step was taken."""
         self.step = step
 
-    def get(self) -> int:
-        """It."""
+    def current(self) -> int:
+        """Optimizer steps taken."""
         return self.step
 
 
@@ -64,14 +64,14 @@ def judge(config: RunConfig) -> Judge:
 def played(
     config: RunConfig,
     streams: Sequence[Stream],
-    reached: Reached,
+    trained: StepCounter,
     telemetry: Telemetry,
     pace: Pace,
-) -> Feed:
+) -> RolloutBuffer:
     """Tasks that are played here."""
-    return Feed(
+    return RolloutBuffer(
         streams=streams,
-        options=FeedOptions(
+        options=BufferOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
             max_lag=config.most_lag,
@@ -84,9 +84,9 @@ def played(
             reroll=config.reroll,
             curriculum=config.curriculum,
         ),
-        version=reached.get,
+        version=trained.current,
         judge=judge(config),
-        on_drop=_dropped(config, reached, telemetry),
+        on_drop=_dropped(config, trained, telemetry),
         pace=pace,
         happened=lambda name, told: telemetry.event(name, **told),
     )
@@ -99,10 +99,10 @@ def foreign(
     context: int,
     vocabulary: int,
     template: Template,
-    reached: Reached,
+    trained: StepCounter,
     telemetry: Telemetry,
     engine: Engine,
-) -> BrokerFeed:
+) -> BrokerSource:
     """Groups of environments elsewhere.
 
     Args:
@@ -111,7 +111,7 @@ def foreign(
         context: most tokens of a sequence.
         vocabulary: token ids of the model are below this.
         template: tells the text of tokens.
-        reached: the policy step.
+        trained: the policy step.
         telemetry: is told of dropped groups.
         engine: what the environments sample from.
 
@@ -133,10 +133,10 @@ def foreign(
         policy_logprobs=asked.missing_logprobs == "policy",
         decode=template.decode,
     )
-    return BrokerFeed(
+    return BrokerSource(
         broker=TrainerClient(Connection(asked.url, _key(asked.key_variable))),
         run=_parameters(config, folder, context),
-        options=ForeignOptions(
+        options=BrokerSourceOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
             max_lag=config.most_lag,
@@ -145,9 +145,9 @@ def foreign(
             rules=rules,
             sampling=config.sampling,
         ),
-        version=reached.get,
+        version=trained.current,
         solved=full_marks,
-        on_drop=_dropped(config, reached, telemetry),
+        on_drop=_dropped(config, trained, telemetry),
         failure=lambda: engine.failure,
     )
 
@@ -174,10 +174,10 @@ def _key(variable: str) -> str:
     return os.environ.get(variable, "") if variable else ""
 
 
-def _dropped(config: RunConfig, reached: Reached, telemetry: Telemetry) -> DroppedGroups:
+def _dropped(config: RunConfig, trained: StepCounter, telemetry: Telemetry) -> DroppedGroups:
     return DroppedGroups(
         telemetry=telemetry,
-        version=reached.get,
+        version=trained.current,
         groups_per_step=config.groups_per_step,
         max_tokens=config.sampling.max_tokens,
     )

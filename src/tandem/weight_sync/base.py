@@ -20,7 +20,7 @@ from tandem.observability import waits
 from tandem.transport.checksums import digest
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
-from tandem.weight_sync.verify.published import Handoff as Handoff
+from tandem.weight_sync.verify.published import Commit as Commit
 from tandem.weight_sync.verify.published import Published as Published
 from tandem.weight_sync.verify.trained import Trained
 
@@ -224,46 +224,51 @@ class Link:
         """
         self.engine.on_revival(self._revived)
         async with self._lock:
-            await self._persist(start, Handoff())
+            await self._persist(start, Commit())
         yield self
 
-    def ahead(self, step: int) -> bool:
-        """Have an engine that stays as it is take requests for a policy that ``commit`` is to publish; if it can."""
+    def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
+        """Release at once if the engine lets new requests wait for the policy that ``commit`` is to publish."""
         stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
-        return stays and self.engine.ahead(step)
+        if stays and self.engine.ahead(step):
+            release()
 
     @asynccontextmanager
-    async def commit(self, step: int, *, last: bool = False, recent: Rollouts = ()) -> AsyncIterator[Handoff]:
+    async def commit(
+        self, step: int, *, release: Callable[[], None] | None = None, last: bool = False, recent: Rollouts = ()
+    ) -> AsyncIterator[Commit]:
         """``[pause: step] -> optimizer (the block) -> [pause: move] -> move -> prove -> stamp -> resume``.
 
         If the block or the proof fails, the engine gives out nothing more: it never serves weights in doubt.
 
         Args:
             step: of the policy that the block makes.
+            release: lets the next requests be made; called once those made from then on are served by this policy: as
+                the engine is paused, or else after the publish. None: nothing is to be requested yet.
             last: it is the run's last.
             recent: a few rollouts, about which an engine is asked where its proof is in doubt.
         """
         async with self._lock:
             self._behaviour.recent = recent
-            handoff = Handoff()
+            commit = Commit(release=release)
             paused_at = None
             if self.sync.pause == "step":
                 paused_at = time.monotonic()
                 await self._insist(lambda: self._halt(step), "the engine is asked to stand still again")
                 self.written = True
-                handoff.stands_still()
+                commit.accept_requests()
             optimizer_at = time.monotonic()
-            yield handoff
+            yield commit
             optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
             version = PolicyVersion(step=step, digest="")
             if self.sync.due(step, last=last):
-                handoff.published = await self._persist(version, handoff, paused_at=paused_at, optimizer=optimizer)
+                commit.published = await self._persist(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self.policy.compute(self.trains.fold, self.policy.model)
                 found = digest(await self.policy.compute(self.trained.checksums))
                 self._current = PolicyVersion(step=step, digest=found)
-                handoff.published = Published(version=self._current, moved=False)
-            handoff.stands_still()
+                commit.published = Published(version=self._current, moved=False)
+            commit.accept_requests()
 
     async def rest(self) -> None:
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
@@ -298,22 +303,22 @@ class Link:
             StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
         """
         async with self._lock:
-            return await self._persist(version, Handoff())
+            return await self._persist(version, Commit())
 
     async def _revived(self) -> None:
         """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
             if self._current is not None and self._served != self.engine.epoch:
-                await self._persist(self._current, Handoff())
+                await self._persist(self._current, Commit())
 
     async def _persist(
-        self, version: PolicyVersion, handoff: Handoff, *, paused_at: float | None = None, optimizer: float = 0.0
+        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
         """Publish, and begin again where an engine died under it."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
             return await self._insist(
-                lambda: self._publish(version, handoff, paused_at=paused_at, optimizer=optimizer),
+                lambda: self._publish(version, commit, paused_at=paused_at, optimizer=optimizer),
                 f"version {version.step} is published again",
             )
 
@@ -340,13 +345,13 @@ class Link:
             await self._bind(fresh=False)
 
     async def _publish(
-        self, version: PolicyVersion, handoff: Handoff, *, paused_at: float | None, optimizer: float
+        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
     ) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
             await self._halt(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
-                handoff.stands_still()
+                commit.accept_requests()
         elif self._bound != self.engine.epoch:
             await self._bind(fresh=False)
         # A way that never pauses lays the new version beside the old one, which is served on.
@@ -357,7 +362,7 @@ class Link:
             copied = await self.sync.move(self, version)
             mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))
-            handoff.unproven = version
+            commit.unverified = version
             prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
             prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
             found = await self._prove(version, mine) if prove else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tandem.metrics import Max, Sum, Value
 from tandem.types import PolicyVersion
@@ -28,28 +28,31 @@ class Published:
 
 
 @dataclass(slots=True, kw_only=True)
-class Handoff:
-    """What ``commit`` hands to the block that runs the optimizer."""
+class Commit:
+    """What a commit hands to the block that runs the optimizer."""
 
     published: Published | None = None
     """Set when the block is left and the publish succeeded."""
-    unproven: PolicyVersion | None = None
-    """What the policy holds, before it is proven that engines do."""
-    _still: bool = False
-    _asks: list[Callable[[], None]] = field(default_factory=list)
+    unverified: PolicyVersion | None = None
+    """What the policy holds, before it is verified that engines do."""
+    release: Callable[[], None] | None = None
+    """Frees the slots of the batch that is trained; None where who commits does that later."""
 
-    def when_still(self, ask: Callable[[], None]) -> None:
-        """Call ``ask`` once nothing is sampled by older weights any more: what it asks waits for the new ones."""
-        self._asks.append(ask)
-        if self._still:
-            self.stands_still()
+    def accept_requests(self) -> None:
+        """What is requested from now on is served by the new weights: release the batch. Again does nothing."""
+        release, self.release = self.release, None
+        if release is not None:
+            release()
 
-    def stands_still(self) -> None:
-        """For who runs the publish: so it is. Again does nothing."""
-        self._still = True
-        asks, self._asks = self._asks, []
-        for ask in asks:
-            ask()
+    def succeeded(self) -> Published:
+        """What the publish did.
+
+        Raises:
+            RuntimeError: the block was not left yet, or it failed.
+        """
+        if self.published is None:
+            raise RuntimeError("the commit has published nothing yet; ask after its block was left")
+        return self.published
 
     def metrics(self) -> Mapping[str, Value]:
         """Numbers of this publish."""
