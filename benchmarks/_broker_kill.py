@@ -85,9 +85,9 @@ class Witness:
 
 def child(folder: Path) -> None:
     """Read lines of JSON, answer each once the ledger has it."""
-    from tandem.broker._kept import Reading
-    from tandem.broker.ledger import Ledger
-    from tandem.broker.records import Entry, Options, Run
+    from tandem.broker.journal.kept import Reading
+    from tandem.broker.journal.ledger import Ledger
+    from tandem.broker.queue.records import Entry, Options, Run
 
     ledger = Ledger.open(folder, Options(), time.time())
     store = ledger.store

@@ -13,13 +13,13 @@ from typing import Any
 
 import aiohttp
 
-from tandem.broker._bodies import Limits
-from tandem.broker._keys import Keys
-from tandem.broker.app import Broker
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import Options
-from tandem.broker.serving import serving
-from tandem.broker.store import Store
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.queue.records import Options
+from tandem.broker.queue.store import Store
+from tandem.broker.server.app import Broker
+from tandem.broker.server.bodies import Limits
+from tandem.broker.server.keys import Keys
+from tandem.broker.server.serving import serving
 
 RUN = {
     "wandb_group": "g",

@@ -31,7 +31,7 @@ from integration.vllm_runs import (
 )
 
 from tandem.broker.client import Connection, EnvClient
-from tandem.broker.wire import EnvRegistration, ScoredGroup
+from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
 
 KEYS = {"TANDEM_ENGINE_KEY": "engine-key", "TANDEM_BROKER_KEY": "trainer-key", "TANDEM_BROKER_ENV_KEY": "env-key"}
 TANDEM = (sys.executable, "-m", "tandem")

@@ -18,13 +18,13 @@ import pytest
 from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 
-from tandem.broker.app import Broker
 from tandem.broker.client import Connection, Taken, TrainerClient
-from tandem.broker.convert import group_from_wire
-from tandem.broker.ledger import opened
-from tandem.broker.records import Options
-from tandem.broker.serving import serving
-from tandem.broker.wire import RunParameters, ScoredGroup
+from tandem.broker.journal.ledger import opened
+from tandem.broker.protocol.convert import group_from_wire
+from tandem.broker.protocol.messages import RunParameters, ScoredGroup
+from tandem.broker.queue.records import Options
+from tandem.broker.server.app import Broker
+from tandem.broker.server.serving import serving
 from tandem.cli import _work_recipe, work
 from tandem.errors import ConfigError
 from tandem.rollout.produce import Tally
@@ -61,7 +61,7 @@ async def take(client: TrainerClient, step: int) -> Taken:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.broker._connection.Backoff", quick)
+    monkeypatch.setattr("tandem.broker.connection.Backoff", quick)
 
 
 @pytest.mark.parametrize("dialect", ["tandem", "atropos", "openai"])

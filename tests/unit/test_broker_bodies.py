@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from brokers import Client, group, play
 
-from tandem.broker._bodies import INLINE_BYTES, Answer, Bodies, Limits
-from tandem.broker.wire import write
+from tandem.broker.protocol.wire import write
+from tandem.broker.server.bodies import INLINE_BYTES, Answer, Bodies, Limits
 
 HEAD = "POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 

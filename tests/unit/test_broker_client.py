@@ -11,15 +11,15 @@ import pytest
 from fake_broker import FakeBroker, quick, until
 from plays import make_group, make_rollout
 
-from tandem.broker import wire
-from tandem.broker._http import Trouble, Unreachable
 from tandem.broker.client import Backoff, Connection, EnvClient, NotRegistered, Refused, TrainerClient
+from tandem.broker.protocol.messages import EnvRegistration, RunParameters
 from tandem.errors import BrokerError
+from tandem.http import Trouble, Unreachable
 from tandem.types import Group
 
 T = TypeVar("T")
-SPEC = wire.EnvRegistration(max_token_length=512, desired_name="made", weight=1.0, group_size=2)
-RUN = wire.RunParameters(
+SPEC = EnvRegistration(max_token_length=512, desired_name="made", weight=1.0, group_size=2)
+RUN = RunParameters(
     wandb_group="", wandb_project="", batch_size=8, max_token_len=512, checkpoint_dir="", save_checkpoint_interval=1,
     starting_step=0, num_steps=10,
 )  # fmt: skip

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from brokers import group, served
 
-from tandem.broker._payloads import HEAD, MAGIC, Payloads
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import Options
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.journal.payloads import HEAD, MAGIC, Payloads
+from tandem.broker.queue.records import Options
 from tandem.errors import BrokerError
 
 CODE = """
 import os, sys
 from pathlib import Path
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import Entry, Options, Run
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.queue.records import Entry, Options, Run
 ledger = Ledger.open(Path(sys.argv[1]), Options(), 0.0)
 ledger.store.register(Run(batch_size=2, max_token_len=8), 0.0)
 ledger.store.take(0.0)

@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tandem.broker._gate import Room
-from tandem.broker.app import Broker
-from tandem.broker.serving import serving
-from tandem.broker.store import Store
+from tandem.broker.queue.store import Store
+from tandem.broker.server.app import Broker
+from tandem.broker.server.gate import Room
+from tandem.broker.server.serving import serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

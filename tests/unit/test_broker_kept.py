@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from brokers import Client, group, play
 
-from tandem.broker import _payloads
-from tandem.broker._kept import Kept, Reading, read
-from tandem.broker._payloads import Payloads, Place
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import Batch, Entry, EnvSpec, Options, Run
+from tandem.broker.journal import payloads
+from tandem.broker.journal.kept import Kept, Reading, read
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.journal.payloads import Payloads, Place
+from tandem.broker.queue.records import Batch, Entry, EnvSpec, Options, Run
 from tandem.errors import BrokerError
 
 
@@ -137,7 +137,7 @@ def test_a_payload_that_moves_while_it_is_looked_for_is_found(tmp_path: Path, mo
 
 def test_payloads_are_found_where_they_were_moved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage goes along, and is still known as such."""
-    monkeypatch.setattr(_payloads, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(payloads, "FILE_BYTES", 10_000)
     with ledger(tmp_path) as one:
         one.store.register_env(EnvSpec(name="e", max_token_length=8, group_size=99), 0.0)
         for name in range(60):

@@ -15,11 +15,11 @@ from types import ModuleType
 
 import pytest
 
-from tandem.broker import _payloads
-from tandem.broker import ledger as ledgers
-from tandem.broker._kept import Reading
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import Entry, EnvSpec, Options, Refused, Run
+from tandem.broker.journal import ledger as ledgers
+from tandem.broker.journal import payloads
+from tandem.broker.journal.kept import Reading
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.queue.records import Entry, EnvSpec, Options, Refused, Run
 from tandem.errors import BrokerError
 
 ROOT = Path(__file__).parents[2]
@@ -257,7 +257,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
         put(one, "kept")
         one.settled().result(10)
         with monkeypatch.context() as patch:
-            patch.setattr(_payloads.Payloads, "_write", full)
+            patch.setattr(payloads.Payloads, "_write", full)
             put(one, "lost")
             with pytest.raises(BrokerError, match="No space left on device"):
                 one.settled().result(10)
@@ -271,7 +271,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
 @pytest.mark.parametrize("memory", [0, 1 << 20])
 def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Many times what is held goes through; one old group among each file's worth stays and is moved."""
-    monkeypatch.setattr(_payloads, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(payloads, "FILE_BYTES", 10_000)
     with ledger(tmp_path, options=Options(max_keys=100, memory_bytes=memory)) as one:
         begun(one)
         one.store.register_env(EnvSpec(name="e", max_token_length=8, group_size=3), 0.0)
@@ -295,7 +295,7 @@ def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.broker.ledger.TRIM_EVERY", 1)
+    monkeypatch.setattr("tandem.broker.journal.ledger.TRIM_EVERY", 1)
     with ledger(tmp_path, options=Options(max_keys=5)) as one:
         begun(one)
         for k in range(20):
@@ -327,7 +327,8 @@ def test_nothing_promised_is_lost_by_kill_minus_nine(tmp_path: Path) -> None:
 
 def test_a_broker_that_is_killed_lets_the_folder_go(tmp_path: Path) -> None:
     code = (
-        "import os, sys, pathlib\nfrom tandem.broker.ledger import Ledger\nfrom tandem.broker.records import Options\n"
+        "import os, sys, pathlib\n"
+        "from tandem.broker.journal.ledger import Ledger\nfrom tandem.broker.queue.records import Options\n"
         "Ledger.open(pathlib.Path(sys.argv[1]), Options(), 0.0)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)

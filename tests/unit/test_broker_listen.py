@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from tandem.broker._listen import listening
-from tandem.broker.app import Broker
-from tandem.broker.serving import serving
-from tandem.broker.store import Store
+from tandem.broker.queue.store import Store
+from tandem.broker.server.app import Broker
+from tandem.broker.server.listen import listening
+from tandem.broker.server.serving import serving
 from tandem.errors import BrokerError
 
 

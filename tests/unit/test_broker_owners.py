@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from brokers import ENV, Client, group, play, served
 
-from tandem.broker._keys import Keys
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import EnvSpec, Options, Run
-from tandem.broker.store import Store
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.queue.records import EnvSpec, Options, Run
+from tandem.broker.queue.store import Store
+from tandem.broker.server.keys import Keys
 
 KEYS = Keys(trainer="trains", environments="alice, bob")
 ALICE, BOB, TRAINER = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob", "trains"))

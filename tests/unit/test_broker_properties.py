@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.broker import formation
-from tandem.broker._kept import Reading
-from tandem.broker.ledger import Ledger
-from tandem.broker.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
-from tandem.broker.store import Store
-from tandem.broker.tenants import Item
+from tandem.broker.journal.kept import Reading
+from tandem.broker.journal.ledger import Ledger
+from tandem.broker.queue import formation
+from tandem.broker.queue.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
+from tandem.broker.queue.store import Store
+from tandem.broker.queue.tenants import Item
 
 OPTIONS = Options(
     max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.broker._resent import BEFORE_END, MOST, SECONDS, Resent
-from tandem.broker.records import Entry
+from tandem.broker.queue.records import Entry
+from tandem.broker.server.resent import BEFORE_END, MOST, SECONDS, Resent
 
 
 def entry(payload: bytes, received: float) -> Entry:

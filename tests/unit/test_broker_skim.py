@@ -13,9 +13,10 @@ import pytest
 from brokers import group
 from hypothesis import example, given
 
-from tandem.broker import wire
-from tandem.broker._lax import Malformed
-from tandem.broker._skim import INTS, MOST_ROWS, REALS, STAND_INS, Cut, cut
+from tandem.broker.protocol import wire
+from tandem.broker.protocol.lax import Malformed
+from tandem.broker.protocol.messages import FIELDS
+from tandem.broker.protocol.skim import INTS, MOST_ROWS, REALS, STAND_INS, Cut, cut
 
 NUMBERS = (
     *("0", "7", "-1", "-0", "-100", "1.0", "-0.25", "1e-5", "1.5e-07", "1e5", "1E-5", "1e+5", "1e400", "-1e400"),
@@ -134,7 +135,7 @@ def test_what_programs_write_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
     for separators in ((",", ":"), (", ", ": ")):
         found = wire.read_group(json.dumps(sent, separators=separators).encode())
         assert (found.size, found.env_id, found.version) == (2, 4, None)
-        assert json.loads(found.payload) == dict.fromkeys(wire.FIELDS) | {k: v for k, v in sent.items() if k != "later"}
+        assert json.loads(found.payload) == dict.fromkeys(FIELDS) | {k: v for k, v in sent.items() if k != "later"}
 
 
 def test_small_groups_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

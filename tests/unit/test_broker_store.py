@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.broker.records import (
+from tandem.broker.queue.records import (
     Acknowledgement,
     Batch,
     Busy,
@@ -19,7 +19,7 @@ from tandem.broker.records import (
     Refused,
     Run,
 )
-from tandem.broker.store import Store
+from tandem.broker.queue.store import Store
 
 
 def run(batch_size: int, starting_step: int = 0) -> Run:

@@ -13,10 +13,11 @@ import pytest
 from brokers import Client, group, play
 from hypothesis import given
 
-from tandem.broker import _weight, wire
-from tandem.broker._bodies import Limits
-from tandem.broker._lax import Malformed
-from tandem.broker._weight import CONTAINER, check_weight
+from tandem.broker.protocol import weight as weighing
+from tandem.broker.protocol import wire
+from tandem.broker.protocol.lax import Malformed
+from tandem.broker.protocol.weight import CONTAINER, check_weight
+from tandem.broker.server.bodies import Limits
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=40)
 VALUES = st.recursive(PLAIN, lambda one: st.lists(one) | st.dictionaries(st.text(max_size=5), one), max_leaves=30)
@@ -45,7 +46,7 @@ def test_it_is_what_walking_finds(value: Any) -> None:
 
 
 def test_signs_within_texts_weigh_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_weight, "CHUNK", 7)
+    monkeypatch.setattr(weighing, "CHUNK", 7)
     for text in (",[{" * 99, '\\",[\\\\",{', "\\" * 8 + '"' + ",,", 'a"b,', "é,"):
         assert check_weight(json.dumps([text, {"k": text}]).encode(), "json", 7, "x") == 7
 

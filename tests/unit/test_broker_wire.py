@@ -12,8 +12,9 @@ import pytest
 from brokers import ENV, RUN, group
 from hypothesis import given
 
-from tandem.broker import wire
-from tandem.broker._lax import Malformed
+from tandem.broker.protocol import wire
+from tandem.broker.protocol.lax import Malformed
+from tandem.broker.protocol.messages import FIELDS, EnvRegistration, RunParameters, ScoredGroup
 
 FULL = group(
     2,
@@ -51,12 +52,12 @@ def problem(value: Any, encoding: wire.Encoding = "json") -> str:
 @pytest.mark.parametrize("sent", [FULL, group(), group(1, advantages=[], group_overrides={}, messages=None)])
 def test_a_group_comes_back_as_sent_with_14_keys(sent: dict[str, Any], encoding: wire.Encoding) -> None:
     found = wire.read_group(encoded(sent, encoding), encoding)
-    assert decoded(found.payload, encoding) == dict.fromkeys(wire.FIELDS) | sent
-    assert len(wire.FIELDS) == 14
+    assert decoded(found.payload, encoding) == dict.fromkeys(FIELDS) | sent
+    assert len(FIELDS) == 14
     assert wire.encoding_of(found.payload) == encoding
     assert found.size == len(sent["tokens"])
     for other in ENCODINGS:
-        assert decoded(wire.recode(found.payload, other), other) == dict.fromkeys(wire.FIELDS) | sent
+        assert decoded(wire.recode(found.payload, other), other) == dict.fromkeys(FIELDS) | sent
 
 
 def test_values_stay_byte_for_byte() -> None:
@@ -69,18 +70,18 @@ def test_values_stay_byte_for_byte() -> None:
 
 def test_a_long_messagepack_map_is_completed() -> None:
     body = b"\xdf\x00\x00\x00\x03" + encoded(group(1), "msgpack")[1:]
-    assert decoded(wire.read_group(body, "msgpack").payload, "msgpack") == dict.fromkeys(wire.FIELDS) | group(1)
-    full = b"\xde\x00\x0e" + encoded(dict.fromkeys(wire.FIELDS) | group(1), "msgpack")[1:]
-    assert decoded(wire.read_group(full, "msgpack").payload, "msgpack") == dict.fromkeys(wire.FIELDS) | group(1)
+    assert decoded(wire.read_group(body, "msgpack").payload, "msgpack") == dict.fromkeys(FIELDS) | group(1)
+    full = b"\xde\x00\x0e" + encoded(dict.fromkeys(FIELDS) | group(1), "msgpack")[1:]
+    assert decoded(wire.read_group(full, "msgpack").payload, "msgpack") == dict.fromkeys(FIELDS) | group(1)
 
 
 def test_numbers_are_coerced_and_unknown_fields_ignored() -> None:
     sent = group(1, tokens=[["5", 1.0, True]], scores=["0.5"], env_id="7", later={"a": 1}, masks=[[-100, 1, 1]])
     found = wire.read_group(encoded(sent, "json"))
-    assert wire.read(found.payload, wire.ScoredGroup).tokens == [[5, 1, 1]]
-    assert wire.read(found.payload, wire.ScoredGroup).scores == [0.5]
+    assert wire.read(found.payload, ScoredGroup).tokens == [[5, 1, 1]]
+    assert wire.read(found.payload, ScoredGroup).scores == [0.5]
     kept = json.loads(found.payload)
-    assert (kept["env_id"], kept["tokens"], set(kept)) == (7, [[5, 1, 1]], set(wire.FIELDS))
+    assert (kept["env_id"], kept["tokens"], set(kept)) == (7, [[5, 1, 1]], set(FIELDS))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -88,10 +89,10 @@ def test_an_unknown_field_is_ignored_however_bad(encoding: wire.Encoding) -> Non
     sent = encoded(group(1), encoding)
     if encoding == "json":
         body = sent[:-1] + b',"x":"\xff"}'
-        assert json.loads(wire.read_group(body).payload) == dict.fromkeys(wire.FIELDS) | group(1)
+        assert json.loads(wire.read_group(body).payload) == dict.fromkeys(FIELDS) | group(1)
     else:
         body = b"\x84" + sent[1:] + b"\xa1x\xa1\xff"
-        assert decoded(wire.read_group(body, encoding).payload, encoding) == dict.fromkeys(wire.FIELDS) | group(1)
+        assert decoded(wire.read_group(body, encoding).payload, encoding) == dict.fromkeys(FIELDS) | group(1)
 
 
 def test_one_advantage_for_each_sequence_is_spread_over_its_tokens() -> None:
@@ -168,7 +169,7 @@ def test_long_lists_have_the_bounds_of_short_ones(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_was_taken_under_other_bounds_is_given_out_as_it_is() -> None:
-    stored = encoded(dict.fromkeys(wire.FIELDS) | group(1, scores=[1e200]), "json")
+    stored = encoded(dict.fromkeys(FIELDS) | group(1, scores=[1e200]), "json")
     assert decoded(wire.recode(stored, "msgpack"), "msgpack")["scores"] == [1e200]
 
 
@@ -253,7 +254,7 @@ def test_batches(encoding: wire.Encoding, lease: Any) -> None:
     payloads = [wire.read_group(encoded(one, encoding), encoding).payload for one in (FULL, group(3))]
     found = decoded(wire.write_batch(payloads, encoding, lease), encoding)
     assert found.pop("tandem", None) == lease
-    assert found == {"batch": [dict.fromkeys(wire.FIELDS) | one for one in (FULL, group(3))]}
+    assert found == {"batch": [dict.fromkeys(FIELDS) | one for one in (FULL, group(3))]}
     assert decoded(wire.write_batch(None, encoding), encoding) == {"batch": None}
 
 
@@ -265,18 +266,18 @@ def test_versions() -> None:
 @pytest.mark.parametrize(
     ("kind", "good", "change", "why"),
     [
-        (wire.EnvRegistration, ENV, {"group_size": 0}, "group_size: Input should be greater than or equal to 1"),
-        (wire.EnvRegistration, ENV, {"min_batch_allocation": 5}, "min_batch_allocation"),
-        (wire.EnvRegistration, ENV, {"min_batch_allocation": -1}, "min_batch_allocation"),
-        (wire.EnvRegistration, ENV, {"weight": -0.5}, "weight"),
-        (wire.EnvRegistration, ENV, {"weight": None}, "weight: Input should be a valid number"),
-        (wire.EnvRegistration, ENV, {"desired_name": None}, "desired_name: Input should be a valid string"),
-        (wire.EnvRegistration, ENV, {"desired_name": "x" * 5000}, "at most 4096"),
-        (wire.EnvRegistration, ENV, {"max_token_length": 10**30}, "max_token_length"),
-        (wire.RunParameters, RUN, {"batch_size": 0}, "batch_size"),
-        (wire.RunParameters, RUN, {"batch_size": 1.5}, "fractional"),
-        (wire.RunParameters, RUN, {"wandb_project": None}, "wandb_project"),
-        (wire.RunParameters, RUN, {"starting_step": "x"}, "unable to parse"),
+        (EnvRegistration, ENV, {"group_size": 0}, "group_size: Input should be greater than or equal to 1"),
+        (EnvRegistration, ENV, {"min_batch_allocation": 5}, "min_batch_allocation"),
+        (EnvRegistration, ENV, {"min_batch_allocation": -1}, "min_batch_allocation"),
+        (EnvRegistration, ENV, {"weight": -0.5}, "weight"),
+        (EnvRegistration, ENV, {"weight": None}, "weight: Input should be a valid number"),
+        (EnvRegistration, ENV, {"desired_name": None}, "desired_name: Input should be a valid string"),
+        (EnvRegistration, ENV, {"desired_name": "x" * 5000}, "at most 4096"),
+        (EnvRegistration, ENV, {"max_token_length": 10**30}, "max_token_length"),
+        (RunParameters, RUN, {"batch_size": 0}, "batch_size"),
+        (RunParameters, RUN, {"batch_size": 1.5}, "fractional"),
+        (RunParameters, RUN, {"wandb_project": None}, "wandb_project"),
+        (RunParameters, RUN, {"starting_step": "x"}, "unable to parse"),
     ],
 )
 def test_registrations(kind: Any, good: dict[str, Any], change: dict[str, Any], why: str) -> None:
@@ -287,13 +288,13 @@ def test_registrations(kind: Any, good: dict[str, Any], change: dict[str, Any], 
 
 @pytest.mark.parametrize("given_as", [8, "8", 8.0, "8.0"])
 def test_registrations_are_coerced(given_as: Any) -> None:
-    found = wire.read(encoded(RUN | {"batch_size": given_as, "num_steps": True, "more": 1}, "json"), wire.RunParameters)
+    found = wire.read(encoded(RUN | {"batch_size": given_as, "num_steps": True, "more": 1}, "json"), RunParameters)
     assert (found.batch_size, found.num_steps) == (8, 1)
 
 
 def test_every_missing_field_is_named_but_not_without_end() -> None:
     with pytest.raises(Malformed) as caught:
-        wire.read(b"{}", wire.RunParameters)
+        wire.read(b"{}", RunParameters)
     assert len(caught.value.problems) == 8
     with pytest.raises(Malformed) as caught:
         wire.read_group(encoded(group(1, scores=["x"] * 1000), "json"))
@@ -307,7 +308,7 @@ VALUES = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(wire.FIELDS, VALUES)), st.sampled_from(ENCODINGS))
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, VALUES)), st.sampled_from(ENCODINGS))
 def test_anything_is_taken_or_refused(change: dict[str, Any], encoding: wire.Encoding) -> None:
     try:
         body = encoded(group(1) | change, encoding)
@@ -320,5 +321,5 @@ def test_anything_is_taken_or_refused(change: dict[str, Any], encoding: wire.Enc
         return
     for other in ENCODINGS:  # whatever was taken can be served to everybody
         json_or_not = decoded(wire.recode(found.payload, other), other)
-        assert set(json_or_not) == set(wire.FIELDS)
+        assert set(json_or_not) == set(FIELDS)
         assert all(math.isfinite(score) for score in json_or_not["scores"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.broker import _zlib
+from tandem.broker import compression
 
 RAW = b"".join(b"%d, " % (k * k) for k in range(400))
 WHOLE = gzip.compress(RAW, mtime=0)
@@ -20,13 +20,13 @@ FLAGS = 3
 @pytest.fixture(params=["isal.isal_zlib", "zlib"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = pytest.importorskip(request.param)
-    monkeypatch.setattr(_zlib, "_library", found)
+    monkeypatch.setattr(compression, "_library", found)
     return found
 
 
 def inflated(data: bytes, most: int, broken: type[Exception]) -> tuple[bytes, bytes] | None:
     """What a member holds and what follows it; None: it is none, or not whole."""
-    stream = _zlib.gunzip()
+    stream = compression.gunzip()
     try:
         found = stream.decompress(data, most)
     except broken:
@@ -43,7 +43,7 @@ def test_a_member_and_what_follows(library: Any) -> None:
 
 @pytest.mark.parametrize("most", [1, 100, len(RAW) - 1])
 def test_never_more_than_asked_for(library: Any, most: int) -> None:
-    stream = _zlib.gunzip()
+    stream = compression.gunzip()
     assert stream.decompress(gzip.compress(bytes(1 << 20)), most) == bytes(most)
     assert not stream.eof
     assert inflated(WHOLE, most, library.error) is None
@@ -61,8 +61,8 @@ def test_damage_is_found(library: Any) -> None:
 
 
 def test_checksums(library: Any) -> None:
-    assert _zlib.crc32(RAW) == zlib.crc32(RAW)
-    assert _zlib.crc32(b"") == 0
+    assert compression.crc32(RAW) == zlib.crc32(RAW)
+    assert compression.crc32(b"") == 0
 
 
 def test_what_is_installed_is_used() -> None:
@@ -70,5 +70,5 @@ def test_what_is_installed_is_used() -> None:
         import isal.isal_zlib as fastest
     except ImportError:
         fastest = zlib
-    assert isinstance(_zlib.gunzip(), type(fastest.decompressobj()))
-    assert issubclass(fastest.error, _zlib.BROKEN)
+    assert isinstance(compression.gunzip(), type(fastest.decompressobj()))
+    assert issubclass(fastest.error, compression.BROKEN)

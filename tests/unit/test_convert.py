@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plays import make_group, make_rollout
 
-from tandem.broker.convert import Notes, Rules, group_from_wire, group_to_wire
-from tandem.broker.wire import ScoredGroup, read, read_group, write
+from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, group_to_wire
+from tandem.broker.protocol.messages import ScoredGroup
+from tandem.broker.protocol.wire import read, read_group, write
 from tandem.errors import BrokerError
 from tandem.types import UNKNOWN, Group, Message, Rollout
 

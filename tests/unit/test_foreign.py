@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.broker.client import Connection, NotRegistered, Taken, TrainerClient
-from tandem.broker.convert import Rules, group_from_wire
-from tandem.broker.records import Batch, Entry, Run
-from tandem.broker.store import Store
-from tandem.broker.wire import Info, RunParameters, ScoredGroup
+from tandem.broker.protocol.convert import Rules, group_from_wire
+from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
+from tandem.broker.queue.records import Batch, Entry, Run
+from tandem.broker.queue.store import Store
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import Vllm as Live

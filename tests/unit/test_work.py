@@ -15,8 +15,8 @@ from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
-from tandem.broker import wire
 from tandem.broker.client import Connection, EnvClient, Status
+from tandem.broker.protocol.messages import EnvRegistration, Info
 from tandem.cli import _work_recipe, work
 from tandem.cli.app import app as cli
 from tandem.cli.work import mask_truncated
@@ -282,7 +282,7 @@ class FakeWorker:
 
 
 def producer(broker: FakeBroker, **pace: Any) -> Producer:
-    spec = wire.EnvRegistration(max_token_length=64, desired_name="made", weight=1.0, group_size=2)
+    spec = EnvRegistration(max_token_length=64, desired_name="made", weight=1.0, group_size=2)
     tasks = [Task(id=str(i), env="e", prompt=(Message(role="user", content="?"),), answer="") for i in range(5)]
     return Producer(
         worker=FakeWorker(),  # type: ignore[arg-type]
@@ -552,13 +552,11 @@ def test_every_epoch_plays_every_task_once_in_an_order_of_its_own() -> None:
     ],
 )
 def test_how_much_is_wanted(share: float | None, status: dict[str, Any], wanted: int) -> None:
-    spec = wire.EnvRegistration(
-        max_token_length=64, desired_name="e", weight=1.0, group_size=2, min_batch_allocation=share
-    )
+    spec = EnvRegistration(max_token_length=64, desired_name="e", weight=1.0, group_size=2, min_batch_allocation=share)
     made = producer(FakeBroker(ours=True), n=9)
     made.client = EnvClient(Connection("http://b:1"), spec, key="k")
     assert made.wanted(Status(current_step=0, **status)) == 0, "the size of a batch is not known yet"
-    made._info = wire.Info(batch_size=8, max_token_len=64)
+    made._info = Info(batch_size=8, max_token_len=64)
     assert made.wanted(Status(current_step=0, **status)) == wanted
 
 

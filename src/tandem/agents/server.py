@@ -23,7 +23,7 @@ from aiohttp import web
 from tandem.agents.replies import Answer, chat_body, streamed, text_body
 from tandem.agents.schema import Asked, Chat, Text, Wrong
 from tandem.agents.tool_calls import Offer, Spoken, alike, as_text, read
-from tandem.broker.wire import MASKED, NO_LOGPROB
+from tandem.broker.protocol.messages import MASKED, NO_LOGPROB
 from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.observability import waits

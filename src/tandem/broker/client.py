@@ -16,11 +16,11 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from tandem.broker import wire
-from tandem.broker._connection import ALWAYS, MIME, Connection, Fate, Lost, Refused, encoding_of, told
-from tandem.broker._http import Answer, Backoff, Unreachable
-from tandem.broker.convert import group_to_wire
+from tandem.broker.connection import ALWAYS, MIME, Connection, Fate, Lost, Refused, encoding_of, told
+from tandem.broker.protocol import messages, wire
+from tandem.broker.protocol.convert import group_to_wire
 from tandem.errors import BrokerError
+from tandem.http import Answer, Backoff, Unreachable
 from tandem.printable import printable
 from tandem.types import Group, Json
 
@@ -89,15 +89,15 @@ class _Client:
     ) -> None:
         await self.connection.close()
 
-    async def info(self) -> wire.Info:
+    async def info(self) -> messages.Info:
         """What the trainer wants; -1 before it has registered."""
-        return told(await self.connection.ask("GET", "/info"), wire.Info)
+        return told(await self.connection.ask("GET", "/info"), messages.Info)
 
 
 class EnvClient(_Client):
     """An environment at a broker: ``async with EnvClient(...) as client``."""
 
-    def __init__(self, connection: Connection, spec: wire.EnvRegistration, *, key: str, poll: float = 1.0):
+    def __init__(self, connection: Connection, spec: messages.EnvRegistration, *, key: str, poll: float = 1.0):
         """Nothing is sent yet.
 
         Args:
@@ -112,13 +112,13 @@ class EnvClient(_Client):
         """How often it was registered; the run's parameters may have changed with each."""
         self._key = key
         self._poll = poll
-        self.ticket: wire.EnvAccepted | None = None
+        self.ticket: messages.EnvAccepted | None = None
         """Of the last registration."""
         self._known = 0
         self._step = 0
         self._registering = asyncio.Lock()
 
-    async def register(self) -> wire.EnvAccepted:
+    async def register(self) -> messages.EnvAccepted:
         """Wait until a trainer has started, and take part.
 
         Raises:
@@ -131,7 +131,7 @@ class EnvClient(_Client):
             answer = await self.connection.ask("POST", "/register-env", self.spec, headers=headers)
             found = told(answer, _Ticket)
             if found.status == "success":
-                self.ticket = told(answer, wire.EnvAccepted)
+                self.ticket = told(answer, messages.EnvAccepted)
                 self._known, self._step = outages, self.ticket.starting_step
                 self.registrations += 1
                 log.info("registered at %s as %s", self.connection.name, self.ticket.wandb_name)
@@ -196,7 +196,7 @@ class EnvClient(_Client):
             else:
                 return "buffered" if told(answer, _Receipt).status == "buffered" else "received"
 
-    async def _hand_in(self, scored: wire.ScoredGroup, key: str) -> Answer:
+    async def _hand_in(self, scored: messages.ScoredGroup, key: str) -> Answer:
         if self.connection.speaks == "tandem":
             headers = {"Idempotency-Key": key}
             return await self.connection.ask("POST", "/scored_data", scored, headers=headers, encoding="msgpack")
@@ -206,13 +206,13 @@ class EnvClient(_Client):
     async def disconnect(self) -> None:
         """Leave; what was handed in stays."""
         if self.ticket is not None:
-            await self.connection.ask("POST", "/disconnect-env", wire.EnvName(env_id=self.ticket.env_id))
+            await self.connection.ask("POST", "/disconnect-env", messages.EnvName(env_id=self.ticket.env_id))
             self.ticket = None
 
     async def _ask_status(self) -> Status | None:
         """The answer, or None where the broker does not know this environment."""
         assert self.ticket is not None, "register first"
-        body = wire.EnvName(env_id=self.ticket.env_id)
+        body = messages.EnvName(env_id=self.ticket.env_id)
         # Atropos' broker answers 500 to an id that it does not know.
         again = ALWAYS if self.connection.speaks == "tandem" else ALWAYS - {"failed"}
         try:
@@ -263,7 +263,7 @@ class Taken:
 
     id: str | None
     """To acknowledge it by; None: the broker counts it as trained already."""
-    groups: Sequence[wire.ScoredGroup]
+    groups: Sequence[messages.ScoredGroup]
     """Exactly the batch's sequences, but for the malformed."""
     ids: Sequence[str | None]
     """What the broker calls each group; None where it does not say."""
@@ -287,9 +287,9 @@ class TrainerClient(_Client):
         """True if batches can be leased and acknowledged."""
         return self.connection.speaks == "tandem"
 
-    async def register(self, run: wire.RunParameters) -> int:
+    async def register(self, run: messages.RunParameters) -> int:
         """Say what is trained. Atropos' broker ignores all but the first, so it is reset before: see ``reset``."""
-        return told(await self.connection.ask("POST", "/register", run), wire.Registered).uuid
+        return told(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
 
     async def reset(self) -> None:
         """Drop all that is queued, and every registration."""
@@ -342,7 +342,7 @@ class TrainerClient(_Client):
 
     async def _settle(self, path: str, batch: str) -> bool:
         try:
-            answer = await self.connection.ask("POST", path, wire.BatchName(batch=batch))
+            answer = await self.connection.ask("POST", path, messages.BatchName(batch=batch))
         except Refused as error:
             if error.status in (401, 403):
                 raise
@@ -388,7 +388,7 @@ def _taken(found: _Batch, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) 
     groups, ids, versions, malformed = [], [], [], []
     for raw, id, version in zip_longest(raws, found.tandem.ids[: len(raws)], found.tandem.versions[: len(raws)]):
         try:
-            groups.append(wire.read(bytes(raw), wire.ScoredGroup, encoding))
+            groups.append(wire.read(bytes(raw), messages.ScoredGroup, encoding))
         except (BrokerError, msgspec.ValidationError) as error:
             malformed.append(printable(f"{id}: {error}" if id else str(error)))
         else:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.broker._listen import listening
+from tandem.broker.server.listen import listening
 from tandem.errors import BrokerError, ConfigError
 
 if TYPE_CHECKING:
-    from tandem.broker.app import Broker
+    from tandem.broker.server.app import Broker
 
 Tell = Callable[[str], None]
 
@@ -103,13 +103,13 @@ async def _serve(
     tell: Tell,
 ) -> None:
     # Only now that clients can connect: loading these takes as long as everything else of the start.
-    from tandem.broker._bodies import Limits
-    from tandem.broker._keys import Keys
-    from tandem.broker.app import Broker
-    from tandem.broker.ledger import opened
-    from tandem.broker.records import Options
-    from tandem.broker.serving import serving
-    from tandem.broker.store import Store
+    from tandem.broker.journal.ledger import opened
+    from tandem.broker.queue.records import Options
+    from tandem.broker.queue.store import Store
+    from tandem.broker.server.app import Broker
+    from tandem.broker.server.bodies import Limits
+    from tandem.broker.server.keys import Keys
+    from tandem.broker.server.serving import serving
 
     me = asyncio.current_task()
     assert me is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.broker.client import Connection, EnvClient
-from tandem.broker.wire import EnvRegistration
+from tandem.broker.protocol.messages import EnvRegistration
 from tandem.cli._work_recipe import Work, load
 from tandem.config.sources import Source
 from tandem.errors import BrokerError, ConfigError

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.broker.client import NotRegistered, Taken
-from tandem.broker.convert import Notes, Rules, group_from_wire
-from tandem.broker.sequences import sequences
-from tandem.broker.wire import Info, RunParameters, ScoredGroup
+from tandem.broker.protocol.convert import Notes, Rules, group_from_wire
+from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
+from tandem.broker.protocol.sequences import sequences
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits

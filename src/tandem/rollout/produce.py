@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.broker import wire
 from tandem.broker.client import EnvClient, Receipt, Refused, Status
+from tandem.broker.protocol.messages import Info
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
 from tandem.rollout.judges import Judge
@@ -91,7 +91,7 @@ class Producer:
     """Told the most tokens that the trainer takes of one sequence."""
     tally: Tally = field(default_factory=Tally)
     """What became of it."""
-    _info: wire.Info = field(default_factory=lambda: wire.Info(batch_size=-1, max_token_len=-1))
+    _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
     _informed: int = -1
     _name: str = ""
     _status: Status | None = None

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.broker._http import Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.engines.base import Engine, Health
 from tandem.errors import ConfigError, EngineError
+from tandem.http import Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.observability import waits
 from tandem.rollout._dialects import Dialect, Generate, OpenAi, Tandem
 from tandem.types import Completion, Json, PolicyVersion, Sampling

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.broker.client import Connection, TrainerClient
-from tandem.broker.convert import Rules
-from tandem.broker.wire import RunParameters
+from tandem.broker.protocol.convert import Rules
+from tandem.broker.protocol.messages import RunParameters
 from tandem.config.loading import RunConfig
 from tandem.engines.base import CanAttest, Engine
 from tandem.errors import ConfigError

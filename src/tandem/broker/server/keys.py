@@ -7,7 +7,7 @@ import hmac
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.broker._bodies import Answer
+from tandem.broker.server.bodies import Answer
 
 Role = Literal["trainer", "environment"]
 NOBODY, TRAINER = "", "trainer"

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from tandem.broker._lax import refuse
-from tandem.broker._zlib import BROKEN, gunzip
-from tandem.broker.wire import Encoding
+from tandem.broker.compression import BROKEN, gunzip
+from tandem.broker.protocol.lax import refuse
+from tandem.broker.protocol.wire import Encoding
 
 T = TypeVar("T")
 Grow = Callable[[int], None]

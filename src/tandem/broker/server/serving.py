@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from tandem.broker._gate import Gate, Room, room
-from tandem.broker._listen import BACKLOG, listening
-from tandem.broker.app import Broker
+from tandem.broker.server.app import Broker
+from tandem.broker.server.gate import Gate, Room, room
+from tandem.broker.server.listen import BACKLOG, listening
 
 READ_BYTES = 1 << 20
 """How much of a body may lie unread before its client is held back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from tandem.broker.records import Options
+from tandem.broker.queue.records import Options
 
 
 class Seen:

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tandem.broker.formation import BY_ORDER, minimums
-from tandem.broker.records import Busy, Entry, EnvReport, EnvSpec, EnvStatus, Journal, Options, State
+from tandem.broker.queue.formation import BY_ORDER, minimums
+from tandem.broker.queue.records import Busy, Entry, EnvReport, EnvSpec, EnvStatus, Journal, Options, State
 
 WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any, get_args
 
-from tandem.broker._checks import LEAST_LOGPROB, MOST
-from tandem.broker.sequences import Wired, sequences
-from tandem.broker.wire import MASKED, NO_LOGPROB, ScoredGroup
+from tandem.broker.protocol.messages import LEAST_LOGPROB, MASKED, MOST, NO_LOGPROB, ScoredGroup
+from tandem.broker.protocol.sequences import Wired, sequences
 from tandem.errors import BrokerError
 from tandem.printable import named
 from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn

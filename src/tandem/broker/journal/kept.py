@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import FileIO
 
-from tandem.broker._payloads import Payloads, Place
-from tandem.broker.records import Entry
+from tandem.broker.journal.payloads import Payloads, Place
+from tandem.broker.queue.records import Entry
 
 
 class Kept:

@@ -8,38 +8,38 @@ from typing import Any
 import msgspec
 
 from tandem import __version__
-from tandem.broker import wire
+from tandem.broker.protocol import messages
 
 TITLE = "Tandem broker"
 """By which a client knows whose broker it is."""
 _MIMES = ("application/json", "application/msgpack")
 _TYPES = (
-    wire.RunParameters,
-    wire.Registered,
-    wire.EnvRegistration,
-    wire.EnvAccepted,
-    wire.EnvName,
-    wire.BatchName,
-    wire.Info,
-    wire.WandbInfo,
-    wire.ScoredGroup,
+    messages.RunParameters,
+    messages.Registered,
+    messages.EnvRegistration,
+    messages.EnvAccepted,
+    messages.EnvName,
+    messages.BatchName,
+    messages.Info,
+    messages.WandbInfo,
+    messages.ScoredGroup,
 )
 
 # Path, method, what it does, type of the body, type of the answer.
 _ROUTES: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/", "get", "The live page for browsers; a greeting for programs.", None, None),
-    ("/register", "post", "A trainer begins or begins anew.", wire.RunParameters, wire.Registered),
-    ("/info", "get", "What the trainer wants; -1 before it registered.", None, wire.Info),
-    ("/wandb_info", "get", "Where the run is charted.", None, wire.WandbInfo),
-    ("/register-env", "post", "An environment begins; poll it until status is success.", wire.EnvRegistration, None),
-    ("/disconnect-env", "post", "An environment leaves; what it queued stays.", wire.EnvName, None),
-    ("/status-env", "get", "How much is queued. A GET with a body.", wire.EnvName, None),
-    ("/scored_data", "post", "Hand in a group.", wire.ScoredGroup, None),
-    ("/scored_data_list", "post", "Hand in groups, all or none.", list[wire.ScoredGroup], None),
+    ("/register", "post", "A trainer begins or begins anew.", messages.RunParameters, messages.Registered),
+    ("/info", "get", "What the trainer wants; -1 before it registered.", None, messages.Info),
+    ("/wandb_info", "get", "Where the run is charted.", None, messages.WandbInfo),
+    ("/register-env", "post", "An environment begins; poll until status is success.", messages.EnvRegistration, None),
+    ("/disconnect-env", "post", "An environment leaves; what it queued stays.", messages.EnvName, None),
+    ("/status-env", "get", "How much is queued. A GET with a body.", messages.EnvName, None),
+    ("/scored_data", "post", "Hand in a group.", messages.ScoredGroup, None),
+    ("/scored_data_list", "post", "Hand in groups, all or none.", list[messages.ScoredGroup], None),
     ("/batch", "get", "Take the next batch; null if there is none.", None, None),
-    ("/ack", "post", "A leased batch was trained on.", wire.BatchName, None),
-    ("/renew", "post", "The lease of a batch begins anew.", wire.BatchName, None),
-    ("/release", "post", "A leased batch was not trained on and goes back.", wire.BatchName, None),
+    ("/ack", "post", "A leased batch was trained on.", messages.BatchName, None),
+    ("/renew", "post", "The lease of a batch begins anew.", messages.BatchName, None),
+    ("/release", "post", "A leased batch was not trained on and goes back.", messages.BatchName, None),
     ("/status", "get", "Step and queue; with ?detail=1 everything.", None, None),
     ("/metrics", "get", "Prometheus' text.", None, None),
     ("/latest_example", "get", "The group that was queued last.", None, None),

@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.broker._zlib import crc32
+from tandem.broker.compression import crc32
 from tandem.errors import BrokerError
 
 log = logging.getLogger(__name__)

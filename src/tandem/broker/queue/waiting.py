@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tandem.broker import formation
-from tandem.broker._checks import MOST_STEP
-from tandem.broker.records import Busy, Entry, Journal, Options, Refused
-from tandem.broker.tenants import Item, Shelf, Tenant, Tenants
+from tandem.broker.protocol.messages import MOST_STEP
+from tandem.broker.queue import formation
+from tandem.broker.queue.records import Busy, Entry, Journal, Options, Refused
+from tandem.broker.queue.tenants import Item, Shelf, Tenant, Tenants
 
 
 class Waiting:

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from tandem.broker import wire
-from tandem.broker._http import Answer, Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
+from tandem.broker.protocol import wire
 from tandem.errors import BrokerError
+from tandem.http import Answer, Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
 from tandem.observability import waits
 
 log = logging.getLogger(__name__)

@@ -18,16 +18,27 @@ import msgspec
 from aiohttp import web
 
 from tandem import __version__, doors
-from tandem.broker import _openapi, wire
-from tandem.broker._answers import EMPTY_EXAMPLE, compressed, done, encoded, idempotency_key, lease, number, page, told
-from tandem.broker._bodies import MESSAGE_BYTES, Answer, Bodies, Limits, wants
-from tandem.broker._kept import read
-from tandem.broker._keys import Keys, Role, may, scoped
-from tandem.broker._lax import Malformed
-from tandem.broker._meter import Meter
-from tandem.broker._resent import Resent
-from tandem.broker.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
-from tandem.broker.store import Store
+from tandem.broker.journal.kept import read
+from tandem.broker.protocol import messages, wire
+from tandem.broker.protocol.lax import Malformed
+from tandem.broker.queue.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
+from tandem.broker.queue.store import Store
+from tandem.broker.server import openapi
+from tandem.broker.server.answers import (
+    EMPTY_EXAMPLE,
+    compressed,
+    done,
+    encoded,
+    idempotency_key,
+    lease,
+    number,
+    page,
+    told,
+)
+from tandem.broker.server.bodies import MESSAGE_BYTES, Answer, Bodies, Limits, wants
+from tandem.broker.server.keys import Keys, Role, may, scoped
+from tandem.broker.server.meter import Meter
+from tandem.broker.server.resent import Resent
 from tandem.errors import BrokerError
 from tandem.printable import named
 
@@ -178,29 +189,29 @@ class Broker:
         return page("docs.html")
 
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return encoded(wire.write(_openapi.document()), "json")
+        return encoded(wire.write(openapi.document()), "json")
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.RunParameters)
+        body = await self._message(request, messages.RunParameters)
         uuid = self.store.register(Run(**msgspec.structs.asdict(body)), self._clock())
         await self._committed()
         if wants(request) == "msgpack":
             return told(request, {"uuid": str(uuid)})  # MessagePack has no ints of 128 bits
-        return encoded(wire.write(wire.Registered(uuid=uuid)), "json")
+        return encoded(wire.write(messages.Registered(uuid=uuid)), "json")
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
         if run is None:
-            return told(request, wire.Info(batch_size=-1, max_token_len=-1))
-        return told(request, wire.Info(batch_size=run.batch_size, max_token_len=run.max_token_len))
+            return told(request, messages.Info(batch_size=-1, max_token_len=-1))
+        return told(request, messages.Info(batch_size=run.batch_size, max_token_len=run.max_token_len))
 
     async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
         group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
-        return told(request, wire.WandbInfo(group=group, project=project))
+        return told(request, messages.WandbInfo(group=group, project=project))
 
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.EnvRegistration)
+        body = await self._message(request, messages.EnvRegistration)
         spec = EnvSpec(
             name=named(body.desired_name),
             max_token_length=body.max_token_length,
@@ -213,7 +224,7 @@ class Broker:
         if ticket is None:
             return told(request, {"status": "wait for trainer to start"})
         await self._committed()
-        found = wire.EnvAccepted(
+        found = messages.EnvAccepted(
             env_id=ticket.env_id,
             wandb_name=ticket.name,
             checkpoint_dir=ticket.run.checkpoint_dir,
@@ -224,7 +235,7 @@ class Broker:
         return told(request, found)
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.EnvName)
+        body = await self._message(request, messages.EnvName)
         self._owned(request, body.env_id)
         if not self.store.disconnect(body.env_id, self._clock()):
             return told(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
@@ -232,7 +243,7 @@ class Broker:
         return told(request, {"status": "success"})
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.EnvName)
+        body = await self._message(request, messages.EnvName)
         self._owned(request, body.env_id)
         return told(request, self.store.status_env(body.env_id, self._clock()))
 
@@ -346,18 +357,18 @@ class Broker:
         self.store.delivered(batch.id)
 
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.BatchName)
+        body = await self._message(request, messages.BatchName)
         found = self.store.acknowledge(body.batch, self._clock())
         await self._committed()
         return told(request, done(bool(found), found.reason))
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.BatchName)
+        body = await self._message(request, messages.BatchName)
         found = self.store.renew(body.batch, self._clock())
         return told(request, done(found, f"no batch {body.batch} is leased"))
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, wire.BatchName)
+        body = await self._message(request, messages.BatchName)
         found = self.store.release(body.batch, self._clock())
         await self._committed()
         return told(request, done(found, f"no batch {body.batch} is leased"))

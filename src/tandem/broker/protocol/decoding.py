@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.broker._lax import refuse
+from tandem.broker.protocol.lax import refuse
 
 Encoding = Literal["json", "msgpack"]
 

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from tandem.broker._report import progress, report
-from tandem.broker.leases import Lease, Leases
-from tandem.broker.records import (
+from tandem.broker.queue.leases import Lease, Leases
+from tandem.broker.queue.records import (
     Acknowledgement,
     Batch,
     Busy,
@@ -30,9 +29,9 @@ from tandem.broker.records import (
     Report,
     Run,
 )
-from tandem.broker.seen import Seen
-from tandem.broker.tenants import Item, Tenant, Tenants, wrong
-from tandem.broker.waiting import Waiting
+from tandem.broker.queue.seen import Seen
+from tandem.broker.queue.tenants import Item, Tenant, Tenants, wrong
+from tandem.broker.queue.waiting import Waiting
 
 MAX_BATCH = 1 << 16
 """Most sequences of a batch."""
@@ -303,7 +302,22 @@ class Store:
     def status(self, now: float) -> Report:
         """Everything for people and metrics. Takes time in the number of environments."""
         self._advance(now)
-        return report(self)
+        everybody = list(self.tenants)
+        return Report(
+            step=self.step,
+            policy=self.policy_step,
+            run=self.run,
+            started=self.started,
+            queued_groups=self.queued_groups,
+            queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
+            buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
+            leased_groups=sum(len(lease.items) for lease in self.leases.out.values()),
+            held_bytes=self.waiting.bytes,
+            leases=len(self.leases.out),
+            counts=dict(self.counts),
+            waits_for=self.waiting.waits_for(),
+            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
+        )
 
     @property
     def queued_groups(self) -> int:
@@ -385,7 +399,17 @@ class Store:
 
     def note_progress(self) -> None:
         """Tell the journal the counters."""
-        self.journal.noted("progress", progress(self))
+        progress = {
+            "started": self.started,
+            "step": self.step,
+            "policy": self.policy,
+            "took": self.took,
+            "returned": self.returned,
+            "next_id": self.tenants.next_id,
+            "order": self.order,
+            "counts": dict(self.counts),
+        }
+        self.journal.noted("progress", progress)
 
     def _note_tenant(self, tenant: Tenant) -> None:
         facts = {name: getattr(tenant, name) for name in ("name", "key", "connected", "owner")}

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tandem.broker._lax import Loc, refuse
+from tandem.broker.protocol.lax import Loc, refuse
+from tandem.broker.protocol.messages import MOST_STEP, ScoredGroup
 
-if TYPE_CHECKING:
-    from tandem.broker.wire import ScoredGroup
-
-MOST = 1e12
-"""Largest score, advantage or teacher's logprob. Its square, and sums of such, are finite in float32 as well."""
-LEAST_LOGPROB = -1e4
-"""Lowest logprob of a token that was sampled; vLLM writes minus infinity as -9999."""
-MOST_STEP = 2**53
-"""Policy steps are below this: within the ints of SQLite, which have a sign, and of JSON readers that have floats."""
 MOST_DEPTH = 64
 """Lists and objects inside one another in a free field; a reader's own recursion limit lies far above."""
 

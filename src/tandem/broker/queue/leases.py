@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tandem.broker.records import Acknowledgement
-from tandem.broker.tenants import Item
+from tandem.broker.queue.records import Acknowledgement
+from tandem.broker.queue.tenants import Item
 
 REMEMBERED = 1_000
 """Batches that are over and still known by name."""

@@ -1,8 +1,8 @@
-"""Atropos' messages: their types, and how bytes become them. ``-100`` and the logprob 1.0 exist on this wire alone.
+"""Atropos' messages as bytes: encoding, and decoding that checks them.
 
 A message is JSON or MessagePack, chosen by its content type. It is decoded once, strictly and typed, by msgspec; only
-if that fails is it read again leniently (``_lax``), which either understands it or says what is wrong. Of groups in
-JSON the long lists of numbers are checked without making objects of them (``_skim``); what is unusual there is decoded
+if that fails is it read again leniently (``lax``), which either understands it or says what is wrong. Of groups in
+JSON the long lists of numbers are checked without making objects of them (``skim``); what is unusual there is decoded
 like the rest. A group keeps the bytes of its values, with the optional keys that it lacks added as null: a batch is a
 join of such payloads.
 """
@@ -11,168 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from msgspec.structs import astuple
 
-from tandem.broker._checks import LEAST_LOGPROB, MOST, MOST_STEP, check
-from tandem.broker._complete import completed, flat_advantages
-from tandem.broker._decoding import Encoding as Encoding
-from tandem.broker._decoding import decoder, plain
-from tandem.broker._lax import Malformed, coerce, refuse
-from tandem.broker._skim import REALS, STAND_INS, cut
-from tandem.broker._weight import MOST_FREE, MOST_NUMBERS, check_weight
+from tandem.broker.protocol.checks import check
+from tandem.broker.protocol.complete import completed, flat_advantages
+from tandem.broker.protocol.decoding import Encoding as Encoding
+from tandem.broker.protocol.decoding import decoder, plain
+from tandem.broker.protocol.lax import Malformed, coerce, refuse
+from tandem.broker.protocol.messages import FIELDS, ScoredGroup
+from tandem.broker.protocol.skim import REALS, STAND_INS, cut
+from tandem.broker.protocol.weight import MOST_FREE, MOST_NUMBERS, check_weight
 
 T = TypeVar("T")
 
-MASKED = -100
-"""In ``masks``, a position that is not trained."""
-NO_LOGPROB = 1.0
-"""In ``inference_logprobs``, a position that was not sampled."""
-
-Real = Annotated[float, Meta(ge=-MOST, le=MOST)]
-Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=MOST)]
-Token = Annotated[int, Meta(ge=0, lt=2**31)]
-MaskToken = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Count = Annotated[int, Meta(ge=1, lt=2**53)]
-Signed = Annotated[int, Meta(ge=-1, lt=2**53)]
-Text = Annotated[str, Meta(max_length=4096)]
-
-
-class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
-    """Body of ``POST /register``: what the trainer says of its run."""
-
-    wandb_group: Text
-    """Group of the run's charts; may be empty."""
-    wandb_project: Text
-    """Project of the run's charts; may be empty."""
-    batch_size: Count
-    """Sequences of one batch."""
-    max_token_len: Signed
-    """Most tokens of one sequence; zero or less: no limit."""
-    checkpoint_dir: Text
-    """Where the trainer keeps checkpoints; environments keep theirs beneath."""
-    save_checkpoint_interval: Signed
-    """Steps between checkpoints."""
-    starting_step: Annotated[int, Meta(ge=0, lt=MOST_STEP)]
-    """Steps trained already."""
-    num_steps: Signed
-    """Steps the run shall take."""
-
-
-class Registered(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``POST /register``."""
-
-    uuid: int
-    """A number for this registration; no later call uses it."""
-
-
-class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
-    """Body of ``POST /register-env``."""
-
-    max_token_length: Annotated[int, Meta(ge=0, lt=2**53)]
-    """Most tokens of its sequences; scales its weight."""
-    desired_name: Text
-    """Its name; a number is appended."""
-    weight: Annotated[float, Meta(ge=0, le=MOST)]
-    """Its share of the work against the others'."""
-    group_size: Count
-    """Sequences of its groups."""
-    min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Least share of each batch, 0 to 1; null: none."""
-
-
-class EnvAccepted(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``POST /register-env`` once the trainer has started."""
-
-    status: str = "success"
-    """success."""
-    env_id: int
-    """Its number from now on."""
-    wandb_name: str
-    """Its name with a number."""
-    checkpoint_dir: str
-    """The trainer's."""
-    starting_step: int
-    """The present step."""
-    checkpoint_interval: int
-    """The trainer's."""
-    num_steps: int
-    """The trainer's."""
-
-
-class EnvName(msgspec.Struct, kw_only=True, frozen=True):
-    """Body of ``GET /status-env`` and ``POST /disconnect-env``."""
-
-    env_id: Annotated[int, Meta(ge=-(2**53), lt=2**53)]
-    """The environment's number."""
-
-
-class BatchName(msgspec.Struct, kw_only=True, frozen=True):
-    """Body of ``POST /ack`` and ``POST /release``."""
-
-    batch: Text
-    """The leased batch."""
-
-
-class Info(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``GET /info``; both -1 before a trainer registered."""
-
-    batch_size: int
-    """Sequences of one batch."""
-    max_token_len: int
-    """Most tokens of one sequence."""
-
-
-class WandbInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``GET /wandb_info``; nulls before a trainer registered."""
-
-    group: str | None
-    """The run's group."""
-    project: str | None
-    """The run's project."""
-
-
-class ScoredGroup(msgspec.Struct, kw_only=True):
-    """A group on the wire: n sequences of one task in parallel lists, unpadded and unshifted.
-
-    Of an optional list, null and ``[]`` both mean that it is absent.
-    """
-
-    tokens: list[list[Token]]
-    """Prompt and completion ids of each sequence."""
-    masks: list[list[MaskToken]]
-    """``-100`` where a token is not trained, else the token."""
-    scores: list[Real]
-    """A reward per sequence."""
-    advantages: list[list[Real]] | None = None
-    """Per token."""
-    ref_logprobs: list[list[Real]] | None = None
-    """Per token, a reference model's."""
-    messages: list[list[dict[str, Any]]] | None = None
-    """Per sequence a chat, whose messages have role and content."""
-    generation_params: dict[str, Any] | None = None
-    """How it was sampled, such as ``{"temperature": 1.0}``."""
-    inference_logprobs: list[list[Logprob]] | None = None
-    """Per token, the behaviour policy's; 1.0 where nothing was sampled."""
-    overrides: list[dict[str, Any]] | None = None
-    """Per sequence: set_advantage_to_zero, temperature, sft."""
-    group_overrides: dict[str, Any] | None = None
-    """Per group: group_size, temperature, sft, and what Tandem adds: tandem_version, tandem_task, ..."""
-    images: Any = None
-    """Opaque."""
-    env_id: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
-    """Who made it; null: anonymous."""
-    distill_token_ids: list[list[list[Token]]] | None = None
-    """Per sequence, position and rank: a teacher's tokens."""
-    distill_logprobs: list[list[list[Real]]] | None = None
-    """Their logprobs."""
-
-
-FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
-"""The 14 keys of a group, in the order in which answers give them."""
 _OPTIONAL = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if not field.required)
 _NUMBERS = ("tokens", "masks", "scores", *REALS, "distill_token_ids", "distill_logprobs")
 _LISTS = {name: FIELDS.index(name) for name in STAND_INS}

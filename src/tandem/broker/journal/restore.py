@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.broker.leases import lease_of
-from tandem.broker.records import Entry, EnvSpec, Run, State
-from tandem.broker.store import Store
-from tandem.broker.tenants import Item, Tenant
+from tandem.broker.queue.leases import lease_of
+from tandem.broker.queue.records import Entry, EnvSpec, Run, State
+from tandem.broker.queue.store import Store
+from tandem.broker.queue.tenants import Item, Tenant
 
 
 def restore(

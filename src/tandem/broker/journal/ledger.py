@@ -1,9 +1,9 @@
 """The store's journal on disk: what was accepted survives kill -9 and a power cut.
 
-A folder with ``ledger.sqlite`` (WAL; who, where, which state) and payload files (``_payloads``). One thread writes: all
+A folder with ``ledger.sqlite`` (WAL; who, where, which state) and payload files (``payloads``). One thread writes: all
 that was told while it wrote the last time goes into one transaction, so many submissions share one flush of the disk.
 An answer may leave when ``settled`` says that what it promises is down. Payloads that are on disk leave memory once
-there is much of them (``_kept``).
+there is much of them (``kept``).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from tandem.broker._database import Database, damaged, locked
-from tandem.broker._kept import Kept, Memory
-from tandem.broker._payloads import Payloads, Place
-from tandem.broker.records import Entry, Options, State
-from tandem.broker.restore import restore
-from tandem.broker.store import Store
+from tandem.broker.journal.database import Database, damaged, locked
+from tandem.broker.journal.kept import Kept, Memory
+from tandem.broker.journal.payloads import Payloads, Place
+from tandem.broker.journal.restore import restore
+from tandem.broker.queue.records import Entry, Options, State
+from tandem.broker.queue.store import Store
 from tandem.errors import BrokerError
 
 log = logging.getLogger(__name__)

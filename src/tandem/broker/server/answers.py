@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from tandem.broker import wire
-from tandem.broker._bodies import Answer, wants
-from tandem.broker.records import Batch
+from tandem.broker.protocol import wire
+from tandem.broker.queue.records import Batch
+from tandem.broker.server.bodies import Answer, wants
 
 GZIP_BYTES = 1000
 """Answers of this size and more are compressed for clients elsewhere that accept it."""
@@ -58,7 +58,7 @@ def page(name: str) -> web.Response:
 
 @cache
 def _asset(name: str) -> tuple[str, str]:
-    text = resources.files("tandem.broker").joinpath(name).read_text(encoding="utf-8")
+    text = resources.files("tandem.broker.server").joinpath(name).read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return text, (

@@ -12,8 +12,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tandem.broker._kept import Reading
-from tandem.broker.records import Entry
+from tandem.broker.journal.kept import Reading
+from tandem.broker.queue.records import Entry
 from tandem.errors import BrokerError
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from tandem.broker._lax import refuse
+from tandem.broker.protocol.lax import refuse
 
 MOST_NUMBERS = 16_000_000
 """Most values of all lists of numbers of a group that are decoded."""

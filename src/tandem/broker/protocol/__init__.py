@@ -1,0 +1,1 @@
+"""Atropos' wire protocol: messages, their bytes, and groups as Tandem has them."""

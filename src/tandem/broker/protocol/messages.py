@@ -1,0 +1,165 @@
+"""The messages of the protocol as types: what trainers and environments send, and what they are answered.
+
+``-100`` and the logprob 1.0 exist on this wire alone. Bounds keep values within what every reader of JSON, SQLite and
+float32 can hold.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MOST = 1e12
+"""Largest score, advantage or teacher's logprob. Its square, and sums of such, are finite in float32 as well."""
+LEAST_LOGPROB = -1e4
+"""Lowest logprob of a token that was sampled; vLLM writes minus infinity as -9999."""
+MOST_STEP = 2**53
+"""Policy steps are below this: within the ints of SQLite, which have a sign, and of JSON readers that have floats."""
+MASKED = -100
+"""In ``masks``, a position that is not trained."""
+NO_LOGPROB = 1.0
+"""In ``inference_logprobs``, a position that was not sampled."""
+
+Real = Annotated[float, Meta(ge=-MOST, le=MOST)]
+Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=MOST)]
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+MaskToken = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Meta(ge=1, lt=2**53)]
+Signed = Annotated[int, Meta(ge=-1, lt=2**53)]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``POST /register``: what the trainer says of its run."""
+
+    wandb_group: Text
+    """Group of the run's charts; may be empty."""
+    wandb_project: Text
+    """Project of the run's charts; may be empty."""
+    batch_size: Count
+    """Sequences of one batch."""
+    max_token_len: Signed
+    """Most tokens of one sequence; zero or less: no limit."""
+    checkpoint_dir: Text
+    """Where the trainer keeps checkpoints; environments keep theirs beneath."""
+    save_checkpoint_interval: Signed
+    """Steps between checkpoints."""
+    starting_step: Annotated[int, Meta(ge=0, lt=MOST_STEP)]
+    """Steps trained already."""
+    num_steps: Signed
+    """Steps the run shall take."""
+
+
+class Registered(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``POST /register``."""
+
+    uuid: int
+    """A number for this registration; no later call uses it."""
+
+
+class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``POST /register-env``."""
+
+    max_token_length: Annotated[int, Meta(ge=0, lt=2**53)]
+    """Most tokens of its sequences; scales its weight."""
+    desired_name: Text
+    """Its name; a number is appended."""
+    weight: Annotated[float, Meta(ge=0, le=MOST)]
+    """Its share of the work against the others'."""
+    group_size: Count
+    """Sequences of its groups."""
+    min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Least share of each batch, 0 to 1; null: none."""
+
+
+class EnvAccepted(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``POST /register-env`` once the trainer has started."""
+
+    status: str = "success"
+    """success."""
+    env_id: int
+    """Its number from now on."""
+    wandb_name: str
+    """Its name with a number."""
+    checkpoint_dir: str
+    """The trainer's."""
+    starting_step: int
+    """The present step."""
+    checkpoint_interval: int
+    """The trainer's."""
+    num_steps: int
+    """The trainer's."""
+
+
+class EnvName(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``GET /status-env`` and ``POST /disconnect-env``."""
+
+    env_id: Annotated[int, Meta(ge=-(2**53), lt=2**53)]
+    """The environment's number."""
+
+
+class BatchName(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of ``POST /ack`` and ``POST /release``."""
+
+    batch: Text
+    """The leased batch."""
+
+
+class Info(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``GET /info``; both -1 before a trainer registered."""
+
+    batch_size: int
+    """Sequences of one batch."""
+    max_token_len: int
+    """Most tokens of one sequence."""
+
+
+class WandbInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``GET /wandb_info``; nulls before a trainer registered."""
+
+    group: str | None
+    """The run's group."""
+    project: str | None
+    """The run's project."""
+
+
+class ScoredGroup(msgspec.Struct, kw_only=True):
+    """A group on the wire: n sequences of one task in parallel lists, unpadded and unshifted.
+
+    Of an optional list, null and ``[]`` both mean that it is absent.
+    """
+
+    tokens: list[list[Token]]
+    """Prompt and completion ids of each sequence."""
+    masks: list[list[MaskToken]]
+    """``-100`` where a token is not trained, else the token."""
+    scores: list[Real]
+    """A reward per sequence."""
+    advantages: list[list[Real]] | None = None
+    """Per token."""
+    ref_logprobs: list[list[Real]] | None = None
+    """Per token, a reference model's."""
+    messages: list[list[dict[str, Any]]] | None = None
+    """Per sequence a chat, whose messages have role and content."""
+    generation_params: dict[str, Any] | None = None
+    """How it was sampled, such as ``{"temperature": 1.0}``."""
+    inference_logprobs: list[list[Logprob]] | None = None
+    """Per token, the behaviour policy's; 1.0 where nothing was sampled."""
+    overrides: list[dict[str, Any]] | None = None
+    """Per sequence: set_advantage_to_zero, temperature, sft."""
+    group_overrides: dict[str, Any] | None = None
+    """Per group: group_size, temperature, sft, and what Tandem adds: tandem_version, tandem_task, ..."""
+    images: Any = None
+    """Opaque."""
+    env_id: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
+    """Who made it; null: anonymous."""
+    distill_token_ids: list[list[list[Token]]] | None = None
+    """Per sequence, position and rank: a teacher's tokens."""
+    distill_logprobs: list[list[list[Real]]] | None = None
+    """Their logprobs."""
+
+
+FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))
+"""The 14 keys of a group, in the order in which answers give them."""
