@@ -156,3 +156,13 @@ def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
     assert first["reward_hacking"] <= 50
     assert first["length"] <= 50
     assert "zero_variance" in first
+
+
+def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
+    """Twenty steps with the pattern and twenty without, again and again: its episodes grow into each other."""
+    found = Finding(seen="s", means="m", change="c")
+    watch, episode, raised = Watch({}), _Episode(), 0
+    for step in range(1, 801):
+        notice = watch._told(ALARMS[1], episode, found if step // 20 % 2 else None, step)
+        raised += notice is not None and notice.finding is not None
+    assert raised == 5  # at steps 20, 60 and, as it goes on, three times more; before, in each of 20 episodes

@@ -207,6 +207,16 @@ def test_saved_when_due_and_at_the_end(policy: Policy, tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "checkpoints") == [3, 6, 8]
 
 
+def test_memory_that_a_checkpoint_needed_is_given_back(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator nothing else does: all states are copied to the host, and glibc would keep that."""
+    trimmed: list[bool] = []
+    monkeypatch.setattr("tandem.machine.trim", lambda: trimmed.append((tmp_path / "checkpoints" / "000001").exists()))
+    Saver(policy, tmp_path).save(1)
+    assert trimmed == [True]
+
+
 def test_only_the_newest_are_kept_and_nothing_else_is_touched(policy: Policy, tmp_path: Path) -> None:
     saver = Saver(policy, tmp_path, keep=2)
     (tmp_path / "checkpoints" / "mine").mkdir(parents=True)

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tandem import machine
 from tandem.algorithms.references.base import Held
 from tandem.errors import CheckpointError
 from tandem.model.policy import Policy
@@ -119,6 +120,8 @@ class Checkpoints:
                 f"checkpoint of step {state.step} cannot be written to {self.folder}: {error}; {kept}. "
                 f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
             ) from error
+        finally:
+            machine.trim()  # what is written was copied to the host first
 
     def _write_state(self, state: TrainerState, aside: Path) -> None:
         save_file(self.stepper.state_dict(), aside / "optimizer.safetensors")

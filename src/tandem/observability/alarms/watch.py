@@ -26,7 +26,9 @@ ALARMS: tuple[Alarm, ...] = (
 )  # fmt: skip
 """All of them, in the order in which they are told."""
 CLEAR = 10
-"""Steps in a row without the pattern that end an episode."""
+"""Steps in a row without the pattern that end an alarm's first episode; twice as many each later one."""
+LONGEST_CLEAR = 16 * CLEAR
+"""Most steps in a row that an episode needs to end."""
 AGAIN = 100
 """Steps after which an episode that lasts is told again; then after twice as many, and so on."""
 
@@ -67,6 +69,8 @@ class _Episode:
     told: int | None = None
     """Step at which it was told last; None while it is not open."""
     again: int = AGAIN
+    clears: int = CLEAR
+    """Steps in a row without the pattern that end it: an alarm that comes and goes is one that stays."""
 
 
 class Watch:
@@ -132,9 +136,10 @@ class Watch:
         if finding is None:
             episode.shown = 0
             episode.clear += 1
-            if episode.told is None or episode.clear < CLEAR:
+            if episode.told is None or episode.clear < episode.clears:
                 return None
             episode.told = None
+            episode.clears = min(2 * episode.clears, LONGEST_CLEAR)
             return Notice(alarm=alarm.name, step=step, since=episode.since, finding=None)
         if not episode.shown and episode.told is None:
             episode.since = step
