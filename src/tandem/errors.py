@@ -15,9 +15,10 @@ TandemError                 exit code
 ├── Starved                         9   nothing to train on
 ├── Deadline                       10   somebody was waited for too long
 ├── DoesNotFit                     11   the memory plan exceeds the machine
-└── Alarmed                        12   an alarm was raised and the recipe asks for a stop
+├── Alarmed                        12   an alarm was raised and the recipe asks for a stop
+└── Interrupted                   130   Ctrl-C, after saving
 
-Ctrl-C exits with 130 after saving. Raise at the source; catch at four boundaries only: one rollout, one
+Raise at the source; catch at four boundaries only: one rollout, one
 HTTP request, one child process, the command line.
 """
 
@@ -31,7 +32,16 @@ from pathlib import Path
 
 
 class TandemError(Exception):
-    """Any failure that Tandem understands. ``exit_code`` is the process's."""
+    """Any failure that Tandem understands; its text says what happened, what was expected and what to do.
+
+    Example:
+        >>> import tandem
+        >>> try:
+        ...     tandem.Recipe.load({"model": "m", "env": "arithmetic", "steps": 1, "group_sise": 4})
+        ... except tandem.TandemError as error:
+        ...     print(error)
+        recipe: unknown option 'group_sise'; did you mean 'group_size'?
+    """
 
     exit_code = 1
 
@@ -121,6 +131,12 @@ class Alarmed(TandemError):
     """An alarm ended the run (``alarms: stop``); everything is saved, and the message says how to go on."""
 
     exit_code = 12
+
+
+class Interrupted(TandemError):
+    """Ctrl-C, or a notebook's stop button; the message says what was saved and how to go on."""
+
+    exit_code = 130
 
 
 SHOWN_TEXT = 10_000

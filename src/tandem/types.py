@@ -35,7 +35,13 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message."""
+    """One chat message.
+
+    Example:
+        >>> import tandem
+        >>> tandem.Message(role="user", content="What is 3 + 4?").role
+        'user'
+    """
 
     role: str
     """system | user | assistant | tool; ``TEXT`` for a prompt that is this one text and no conversation."""
@@ -45,7 +51,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem an environment poses."""
+    """One problem an environment poses.
+
+    Example:
+        >>> import tandem
+        >>> question = tandem.Message(role="user", content="What is 3 + 4?")
+        >>> task = tandem.Task(id="train/1", env="sums", prompt=(question,), answer="7", meta={"terms": 2})
+        >>> task.answer
+        '7'
+    """
 
     id: str
     """Unique within its environment and stable from run to run; resume and the ledger rely on it."""
@@ -61,7 +75,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn."""
+    """How tokens are drawn.
+
+    Example:
+        >>> import tandem
+        >>> tandem.Sampling(temperature=0.7, top_p=0.95, max_tokens=64).penalised
+        False
+    """
 
     temperature: float = 1.0
     """Logits are divided by it; 0 is greedy (logprobs are then those of temperature 1)."""
@@ -98,7 +118,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one prompt. The four sequences have one entry per token."""
+    """What an engine sampled for one prompt: token ids, logprobs and versions have one entry per token.
+
+    Example:
+        >>> import tandem
+        >>> reply = tandem.Completion(tokens=(55, 2), logprobs=(-0.1, -0.7), versions=(4, 5), finish="stop")
+        >>> reply.version_min, reply.version_max
+        (4, 5)
+    """
 
     tokens: tuple[int, ...]
     """Sampled token ids, the end-of-sequence token included if it was sampled."""
@@ -136,7 +163,23 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One play of a task, from the first prompt to a reward."""
+    """One episode: a task, the policy's completions in it, and its rewards.
+
+    Example:
+        >>> import tandem
+        >>> question = tandem.Message(role="user", content="What is 3 + 4?")
+        >>> rollout = tandem.Rollout(
+        ...     id="train/1@0/0",
+        ...     task=tandem.Task(id="train/1", env="sums", prompt=(question,), answer="7"),
+        ...     turns=(),
+        ...     messages=(question, tandem.Message(role="assistant", content="7")),
+        ...     status="ok",
+        ...     rewards={"number": 1.0},
+        ...     reward=1.0,
+        ... )
+        >>> rollout.text, rollout.num_tokens
+        ('7', 0)
+    """
 
     id: str
     """``<group id>/<sibling>``."""
@@ -179,7 +222,14 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Siblings: rollouts of one task that share one baseline."""
+    """Rollouts of one task; their advantages share one baseline.
+
+    Example:
+        >>> import tandem
+        >>> group = tandem.Group(id="train/1@0", index=0, env="sums", rollouts=())
+        >>> group.scored, group.is_flat
+        ((), True)
+    """
 
     id: str
     """``<task id>@<visit>``: the same task drawn again is another group."""

@@ -14,6 +14,7 @@ import pytest
 import typer.main
 import yaml
 
+import tandem
 from tandem.cli.app import app
 from tandem.config import loading as config
 from tandem.errors import ConfigError
@@ -143,6 +144,13 @@ def test_readmes_environment_tells_siblings_apart(tmp_path: Path, monkeypatch: p
     assert env.default_rewards == {"guess:near": 1.0}
     assert reward(env.check(task)) == 1.0
     assert len({reward("no idea"), reward("I say 20."), reward("30"), reward(task.answer)}) == 4
+
+
+def test_the_page_on_python_names_every_public_name_and_no_other() -> None:
+    page = (ROOT / "docs/python.md").read_text()
+    named = set(re.findall(r"\btandem\.([A-Za-z]\w*)", "\n".join(code(page))))
+    assert named == {name for name in tandem.__all__ if not name.startswith("__")}
+    assert "(docs/python.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_rules_are_alive() -> None:

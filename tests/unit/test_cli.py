@@ -19,7 +19,8 @@ import typer.main
 
 import tandem
 from tandem.cli.app import app as cli
-from tandem.cli.export import export, weights_of
+from tandem.api.targets import weights_of
+from tandem.cli.export import export
 from tandem.cli.show import curve, duration
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig, dump, load
@@ -687,7 +688,7 @@ def test_eval_measures_a_model_folder(run: Run, trainer: types.SimpleNamespace, 
 def test_eval_of_nothing(run: Run, trainer: types.SimpleNamespace) -> None:
     Path("recipe.yaml").write_text(MINIMAL)
     assert "evaluate.tasks is 0" in run("eval", "recipe.yaml", "evaluate.tasks=0")[2]
-    assert "--step names a checkpoint of a run" in run("eval", "recipe.yaml", "--step", "3")[2]
+    assert "step names a checkpoint of a run" in run("eval", "recipe.yaml", "--step", "3")[2]
     make_run(Path("runs/a"))
     code, _, err = run("eval", "runs/a")
     assert code == 8

@@ -183,7 +183,7 @@ def test_what_does_not_fit_at_all_is_refused_without_advice_that_was_tried(plann
 
 
 def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_path: Path) -> None:
-    from tandem.cli.train import resumed
+    from tandem.api.targets import resumed
     from tandem.trainer import assemble as run
 
     file = tmp_path / "recipe.yaml"

@@ -10,7 +10,8 @@ from typing import Any
 
 import typer
 
-from tandem.cli.train import ended, finish, translated
+from tandem.api.blocking import run_to_end
+from tandem.cli.train import ended, translated
 from tandem.compat._atropos_server import ServerFlags, divided
 from tandem.compat._atropos_server import translate as translate_server
 from tandem.compat._atropos_services import require_broker, running_engine
@@ -50,7 +51,7 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
         require_broker(config.broker.url)
     from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
 
-    folder = finish(run.train(config, resume=None))
+    folder = run_to_end(run.train(config, resume=None))
     lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
     told = f"{ended(folder)}; checkpoints: {flags.save_path}"
     return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tandem.cli.train import finish
+from tandem.api.blocking import run_to_end
 from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError
 from tandem.types import Group
@@ -34,7 +34,7 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
     from tandem.observability.loggers.console import shown
 
     with shown():
-        found = finish(_played(config, count))
+        found = run_to_end(_played(config, count))
     for line in lines(found, config):
         typer.echo(line)
     return 0

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import typer
 
-from tandem.cli.export import weights_of
-from tandem.cli.train import finish, recipe_of
-from tandem.config.loading import RunConfig, from_options, load
-from tandem.errors import ConfigError
+from tandem.api.blocking import run_to_end
+from tandem.api.targets import to_evaluate
 from tandem.types import Json
 
 
@@ -20,36 +18,18 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
     Raises:
         ConfigError: the target is none of the three, or there is nothing to evaluate on.
     """
-    config, weights = _resolve(target, overrides, step)
-    if not config.sources:
-        raise ConfigError(f"{target} trains on a broker's groups and has no tasks of its own; name some: env=gsm8k")
-    if not config.evaluate.tasks:
-        raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
+    config, weights = to_evaluate(target, overrides, step)
     from tandem.observability.loggers.console import answer_lines, ends, shown
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     with shown():
-        record = finish(run.evaluate(config, weights=weights))
+        record = run_to_end(run.evaluate(config, weights=weights))
     for line in _lines(str(weights or config.model), record):
         typer.echo(line)
     if config.print_completions.every:
         for sample in ends(record["rollouts"]):
             for line in answer_lines(sample, "an answer"):
                 typer.echo(line)
-
-
-def _resolve(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
-    """The configuration, and the trained weights if they are not the configuration's model."""
-    if (target / "config.yaml").is_file():
-        config = load(recipe_of(target), overrides).config
-        return config, weights_of(target, config, step)
-    if step is not None:
-        raise ConfigError(f"--step names a checkpoint of a run, and {target} is not a run's folder")
-    if (target / "config.json").is_file():
-        if not any(override.partition("=")[0] in ("env", "env.kind", "envs") for override in overrides):
-            raise ConfigError(f"{target} is a model and says nothing of tasks; name an environment, such as env=gsm8k")
-        return from_options({"model": str(target), "steps": 1}, overrides, target).config, None
-    return load(target, overrides).config, None
 
 
 def _lines(what: str, record: Mapping[str, Json]) -> Iterator[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tandem.cli.train import recipe_of
+from tandem.api.targets import recipe_of, weights_of
 from tandem.config.loading import RunConfig, load
 from tandem.errors import CheckpointError, ConfigError
-from tandem.trainer import digests
 
 
 def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
@@ -40,25 +39,6 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
         raise CheckpointError(f"cannot export {weights} to {destination}: {error}") from error
     what = "adapter" if is_adapter and not merge else "model"
     return f"exported the {what} of step {int(weights.parent.name)} to {destination}"
-
-
-def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
-    """The model or adapter folder of a checkpoint, by default of the newest.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    checkpoints = run / "checkpoints"
-    found = digests.steps_in(checkpoints)
-    if not found:
-        raise CheckpointError(f"{run} has no checkpoint yet; one is written every {config.checkpoint.every} steps")
-    if step is not None and step not in found:
-        kept = ", ".join(str(number) for number in sorted(found))
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
-    folder = found[max(found) if step is None else step] / config.trains.folder_name
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is missing; the checkpoint is damaged, choose another with --step")
-    return folder
 
 
 def _merge(config: RunConfig, adapter: Path, destination: Path) -> None:

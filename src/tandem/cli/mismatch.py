@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.train import recipe_of
+from tandem.api.targets import recipe_of
 from tandem.config.loading import load
 from tandem.tools.mismatch.look import Mismatch, look
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.train import recipe_of
+from tandem.api.targets import recipe_of
 from tandem.observability import report, vitals
 from tandem.observability.loggers.base import PHASES, phase, phases
 from tandem.observability.report import alarms

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import typer
 
-from tandem.cli.train import ended, finish, translated
+from tandem.api.blocking import run_to_end
+from tandem.cli.train import ended, translated
 from tandem.compat import swift
 from tandem.config.loading import from_options
 
@@ -35,7 +36,7 @@ def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: 
         assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
     )
 
-    folder = finish(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
+    folder = run_to_end(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
     return ended(folder)
 
 

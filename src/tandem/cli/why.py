@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.cli.show import duration
-from tandem.cli.train import recipe_of
+from tandem.api.targets import recipe_of
 from tandem.observability import vitals, waits
 from tandem.observability.loggers import _lines
 from tandem.observability.loggers.base import phase

@@ -82,7 +82,18 @@ class Needs:
 
 
 class Engine(ABC):
-    """A live engine. All methods are called from one event loop; none blocks it."""
+    """What samples tokens and knows which weights it samples from. All methods are called from one event loop.
+
+    Example:
+        >>> import asyncio, tandem
+        >>> from tandem.engines.fake import Fake
+        >>> async def sampled() -> tandem.Completion:
+        ...     async with Fake().open(None, context=128) as engine:
+        ...         assert isinstance(engine, tandem.Engine)
+        ...         return await engine.generate([1, 2, 3], tandem.Sampling(max_tokens=4), key=0)
+        >>> len(asyncio.run(sampled()).tokens) <= 4
+        True
+    """
 
     @abstractmethod
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:

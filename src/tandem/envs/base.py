@@ -14,7 +14,17 @@ Split = Literal["train", "test"]
 
 
 class Chat(Protocol):
-    """One conversation with the policy. Message space for the environment; token space is the worker's."""
+    """One conversation with the policy, in messages; its tokens are recorded beside them.
+
+    Example:
+        >>> import tandem
+        >>> async def twice(chat: tandem.Chat) -> str:
+        ...     first = await chat.reply()
+        ...     if chat.open:
+        ...         chat.add(tandem.Message(role="user", content="Are you sure?"))
+        ...         return (await chat.reply()).content
+        ...     return first.content
+    """
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -43,7 +53,35 @@ class Chat(Protocol):
 
 
 class Environment(ABC):
-    """A frozen dataclass whose fields are its options. Never imports torch; construction reads no data."""
+    """Tasks, how one is played, and a gold reply. A frozen dataclass whose fields are its options.
+
+    It never imports torch, and construction reads no data.
+
+    Example:
+        >>> import tandem
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Doubles(tandem.Environment):
+        ...     largest: int = 20
+        ...
+        ...     @property
+        ...     def default_rewards(self):
+        ...         return {"number": 1.0}
+        ...
+        ...     def tasks(self, split):
+        ...         numbers = [n for n in range(self.largest) if (n % 5 == 0) == (split == "test")]
+        ...         ask = "What is {n} times 2?"
+        ...         prompts = {n: (tandem.Message(role="user", content=ask.format(n=n)),) for n in numbers}
+        ...         return [
+        ...             tandem.Task(id=str(n), env=self.name, prompt=prompts[n], answer=str(2 * n)) for n in numbers
+        ...         ]
+        ...
+        ...     def check(self, task):
+        ...         return task.answer
+        >>> env = Doubles(largest=10)
+        >>> [task.answer for task in env.tasks("test")]
+        ['0', '10']
+    """
 
     @property
     def name(self) -> str:

@@ -23,6 +23,9 @@ from tandem.types import Json
 
 logger = logging.getLogger(__name__)
 
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called with the number of a step, from 1, and its metrics by name."""
+
 
 class Telemetry:
     """Metrics, events, rollouts and evaluations of one run.
@@ -38,14 +41,18 @@ class Telemetry:
     training. Safe from any thread.
     """
 
-    def __init__(self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: Watch | None = None) -> None:
+    def __init__(
+        self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: Watch | None = None, on_step: OnStep | None = None
+    ) -> None:
         """Nothing is opened or written yet.
 
         Args:
             info: the run; its ``activity`` is filled in here.
             sinks: where numbers go besides the run folder.
             alarms: look at every step's numbers; None: nobody does.
+            on_step: called once a step is written; what it raises is raised by ``emit``.
         """
+        self._on_step = on_step
         self._alarms = alarms
         self._info = dataclasses.replace(info, activity=activity)
         self._sinks = [sink for sink in sinks if not isinstance(sink, Jsonl)]
@@ -128,6 +135,8 @@ class Telemetry:
                 fields = notice.fields()
                 logger.info("alarm: %s", fields)
                 self.event("alarm" if notice.finding else "alarm_over", **fields)
+        if self._on_step is not None:
+            self._on_step(step, scalars)
         return scalars
 
     def event(self, name: str, /, **fields: Json) -> None:

@@ -51,7 +51,15 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(ABC):
-    """A frozen dataclass whose fields are its options."""
+    """How weights are updated, and the learning rate. A frozen dataclass whose fields are its options.
+
+    Example:
+        >>> import tandem
+        >>> from tandem.optimizers.adamw import AdamW
+        >>> optimizer: tandem.Optimizer = AdamW(lr=1e-5, warmup_steps=10)
+        >>> optimizer.rate(step=5, total=100)
+        5e-06
+    """
 
     states_on: ClassVar[Literal["weights", "host"]] = "weights"
     """Where the bytes of ``state_bytes`` are held: beside the weights, or in host memory wherever those are."""

@@ -27,10 +27,22 @@ Verdict = float | None | Failure
 
 
 class Reward(ABC):
-    """A frozen dataclass whose fields are its options; it must pickle, and never imports torch.
+    """A number for one finished rollout. A frozen dataclass whose fields are its options.
 
-    A plain function by import path works too: ``f(rollout)``, or with TRL's signature
-    ``f(completions, **columns)``; either may be async.
+    It must pickle, and never imports torch. A plain function by import path works too: ``f(rollout)``, or with TRL's
+    signature ``f(completions, **columns)``; either may be async.
+
+    Example:
+        >>> import tandem
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Brief(tandem.Reward):
+        ...     words: int = 5
+        ...
+        ...     def __call__(self, rollout: tandem.Rollout) -> float:
+        ...         return float(len(rollout.text.split()) <= self.words)
+        >>> Brief(words=3).full_marks
+        1.0
     """
 
     pure: ClassVar[bool] = False
@@ -71,7 +83,19 @@ class Reward(ABC):
 
 
 class GroupReward(Reward):
-    """A reward that is given the siblings of a task in one call."""
+    """A reward that scores all rollouts of a group in one call.
+
+    Example:
+        >>> import tandem
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Shortest(tandem.GroupReward):
+        ...     def scores(self, rollouts):
+        ...         least = min(len(rollout.text) for rollout in rollouts)
+        ...         return [float(len(rollout.text) == least) for rollout in rollouts]
+        >>> Shortest().pure
+        False
+    """
 
     @abstractmethod
     def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict] | Awaitable[Sequence[Verdict]]:

@@ -48,10 +48,22 @@ from tandem.types import Json, PolicyVersion
 from tandem.weight_sync.base import Link
 
 
-async def train(config: RunConfig, *, resume: Path | None, given: Collection[str] = ()) -> Path:
+async def train(
+    config: RunConfig,
+    *,
+    resume: Path | None,
+    given: Collection[str] = (),
+    on_step: OnStep | None = None,
+    stop: asyncio.Event | None = None,
+) -> Path:
     """Start a run, or go on with the one in ``resume``; returns its folder.
 
-    ``given`` options are the recipe's own, by dotted path: ``memory: fit`` leaves them be.
+    Args:
+        config: the recipe.
+        resume: the folder of a run to go on with.
+        given: options that the recipe sets, by dotted path: ``memory: fit`` leaves them as they are.
+        on_step: called after every step with its number and metrics; what it raises ends the run.
+        stop: ends the run in order once it is set, as a signal does.
 
     Raises:
         KeyboardInterrupt: stopped by a signal; everything is saved, and its text says how to go on.
@@ -61,11 +73,17 @@ async def train(config: RunConfig, *, resume: Path | None, given: Collection[str
     with watchdog.watching(config.patience) as dog, Lock() as lock:
         if resume:
             lock.take(resume)
-        return await _train(config, dog, lock, resume, given)
+        return await _train(config, dog, lock, resume, given, on_step, stop or asyncio.Event())
 
 
 async def _train(
-    config: RunConfig, dog: watchdog.Watchdog, lock: Lock, resume: Path | None, given: Collection[str]
+    config: RunConfig,
+    dog: watchdog.Watchdog,
+    lock: Lock,
+    resume: Path | None,
+    given: Collection[str],
+    on_step: OnStep | None,
+    stop: asyncio.Event,
 ) -> Path:
     check_pairs(config)
     config.engine.check(trains=config.trains, folder=resume or Path(config.runs) / (config.name or ""))
@@ -88,12 +106,14 @@ async def _train(
             resumed_step=steps[-1] if steps else 0,
         )
         alarms = Watch(info.config)
-        with Telemetry(info, config.sinks, alarms) as telemetry:
+        with Telemetry(info, config.sinks, alarms, on_step) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
-            async with _assembled(config, dog, lock, tasks, telemetry) as (run, state):
-                alarms.stop = run.stop.set
-                with lifetime.signals(run.stop, folder), machine.settled():
-                    state = await loop.train(run, state)
+            async with AsyncExitStack() as stack:
+                with dog.ends():  # before any of the parts does
+                    run, state = await _assemble(stack, config, lock, tasks, telemetry, stop)
+                    alarms.stop = stop.set
+                    with lifetime.signals(stop, folder), machine.settled():
+                        state = await loop.train(run, state)
             lock.check()
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
@@ -139,19 +159,15 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
                 yield engine
 
 
-@asynccontextmanager
-async def _assembled(
-    config: RunConfig, dog: watchdog.Watchdog, lock: Lock, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
-) -> AsyncIterator[tuple[loop.Run, TrainerState]]:
-    """Every part of a run, live, and the state it starts from."""
-    async with AsyncExitStack() as stack:
-        with dog.ends():  # before any of them does
-            yield await _assemble(stack, config, lock, tasks, telemetry)
-
-
 async def _assemble(
-    stack: AsyncExitStack, config: RunConfig, lock: Lock, tasks: Mapping[Split, players.Tasks], telemetry: Telemetry
+    stack: AsyncExitStack,
+    config: RunConfig,
+    lock: Lock,
+    tasks: Mapping[Split, players.Tasks],
+    telemetry: Telemetry,
+    stop: asyncio.Event,
 ) -> tuple[loop.Run, TrainerState]:
+    """Every part of a run, live, and the state it starts from."""
     folder = lock.folder
     policy = await stack.enter_async_context(_policy(config))
     played = config.sources if config.plays else {}
@@ -201,7 +217,7 @@ async def _assemble(
         telemetry=telemetry,
         records=lambda step, batch, stats: records(step, batch, stats, template),
         show=Completions(config.print_completions, telemetry),
-        stop=asyncio.Event(),
+        stop=stop,
         reached=trained.advance,
         grading=playing.metrics,
         pace=pace,

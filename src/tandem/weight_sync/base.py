@@ -37,7 +37,15 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSync(ABC):
-    """A frozen dataclass whose fields are the way's options."""
+    """How new weights reach the engine. A frozen dataclass whose fields are its options.
+
+    Example:
+        >>> import tandem
+        >>> from tandem.sync.broadcast import Broadcast
+        >>> sync: tandem.WeightSync = Broadcast(every=2)
+        >>> sync.due(step=1, last=False), sync.due(step=2, last=False)
+        (False, True)
+    """
 
     carries: ClassVar[frozenset[str]]
     """What it can carry: weights, adapter."""

@@ -10,7 +10,20 @@ from tandem.types import Group
 
 
 class Advantage(Protocol):
-    """A frozen dataclass whose fields are its options."""
+    """How much better each rollout was than its group. A frozen dataclass whose fields are its options.
+
+    Example:
+        >>> import tandem
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class AboveBest:
+        ...     def __call__(self, group: tandem.Group) -> list[float]:
+        ...         best = max((rollout.reward for rollout in group.scored), default=0.0)
+        ...         return [rollout.reward - best for rollout in group.scored]
+        >>> advantage: tandem.Advantage = AboveBest()
+        >>> advantage(tandem.Group(id="train/1@0", index=0, env="sums", rollouts=()))
+        []
+    """
 
     def __call__(self, group: Group) -> list[float]:
         """One number per ``group.scored`` rollout, in that order; a rollout without siblings gets 0."""

@@ -18,7 +18,19 @@ its samples times ``max_tokens`` (Dr. GRPO)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Trained tokens of some samples, flat over N tokens; no prompt token and no padding is in here."""
+    """Trained tokens of some samples, flat over N tokens; no prompt token and no padding is in here.
+
+    Example:
+        >>> import tandem, torch
+        >>> micro = tandem.MicroBatch(
+        ...     behavior_logprobs_N=torch.tensor([-1.0, -2.0, -0.5]),
+        ...     advantages_N=torch.tensor([1.0, 1.0, -1.0]),
+        ...     sample_N=torch.tensor([0, 0, 1]),
+        ...     num_samples=2,
+        ... )
+        >>> micro.means(micro.behavior_logprobs_N)
+        tensor([-1.5000, -0.5000])
+    """
 
     behavior_logprobs_N: Tensor
     """float32; the sampling policy's logprob of each token."""
@@ -59,7 +71,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """A loss before reduction."""
+    """A loss before reduction: one number for each of N tokens.
+
+    Example:
+        >>> import tandem, torch
+        >>> tandem.TokenLoss(loss_N=torch.zeros(3)).loss_N.shape
+        torch.Size([3])
+    """
 
     loss_N: Tensor
     """float32, differentiable in the policy's logprobs."""
@@ -68,10 +86,29 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A frozen dataclass whose fields are its options.
+    """The objective, per token; the step alone divides. A frozen dataclass whose fields are its options.
 
     It may say by class variables which of its options change nothing when, and that a sample without advantage has no
     gradient; ``recipe/objective.py`` reads them.
+
+    Example:
+        >>> import tandem, torch
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class PolicyGradient:
+        ...     reduction = "token"
+        ...
+        ...     def __call__(self, logprobs_N, micro: tandem.MicroBatch) -> tandem.TokenLoss:
+        ...         return tandem.TokenLoss(loss_N=-logprobs_N * micro.advantages_N)
+        >>> loss: tandem.Loss = PolicyGradient()
+        >>> one = tandem.MicroBatch(
+        ...     behavior_logprobs_N=torch.tensor([-1.0]),
+        ...     advantages_N=torch.tensor([2.0]),
+        ...     sample_N=torch.tensor([0]),
+        ...     num_samples=1,
+        ... )
+        >>> loss(torch.tensor([-1.0]), one).loss_N
+        tensor([2.])
     """
 
     @property

@@ -1,0 +1,126 @@
+"""A recipe as a script or a notebook holds it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tandem import config as recipes
+from tandem.config import RunConfig
+from tandem.errors import ConfigError
+from tandem.recipe.tree import render
+from tandem.types import Json
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Options laid over a recipe: ``{"optimizer.lr": 1e-5}`` or, as on the command line, ``["optimizer.lr=1e-5"]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything about a run, resolved and checked: parts, their options, defaults.
+
+    Example:
+        >>> import tandem
+        >>> recipe = tandem.Recipe.load(
+        ...     {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "env": "arithmetic", "steps": 40},
+        ...     overrides={"optimizer.lr": 2e-5, "sampling.max_tokens": 32},
+        ... )
+        >>> recipe.options["optimizer"]["lr"], recipe.options["group_size"]
+        (2e-05, 8)
+        >>> print(recipe)
+        model: HuggingFaceTB/SmolLM2-135M-Instruct
+        env: arithmetic
+        steps: 40
+        optimizer: {lr: 2.0e-05}
+        sampling: {max_tokens: 32}
+    """
+
+    config: RunConfig
+    """The live parts."""
+    written: Json
+    """What was set, overrides included, as plain data."""
+    notes: tuple[str, ...] = ()
+    """Where it differs from what the file of another system says."""
+    set_options: frozenset[str] = frozenset()
+    """Dotted paths of the options that were set; ``memory: fit`` leaves them as they are."""
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any] | Self, overrides: Overrides = ()) -> Self:
+        """Read and check a recipe; loads neither weights nor torch.
+
+        Args:
+            source: the path of a YAML file, a mapping of options, or another recipe. In a mapping a reward, an
+                environment or another part of your own may be the function or the class itself, as its ``kind``.
+            overrides: options by dotted path that replace those of ``source``.
+
+        Raises:
+            ConfigError: lists every mistake, each with its place and a hint.
+            RewardError: all that is wrong is a reward that cannot be imported.
+        """
+        texts = override_texts(overrides)
+        if isinstance(source, Mapping):
+            loaded = recipes.from_options(_plain(source), texts, Path("recipe"))
+        elif isinstance(source, Recipe):
+            loaded = recipes.from_options(source.written, texts, Path("recipe"))
+        else:
+            loaded = recipes.load(Path(source), texts)
+        return cls(
+            config=loaded.config,
+            written=loaded.options,
+            notes=loaded.notes,
+            set_options=frozenset(loaded.given),
+        )
+
+    @property
+    def options(self) -> dict[str, Json]:
+        """Every option with its value, defaults included, as plain data."""
+        return recipes.as_json(self.config)
+
+    def __str__(self) -> str:
+        """YAML that ``tandem train`` and ``Recipe.load`` take; what was not set is left out."""
+        return render(self.written).rstrip()
+
+
+def override_texts(overrides: Overrides) -> list[str]:
+    """Overrides as the command line writes them.
+
+    Raises:
+        ConfigError: a value is a part that no recipe can name.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides is a mapping or a list of texts, not one text; write overrides=[{overrides!r}]")
+    if isinstance(overrides, Mapping):
+        return [f"{name}={json.dumps(_plain(value), ensure_ascii=False)}" for name, value in overrides.items()]
+    return list(overrides)
+
+
+def _plain(value: Any) -> Any:
+    """Options as a file would hold them: functions and classes become import paths, paths become texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return _import_path(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _import_path(part: Any) -> str:
+    """``package.module:name`` of a function or a class.
+
+    Raises:
+        ConfigError: another process cannot import it.
+    """
+    module, name = part.__module__, part.__qualname__
+    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not part:
+        raise ConfigError(
+            f"{name} of {module} cannot be imported by the processes that compute rewards, nor by a run that is "
+            f"resumed: write it to a file, such as with %%writefile my_parts.py as the cell's first line, then "
+            f"from my_parts import {name.rpartition('.')[2]}"
+        )
+    return f"{module}:{name}"

@@ -1,0 +1,219 @@
+"""Train, go on, evaluate and look at a run: what the command line does, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.api import targets
+from tandem.api.blocking import run_to_end
+from tandem.api.recipe import Overrides, Recipe, override_texts
+from tandem.api.table import MetricsTable as MetricsTable
+from tandem.config import RunConfig
+from tandem.errors import TandemError
+from tandem.report import folder as folders
+from tandem.report.folder import Row, RunFolder
+from tandem.report.summary import Summary, summarise
+from tandem.telemetry.emit import OnStep
+from tandem.types import Json
+
+
+class Run:
+    """A run by its folder, live or ended. Every property reads the folder anew.
+
+    Example:
+        >>> import tandem
+        >>> run = tandem.train(
+        ...     {
+        ...         "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ...         "env": {"kind": "arithmetic", "max_number": 9},
+        ...         "steps": 2,
+        ...         "groups_per_step": 2,
+        ...         "group_size": 2,
+        ...         "sampling": {"max_tokens": 8},
+        ...         "flat_groups": "keep",
+        ...         "evaluate": {"tasks": 0},
+        ...         "sinks": [],
+        ...     }
+        ... )
+        >>> run.status, run.metrics.column("step")
+        ('finished', [1, 2])
+        >>> len(run.rollouts(step=2))  # 2 groups of 2
+        4
+        >>> again = tandem.Run.open(run.folder).resume({"steps": 3})
+        >>> again.metrics[-1]["step"]
+        3
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        """Its folder."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Run:
+        """A run that was started before, here or by ``tandem train``.
+
+        Raises:
+            ConfigError: the folder is not a run's; names those nearby.
+        """
+        targets.recipe_of(Path(folder))
+        return cls(Path(folder))
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, complete."""
+        return Recipe.load(targets.recipe_of(self.folder))
+
+    @property
+    def metrics(self) -> MetricsTable:
+        """Metrics of every step so far."""
+        return MetricsTable(self._read().metrics)
+
+    @property
+    def evaluations(self) -> list[Row]:
+        """Evaluations on held-out tasks by step, in the shape that ``tandem.evaluate`` returns."""
+        return self._read().evaluations
+
+    @property
+    def events(self) -> list[Row]:
+        """What happened, oldest first: ``event``, ``time`` (Unix seconds) and more."""
+        return self._read().events
+
+    @property
+    def summary(self) -> Summary:
+        """The few numbers that a person asks for first, such as rewards of the first and the last steps."""
+        return summarise(self._read())
+
+    @property
+    def status(self) -> str:
+        """running, finished, interrupted, failed, killed, unfinished or not started."""
+        return self.summary["status"]
+
+    def rollouts(self, step: int) -> list[Row]:
+        """The rollouts that a step was trained on: conversation, rewards, advantage, and every token's numbers.
+
+        Raises:
+            TandemError: the step has none; says which have.
+        """
+        read = self._read()
+        if step not in read.rollout_steps:
+            kept = read.rollout_steps
+            steps = f"there are those of steps {kept[0]} to {kept[-1]}" if kept else "no step has any yet"
+            raise TandemError(f"{self.folder} has no rollouts of step {step}; {steps}")
+        return read.rollouts(step)
+
+    def weights(self, step: int | None = None) -> Path:
+        """Folder of the trained model, or of the PEFT adapter, at a checkpoint; None: the newest.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        return targets.weights_of(self.folder, self.recipe.config, step)
+
+    def resume(self, overrides: Overrides = (), *, on_step: OnStep | None = None) -> Run:
+        """Go on from the newest checkpoint to the last step; blocks until then.
+
+        Args:
+            overrides: options that may change, such as ``{"steps": 200}``.
+            on_step: as for ``train``.
+
+        Raises:
+            ConfigError: an override would make it another run, or another trainer is at work in the folder.
+            TandemError: as for ``train``.
+        """
+        config = targets.resumed(self.folder, override_texts(overrides))
+        return _trained(config, self.folder, (), on_step)
+
+    def _read(self) -> RunFolder:
+        return folders.load(self.folder)
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        return f"<Run {self.folder}: {summary['status']}, {summary['steps']} of {summary['steps_planned']} steps>"
+
+
+def train(
+    recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides = (), *, on_step: OnStep | None = None
+) -> Run:
+    """Train to the last step; blocks until then, in a notebook's cell too.
+
+    The stop button (Ctrl-C) ends it after the step under way, with everything saved; ``run.resume()`` goes on.
+
+    Args:
+        recipe: a recipe, or what ``Recipe.load`` takes.
+        overrides: options by dotted path that replace those of the recipe.
+        on_step: called after every optimizer step with its number, from 1, and its metrics by name. Training waits
+            for it, in a notebook in another thread. What it raises ends the run, which can be resumed from its newest
+            checkpoint.
+
+    Raises:
+        ConfigError: a mistake in the recipe; found before weights load.
+        Interrupted: the user stopped it; the message says what was saved.
+        TandemError: anything else that ended it; the message says what to do.
+
+    Example:
+        >>> import tandem
+        >>> rewards = []
+        >>> run = tandem.train(
+        ...     {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "env": "arithmetic", "steps": 2},
+        ...     {"groups_per_step": 2, "group_size": 2, "sampling.max_tokens": 8, "flat_groups": "keep",
+        ...      "evaluate.tasks": 0, "sinks": []},
+        ...     on_step=lambda step, metrics: rewards.append(metrics["reward"]),
+        ... )
+        >>> rewards == run.metrics.column("reward")
+        True
+    """
+    loaded = Recipe.load(recipe, overrides)
+    return _trained(loaded.config, None, loaded.set_options, on_step)
+
+
+def evaluate(
+    target: Run | Recipe | str | Path, overrides: Overrides = (), *, step: int | None = None
+) -> dict[str, Json]:
+    """Measure mean@k and pass@k on held-out tasks; blocks until done.
+
+    Args:
+        target: a run (its checkpoint is measured) or its folder, a recipe or its file (its model is), or the folder
+            of a model, which needs ``{"env": ...}``.
+        overrides: options by dotted path, such as ``{"evaluate.tasks": 100, "evaluate.samples": 8}``.
+        step: the checkpoint of a run; None: the newest.
+
+    Returns:
+        ``mean``: share of answers that are right, 0 to 1, and ``mean_ci``, its 95 % interval; ``pass_at``: share of
+        tasks with a right answer among k, by k; ``tokens``: mean length; ``rollouts``: some tasks with an answer each;
+        ``envs``: the same numbers for each environment.
+
+    Raises:
+        ConfigError: the target is none of these, or there is nothing to evaluate on.
+        CheckpointError: the run has no such checkpoint.
+
+    Example:
+        >>> import tandem
+        >>> recipe = tandem.Recipe.load(
+        ...     {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "env": "arithmetic", "steps": 40},
+        ...     {"sampling.max_tokens": 8},
+        ... )
+        >>> record = tandem.evaluate(recipe, {"evaluate.tasks": 2, "evaluate.samples": 2})
+        >>> record["tasks"], record["samples"], 0 <= record["mean"] <= 1
+        (2, 2, True)
+    """
+    texts = override_texts(overrides)
+    if isinstance(target, Recipe):
+        if step is not None:
+            raise TandemError("step names a checkpoint of a run, and this is a recipe; leave it out")
+        config, weights = Recipe.load(target, texts).config, None
+        targets.check_evaluated(config, "the recipe")
+    else:
+        config, weights = targets.to_evaluate(target.folder if isinstance(target, Run) else Path(target), texts, step)
+    from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
+
+    return run_to_end(run.evaluate(config, weights=weights))
+
+
+def _trained(config: RunConfig, resume: Path | None, given: Collection[str], on_step: OnStep | None) -> Run:
+    from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
+
+    stop = asyncio.Event()
+    return Run(run_to_end(run.train(config, resume=resume, given=given, on_step=on_step, stop=stop), stop))

@@ -1,0 +1,129 @@
+"""What a person names to go on with or to evaluate: the folder of a run, a recipe or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.config import RESUMABLE, RESUMABLE_SYNC, RunConfig, from_options, load
+from tandem.errors import CheckpointError, ConfigError
+from tandem.trainer import digests
+
+
+def recipe_of(folder: Path) -> Path:
+    """The recipe that a run's folder holds.
+
+    Raises:
+        ConfigError: it is not a run's folder.
+    """
+    recipe = folder / "config.yaml"
+    if recipe.is_file():
+        return recipe
+    if not folder.exists():
+        raise ConfigError(f"there is no run {folder}{_runs_nearby(folder)}")
+    raise ConfigError(f"{folder} is not a run's folder: it has no config.yaml{_runs_nearby(folder)}")
+
+
+def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run that goes on.
+
+    Raises:
+        ConfigError: the folder is not a run's, or an override would make it another run.
+    """
+    recipe = recipe_of(folder)
+    within = {f"sync.{name}" for name in RESUMABLE_SYNC}
+    for given in overrides:
+        name = given.partition("=")[0]
+        option = name.partition(".")[0]
+        if option not in RESUMABLE and name not in within:
+            raise ConfigError(
+                f"command line: {given}: a resumed run keeps its {option!r}, for it would be another run; "
+                f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
+                f"{recipe})"
+            )
+    config = load(recipe, overrides).config
+    if config.checkpoint.save != "all":
+        raise ConfigError(
+            f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "
+            f"with; start a run anew from {recipe}"
+        )
+    newest = max(digests.steps_in(folder / "checkpoints"), default=0)
+    if config.steps < newest and any(given.partition("=")[0] == "steps" for given in overrides):
+        raise ConfigError(
+            f"command line: steps={config.steps}: {folder} is at step {newest} already, and steps are those of the "
+            f"whole run: name at least {newest}, or take an earlier checkpoint out of it with tandem export --step"
+        )
+    if config.optimizer.schedule != "constant" and any(o.partition("=")[0] == "steps" for o in overrides):
+        raise ConfigError(
+            f"command line: steps: the {config.optimizer.schedule} schedule of this run ends at its last step, so "
+            f"another number of steps is another run; start one from {recipe}"
+        )
+    return config
+
+
+def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
+    """The model or adapter folder of a checkpoint, by default of the newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    checkpoints = run / "checkpoints"
+    found = digests.steps_in(checkpoints)
+    if not found:
+        raise CheckpointError(f"{run} has no checkpoint yet; one is written every {config.checkpoint.every} steps")
+    if step is not None and step not in found:
+        kept = ", ".join(str(number) for number in sorted(found))
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
+    folder = found[max(found) if step is None else step] / config.trains.folder_name
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is missing; the checkpoint is damaged, choose another with --step")
+    return folder
+
+
+def to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
+    """The configuration of an evaluation, and the trained weights where they are not the configuration's model.
+
+    Args:
+        target: a run's folder, a recipe's file or a model's folder.
+        overrides: laid over the recipe; a model needs at least an environment.
+        step: the checkpoint of a run; None: the newest.
+
+    Raises:
+        ConfigError: the target is none of the three, or there is nothing to evaluate on.
+        CheckpointError: the run has no such checkpoint.
+    """
+    config, weights = _to_evaluate(target, overrides, step)
+    check_evaluated(config, str(target))
+    return config, weights
+
+
+def check_evaluated(config: RunConfig, target: str) -> None:
+    """See that there are tasks to evaluate on.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not config.sources:
+        raise ConfigError(f"{target} trains on a broker's groups and has no tasks of its own; name some: env=gsm8k")
+    if not config.evaluate.tasks:
+        raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
+
+
+def _to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
+    if (target / "config.yaml").is_file():
+        config = load(recipe_of(target), overrides).config
+        return config, weights_of(target, config, step)
+    if step is not None:
+        raise ConfigError(f"step names a checkpoint of a run, and {target} is not a run's folder; leave it out")
+    if (target / "config.json").is_file():
+        if not any(override.partition("=")[0] in ("env", "env.kind", "envs") for override in overrides):
+            raise ConfigError(f"{target} is a model and says nothing of tasks; name an environment, such as env=gsm8k")
+        return from_options({"model": str(target), "steps": 1}, overrides, target).config, None
+    return load(target, overrides).config, None
+
+
+def _runs_nearby(folder: Path) -> str:
+    """Run folders beside or inside what was given."""
+    places = (folder, folder.parent, Path("runs"))
+    found = {str(config.parent): None for place in places for config in sorted(place.glob("*/config.yaml"))}
+    return f"; runs: {', '.join(list(found)[-8:])}" if found else ""

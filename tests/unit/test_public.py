@@ -1,0 +1,190 @@
+"""``import tandem``: its names, their examples, and runs from ordinary code and from a notebook's cell."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import doctest
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.errors import ConfigError, Interrupted
+
+NAMES = [name for name in tandem.__all__ if not name.startswith("__")]
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Two quick steps in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return {
+        "model": str(tiny_model),
+        "env": {"kind": "arithmetic", "max_number": 9},
+        "steps": 2,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "dtype": "float32",
+        "sampling": {"max_tokens": 4},
+        "flat_groups": "keep",
+        "evaluate": {"tasks": 0},
+        "sinks": [],
+        "threads": 1,
+        "name": "a",
+    }
+
+
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_the_example_of_every_public_name_runs(
+    name: str, recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documented = getattr(tandem, name) if name else tandem
+    text = (documented.__doc__ or "").replace(MODEL, recipe["model"])
+    assert "Example:" in text, f"{name} has no example in its docstring"
+    example = doctest.DocTestParser().get_doctest(text, {"__name__": "examples"}, name, None, 0)
+    sys.modules["examples"] = type(sys)("examples")  # a dataclass looks for its module
+    try:
+        failed = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example).failed
+    finally:
+        del sys.modules["examples"]
+    assert example.examples
+    assert not failed, capsys.readouterr().out
+
+
+def test_import_loads_nothing_and_each_name_only_its_own() -> None:
+    code = (
+        "import sys, tandem\n"
+        "assert not [m for m in sys.modules if m.startswith('tandem.')]\n"
+        "assert set(tandem.__all__) <= set(dir(tandem))\n"
+        "tandem.Task, tandem.Environment, tandem.Reward, tandem.Recipe, tandem.Run, tandem.train\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_name_that_is_not_there_lists_those_that_are() -> None:
+    with pytest.raises(AttributeError, match="'trian'; its names: train, evaluate, Recipe"):
+        tandem.trian  # noqa: B018
+
+
+def test_a_cell_trains_beside_the_loop_of_its_notebook(recipe: dict[str, Any]) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        seen.append((step, metrics["reward"]))
+
+    async def cell() -> tandem.Run:
+        return tandem.train(recipe, on_step=on_step)
+
+    run = asyncio.run(cell())
+    assert run.status == "finished"
+    assert seen == list(zip(run.metrics.column("step"), run.metrics.column("reward"), strict=True))
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert {rollout["step"] for rollout in run.rollouts(2)} == {2}
+    assert run.weights(2).is_dir()
+    with pytest.raises(tandem.TandemError, match="no rollouts of step 7; there are those of steps 1 to 2"):
+        run.rollouts(7)
+    assert tandem.evaluate(run, {"evaluate.tasks": 2, "evaluate.samples": 2})["tasks"] == 2
+
+
+def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(recipe: dict[str, Any]) -> None:
+    async def cell() -> tandem.Run:
+        return tandem.train(recipe, {"steps": 100}, on_step=lambda step, metrics: _thread.interrupt_main())
+
+    loop = asyncio.new_event_loop()  # a notebook's: unlike asyncio.run it leaves Ctrl-C to Python
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(Interrupted, match="everything is saved"):
+            loop.run_until_complete(cell())
+    finally:
+        loop.close()
+        signal.signal(signal.SIGINT, before)
+    run = tandem.Run.open("runs/a")
+    stopped = run.metrics[-1]["step"]
+    assert run.status == "interrupted"
+    assert stopped < 100
+    assert run.resume({"steps": int(stopped) + 1}).metrics[-1]["step"] == stopped + 1
+
+
+def test_what_on_step_raises_ends_the_run(recipe: dict[str, Any]) -> None:
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        tandem.train(recipe, on_step=on_step)
+    run = tandem.Run.open("runs/a")
+    assert (run.status, len(run.metrics)) == ("failed", 1)
+
+
+def test_parts_of_ones_own_are_named_by_what_they_are(recipe: dict[str, Any], tmp_path: Path) -> None:
+    source = "def brief(rollout):\n    return float(len(rollout.text) < 3)\n"
+    (tmp_path / "public_parts.py").write_text(source)
+    import public_parts  # type: ignore[import-not-found]
+
+    loaded = tandem.Recipe.load({**recipe, "rewards": {"brief": {"kind": public_parts.brief, "weight": 0.5}}})
+    assert loaded.options["rewards"] == {"brief": {"kind": "public_parts:brief", "weight": 0.5}}
+
+    def inner(rollout: tandem.Rollout) -> float:
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"%%writefile my_parts\.py.*from my_parts import inner"):
+        tandem.Recipe.load({**recipe, "rewards": {"inner": {"kind": inner, "weight": 1.0}}})
+
+
+def test_a_recipe_is_loaded_from_a_file_a_mapping_and_another_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
+    from_mapping = tandem.Recipe.load(recipe, {"optimizer.lr": 1e-5, "name": "b: c", "context": None})
+    (tmp_path / "recipe.yaml").write_text(str(from_mapping))
+    from_file = tandem.Recipe.load(tmp_path / "recipe.yaml")
+    from_recipe = tandem.Recipe.load(from_file, ["group_size=4"])
+    assert from_mapping.options == from_file.options
+    assert from_file.options["name"] == "b: c"
+    assert (from_recipe.options["group_size"], from_recipe.options["optimizer"]["lr"]) == (4, 1e-5)
+    with pytest.raises(ConfigError, match="did you mean 'group_size'"):
+        tandem.Recipe.load(recipe, {"group_sise": 4})
+    with pytest.raises(ConfigError, match="not one text"):
+        tandem.Recipe.load(recipe, "group_size=4")
+
+
+def test_a_table_says_what_pandas_and_columns_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tandem.MetricsTable([{"step": 1, "time": 0.0, "metrics": {"reward": None}}])
+    assert str(table.column("reward")) == "[nan]"
+    with pytest.raises(tandem.TandemError, match="'rewards'; did you mean 'reward'"):
+        table.column("rewards")
+    monkeypatch.setitem(sys.modules, "pandas", None)  # type: ignore[arg-type]
+    with pytest.raises(tandem.TandemError, match="pip install pandas"):
+        table.to_pandas()
+
+
+@pytest.mark.slow
+def test_the_page_for_notebooks_runs_from_top_to_bottom(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cell by cell beside a running loop, with a tiny model and few, short answers."""
+    quick = {"steps": 2, "groups_per_step": 2, "group_size": 2, "sampling.max_tokens": 4, "flat_groups": "keep"}
+    load = tandem.Recipe.load
+    monkeypatch.setattr(tandem.Recipe, "load", lambda source, overrides=(): load(source, {**dict(overrides), **quick}))
+    cells = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def notebook() -> None:
+        for cell in cells:
+            first, _, rest = cell.partition("\n")
+            if file := re.fullmatch(r"# %%writefile (\S+)", first):
+                (tmp_path / file[1]).write_text(rest)
+            else:
+                exec(compile(cell.replace(MODEL, recipe["model"]).replace("42", "3"), "cell", "exec"), names)
+
+    asyncio.run(notebook())
+    assert len(cells) >= 9
+    assert names["run"].status == "finished"
+    assert names["run"].recipe.options["env"] == {"kind": "my_env:Doubles", "largest": 9}
