@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tandem.advantages.base import Advantage as Advantage
+    from tandem.algorithms.advantages.base import Advantage as Advantage
+    from tandem.algorithms.losses.base import Loss as Loss
+    from tandem.algorithms.losses.base import MicroBatch as MicroBatch
+    from tandem.algorithms.losses.base import TokenLoss as TokenLoss
     from tandem.api.recipe import Recipe as Recipe
     from tandem.api.run import MetricsTable as MetricsTable
     from tandem.api.run import Run as Run
@@ -27,19 +30,16 @@ if TYPE_CHECKING:
     from tandem.envs.base import Chat as Chat
     from tandem.envs.base import Environment as Environment
     from tandem.errors import TandemError as TandemError
-    from tandem.losses.base import Loss as Loss
-    from tandem.losses.base import MicroBatch as MicroBatch
-    from tandem.losses.base import TokenLoss as TokenLoss
     from tandem.optimizers.base import Optimizer as Optimizer
     from tandem.rewards.base import GroupReward as GroupReward
     from tandem.rewards.base import Reward as Reward
-    from tandem.sync.base import WeightSync as WeightSync
     from tandem.types import Completion as Completion
     from tandem.types import Group as Group
     from tandem.types import Message as Message
     from tandem.types import Rollout as Rollout
     from tandem.types import Sampling as Sampling
     from tandem.types import Task as Task
+    from tandem.weight_sync.base import WeightSync as WeightSync
 
 _PUBLIC = {
     "train": "tandem.api.run",
@@ -51,13 +51,13 @@ _PUBLIC = {
     "Chat": "tandem.envs.base",
     "Reward": "tandem.rewards.base",
     "GroupReward": "tandem.rewards.base",
-    "Advantage": "tandem.advantages.base",
-    "Loss": "tandem.losses.base",
-    "MicroBatch": "tandem.losses.base",
-    "TokenLoss": "tandem.losses.base",
+    "Advantage": "tandem.algorithms.advantages.base",
+    "Loss": "tandem.algorithms.losses.base",
+    "MicroBatch": "tandem.algorithms.losses.base",
+    "TokenLoss": "tandem.algorithms.losses.base",
     "Optimizer": "tandem.optimizers.base",
     "Engine": "tandem.engines.base",
-    "WeightSync": "tandem.sync.base",
+    "WeightSync": "tandem.weight_sync.base",
     "Task": "tandem.types",
     "Message": "tandem.types",
     "Sampling": "tandem.types",

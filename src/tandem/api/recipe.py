@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tandem import config as recipes
-from tandem.config import RunConfig
+from tandem.config import loading as recipes
+from tandem.config.loading import RunConfig
+from tandem.config.tree import render
 from tandem.errors import ConfigError
-from tandem.recipe.tree import render
 from tandem.types import Json
 
 Overrides = Mapping[str, Any] | Sequence[str]

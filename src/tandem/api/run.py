@@ -11,12 +11,12 @@ from tandem.api import targets
 from tandem.api.blocking import run_to_end
 from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.api.table import MetricsTable as MetricsTable
-from tandem.config import RunConfig
+from tandem.config.loading import RunConfig
 from tandem.errors import TandemError
-from tandem.report import folder as folders
-from tandem.report.folder import Row, RunFolder
-from tandem.report.summary import Summary, summarise
-from tandem.telemetry.emit import OnStep
+from tandem.observability.emit import OnStep
+from tandem.observability.report import folder as folders
+from tandem.observability.report.folder import Row, RunFolder
+from tandem.observability.report.summary import Summary, summarise
 from tandem.types import Json
 
 
@@ -207,13 +207,13 @@ def evaluate(
         targets.check_evaluated(config, "the recipe")
     else:
         config, weights = targets.to_evaluate(target.folder if isinstance(target, Run) else Path(target), texts, step)
-    from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
+    from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     return run_to_end(run.evaluate(config, weights=weights))
 
 
 def _trained(config: RunConfig, resume: Path | None, given: Collection[str], on_step: OnStep | None) -> Run:
-    from tandem import run  # only now: a mistake in the recipe is told before the rest has loaded
+    from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     stop = asyncio.Event()
     return Run(run_to_end(run.train(config, resume=resume, given=given, on_step=on_step, stop=stop), stop))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
-from tandem.report.folder import Row
-from tandem.resolve import did_you_mean
+from tandem.observability.report.folder import Row
 
 
 class MetricsTable(Sequence[dict[str, float]]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.config import RESUMABLE, RESUMABLE_SYNC, RunConfig, from_options, load
+from tandem.config.loading import RESUMABLE, RESUMABLE_SYNC, RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
 from tandem.trainer import digests
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.show import duration
 from tandem.api.targets import recipe_of
+from tandem.cli.show import duration
 from tandem.observability import vitals, waits
 from tandem.observability.loggers import _lines
 from tandem.observability.loggers.base import phase

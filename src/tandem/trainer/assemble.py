@@ -25,7 +25,7 @@ from tandem.model.policy import Compute, Policy, load_config, load_model, load_t
 from tandem.observability import progress, vitals, waits, watchdog
 from tandem.observability.alarms.watch import Watch
 from tandem.observability.completions import Completions
-from tandem.observability.emit import Telemetry
+from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.optimizers.base import Stepper
 from tandem.rollout.chat import Template

@@ -41,7 +41,7 @@ class WeightSync(ABC):
 
     Example:
         >>> import tandem
-        >>> from tandem.sync.broadcast import Broadcast
+        >>> from tandem.weight_sync.broadcast import Broadcast
         >>> sync: tandem.WeightSync = Broadcast(every=2)
         >>> sync.due(step=1, last=False), sync.due(step=2, last=False)
         (False, True)
