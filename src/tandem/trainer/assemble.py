@@ -200,17 +200,7 @@ async def _assemble(
         weight_sync=link,
         source=_source(config, folder, policy, engine, streams, trained, telemetry, pace),
         pack=packer(config, policy),
-        step=Step(
-            policy=policy,
-            objective=objective(config),
-            optimizer=config.optimizer,
-            stepper=stepper,
-            sampling=config.sampling,
-            steps=config.steps,
-            updates=config.updates,
-            held=held,
-            fold=lambda: config.trains.fold(policy.model),
-        ),
+        step=_step(config, policy, stepper, held),
         checkpoints=checkpoints,
         evaluate=held_out.maybe,
         evaluates=held_out.wants,
@@ -223,6 +213,20 @@ async def _assemble(
         pace=pace,
     )
     return run, state
+
+
+def _step(config: RunConfig, policy: Policy, stepper: Stepper, held: Held | None) -> Step:
+    return Step(
+        policy=policy,
+        objective=objective(config),
+        optimizer=config.optimizer,
+        stepper=stepper,
+        sampling=config.sampling,
+        steps=config.steps,
+        updates=config.updates,
+        held=held,
+        fold=lambda: config.trains.fold(policy.model),
+    )
 
 
 def _checkpoints(
