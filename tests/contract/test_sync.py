@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from scripted import Scripted, Wire, scripted
+from tiers import long_but
 from tiny import live_policy
 
 from tandem.config.loading import RunConfig
@@ -105,19 +106,31 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> tuple[WeightSync, Trains]:
-    return WAYS[request.param]
-
-
 DISTINCT = ("shared weights", "shared adapter", "restart weights", "restart adapter", "hotswap", "broadcast weights")
 """Ways that differ in what the engine is asked for."""
+DEATHS = {
+    "shared weights": "probe",
+    "shared adapter": "move",
+    "shared, requests end first": "drain",
+    "restart weights": "checksums",
+    "restart adapter": "load",
+    "hotswap": "stamp",
+    "broadcast weights": "resume",
+}
+"""One moment for each way in which an engine can die; every moment of every way is for --long."""
+
+
+@pytest.fixture(params=long_but(WAYS, *DISTINCT, "shared merged", "shared, requests end first"))
+def way(request: pytest.FixtureRequest) -> tuple[WeightSync, Trains]:
+    return WAYS[request.param]
 
 
 def deaths(*ways: str) -> list[Any]:
     """Each way with what its engine is asked for in a publish, one after the other: where it can die."""
     return [
-        pytest.param(WAYS[way], asked, id=f"{way}-{asked}")
+        pytest.param(
+            WAYS[way], asked, id=f"{way}-{asked}", marks=[] if DEATHS.get(way) == asked else [pytest.mark.long]
+        )
         for way in ways
         for asked in ("pause", "drain", "move", "load", "checksums", "probe", "stamp", "resume")
         if mortal(*WAYS[way], asked)
@@ -177,6 +190,7 @@ def test_an_honest_engine_serves_each_version(tiny_model: Path, tmp_path: Path, 
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [Full(), MERGED, Lora(rank=2)], ids=["weights", "merged", "adapter"])
 def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: Path, trains: Trains) -> None:
     """Its engine dies once while tensors arrive, and a new group is formed."""
@@ -192,6 +206,7 @@ def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: P
         run(work)
 
 
+@pytest.mark.slow
 def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
     sync, _ = way
     with paired(tiny_model, tmp_path, way) as pair:
@@ -258,6 +273,7 @@ def published_again(pair: Pair, asked: str) -> None:
     run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT, *(way for way in WAYS if "end first" in way)))
 def test_an_engine_that_dies_in_a_publish_is_published_to_again(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
@@ -266,6 +282,7 @@ def test_an_engine_that_dies_in_a_publish_is_published_to_again(
         published_again(pair, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_a_request_revived_is_published_to_again(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
@@ -275,6 +292,7 @@ def test_an_engine_that_a_request_revived_is_published_to_again(
         published_again(pair, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_in_the_first_publish(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
@@ -306,7 +324,8 @@ BINDS = [
 """Where an engine can die before anything is published to it."""
 
 
-@pytest.mark.parametrize("somebody_revives", [False, True], ids=["", "revived"])
+@pytest.mark.slow
+@pytest.mark.parametrize("somebody_revives", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "revived"])
 @pytest.mark.parametrize(("way", "asked"), BINDS)
 def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str, somebody_revives: bool
@@ -324,6 +343,7 @@ def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), BINDS)
 @pytest.mark.parametrize("revivable", [True, False], ids=["ours", "not ours"])
 def test_an_engine_that_cannot_be_bound_ends_the_run(
@@ -342,6 +362,7 @@ def test_an_engine_that_cannot_be_bound_ends_the_run(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
@@ -358,6 +379,7 @@ def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_and_again_is_given_up(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
@@ -381,6 +403,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*(way for way in DISTINCT if not way.startswith("restart"))))
 def test_an_engine_that_is_not_ours_to_start_ends_the_run(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
@@ -398,6 +421,7 @@ def test_an_engine_that_is_not_ours_to_start_ends_the_run(
         run(work)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
 ) -> None:
@@ -418,6 +442,7 @@ def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
         run(work)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_during_the_optimizers_step(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
 ) -> None:
@@ -454,6 +479,7 @@ def flipped(sums: dict[str, int]) -> dict[str, dict[str, int]]:
     return {"engine one": sums, "engine two": {**sums, list(sums)[3]: 1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "kind"), [({"probed": moved}, StaleWeights), ({"summed": flipped}, TornWeights)], ids=["probe", "checksums"]
 )
@@ -518,6 +544,7 @@ EVERY: dict[str, tuple[WeightSync, Trains]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_steps_that_are_not_due_ask_nothing_of_the_engine(tiny_model: Path, tmp_path: Path, name: str) -> None:
     with paired(tiny_model, tmp_path, EVERY[name]) as pair:
@@ -542,6 +569,7 @@ def test_steps_that_are_not_due_ask_nothing_of_the_engine(tiny_model: Path, tmp_
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_an_engine_that_dies_while_it_is_behind_gets_the_policys_weights(
     tiny_model: Path, tmp_path: Path, name: str
@@ -566,6 +594,7 @@ def test_an_engine_that_dies_while_it_is_behind_gets_the_policys_weights(
 # Leaving
 
 
+@pytest.mark.slow
 def test_the_way_is_left_however_it_ends(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -894,9 +923,10 @@ class Adopted(Scripted):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", "eval"])
 @pytest.mark.parametrize("fails", ["bind", "optimizer"])
-@pytest.mark.parametrize("sync", [Shared(), NET], ids=["shared", "broadcast"])
+@pytest.mark.parametrize("sync", [Shared(), pytest.param(NET, marks=pytest.mark.long)], ids=["shared", "broadcast"])
 def test_a_run_that_cannot_begin_leaves_the_engine_serving(
     tiny_model: Path, tmp_path: Path, verb: str, fails: str, sync: WeightSync, monkeypatch: pytest.MonkeyPatch
 ) -> None:

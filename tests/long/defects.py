@@ -1,0 +1,107 @@
+"""Defects that somebody could write, one at a time, and the tests that are to notice each.
+
+``before`` is a text that stands once in ``file``; ``after`` is the fault in its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ADVANTAGES = "tests/unit/test_advantages.py tests/contract/test_advantages.py"
+CORRECTIONS = "tests/contract/test_corrections.py"
+LOSSES = "tests/unit/test_losses.py tests/unit/test_losses_formulas.py"
+OBJECTIVE = "tests/unit/test_objective.py tests/unit/test_step_objective.py"
+OPTIMIZERS = "tests/unit/test_optimizers.py tests/contract/test_optimizers.py"
+PACK = "tests/unit/test_pack.py tests/unit/test_objective.py"
+REWARDS = "tests/unit/test_rewards.py tests/contract/test_rewards.py"
+SYNC = "tests/unit/test_sync.py tests/contract/test_sync.py"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A fault in one file."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+    """Selection of pytest, relative to the repository; words are split as a shell does."""
+
+
+DEFECTS = (
+    # advantages, losses, corrections, references
+    Defect("GRPO divides by n", "src/tandem/advantages/grpo.py", '(len(rewards) - (self.std == "sample"))', "len(rewards)", ADVANTAGES),
+    Defect("RLOO counts itself", "src/tandem/advantages/rloo.py", "(total - reward) / (len(rewards) - 1)", "total / len(rewards)", ADVANTAGES),
+    Defect("MaxRL takes negative rewards", "src/tandem/advantages/maxrl.py", "min(rewards) < 0", "min(rewards) < -1e9", ADVANTAGES),
+    Defect("GDPO is not standardised over the step", "src/tandem/advantages/gdpo.py", "[(value - mean) / (std + self.eps) for value in mine]", "list(mine)", ADVANTAGES),
+    Defect("clips are swapped", "src/tandem/losses/_ratio.py", "1.0 + high)", "1.0 + low)", LOSSES),
+    Defect("policy gradient has the wrong sign", "src/tandem/losses/reinforce.py", "loss_N=-micro.advantages_N", "loss_N=micro.advantages_N", LOSSES),
+    Defect("CISPO's cap has a gradient", "src/tandem/losses/cispo.py", "with torch.no_grad():", "with torch.enable_grad():", LOSSES),
+    Defect("dual clip is off", "src/tandem/losses/_ratio.py", "advantages_N < 0, most,", "advantages_N < 0, math.inf,", LOSSES),
+    Defect("a mask lets everything through", "src/tandem/corrections/base.py", "(ratio >= lowest) & (ratio <= highest)", "(ratio >= lowest) | (ratio <= highest)", CORRECTIONS),
+    Defect("geometric takes the sum", "src/tandem/corrections/geometric.py", "micro.means(drift", "micro.totals(drift", CORRECTIONS),
+    Defect("OPSM masks good answers", "src/tandem/corrections/opsm.py", "micro.advantages_N >= 0", "micro.advantages_N <= 0", CORRECTIONS),
+    Defect("KL estimator k3 has the wrong sign", "src/tandem/references/base.py", "(-d_N).clamp(-_MOST, _MOST)) + d_N", "d_N.clamp(-_MOST, _MOST)) - d_N", f"{OBJECTIVE} tests/contract/test_references.py"),
+    Defect("the reference's average is turned round", "src/tandem/references/average.py", "mul_(1 - self._options.mixup)", "mul_(self._options.mixup)", f"{OBJECTIVE} tests/contract/test_references.py"),
+    # optimizers
+    Defect("warm-up ends a step late", "src/tandem/optimizers/base.py", "self.lr * step / self.warmup_steps", "self.lr * (step - 1) / self.warmup_steps", OPTIMIZERS),
+    Defect("the gradient's norm is a sum", "src/tandem/optimizers/base.py", "torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)", "torch.cat(norms).sum(dtype=torch.float64)", OPTIMIZERS),
+    Defect("a step's micro-batches overwrite one another", "src/tandem/optimizers/_slots.py", "self.buffer.add_(grad)", "self.buffer.copy_(grad)", OPTIMIZERS),
+    Defect("Kahan's rest is not in the state", "src/tandem/optimizers/_slots.py", 'return {"compensation": self.compensation}', "return {}", f"{OPTIMIZERS} tests/unit/test_optimizers_narrow.py"),
+    # trainer
+    Defect("sequence reduction forgets the length", "src/tandem/trainer/pack.py", "1.0 / (num_samples * length)", "1.0 / num_samples", PACK),
+    Defect("a token predicts itself", "src/tandem/trainer/pack.py", "groups[g][i].at - 1]", "groups[g][i].at]", PACK),
+    Defect("truncated answers are trained though masked", "src/tandem/trainer/pack.py", "self.mask_truncated and rollout.truncated", "False and rollout.truncated", PACK),
+    Defect("the cost ignores corrections", "src/tandem/trainer/objective.py", "cost_N = cost_N * weights_N", "cost_N = cost_N * weights_N.mean()", OBJECTIVE),
+    Defect("beta is ignored", "src/tandem/trainer/objective.py", "self.reference.beta * penalty_N", "penalty_N", OBJECTIVE),
+    Defect("ess divides by nothing", "src/tandem/metrics.py", "self.sum * self.sum / (self.n * self.squares)", "self.sum * self.sum / self.squares", f"{OBJECTIVE} tests/unit/test_loop.py"),
+    Defect("means of means", "src/tandem/metrics.py", "Mean(self.sum + other.sum, self.n + other.n)", "Mean((self.sum + other.sum) / 2, self.n)", "tests/unit/test_pack.py tests/unit/test_step.py tests/unit/test_feed.py"),
+    Defect("a checkpoint forgets the random state", "src/tandem/trainer/checkpoint.py", "rng=tuple(torch.get_rng_state().tolist())", "rng=()", "tests/unit/test_checkpoint.py"),
+    Defect("a checkpoint forgets the optimizer", "src/tandem/trainer/checkpoint.py", "_read_tensors(path / \"optimizer.safetensors\", self.stepper.load_state_dict)", "pass", "tests/unit/test_checkpoint.py"),
+    Defect("another recipe's checkpoint is taken", "src/tandem/trainer/checkpoint.py", "state.config_digest != fresh.config_digest", "False", "tests/unit/test_checkpoint.py"),
+    Defect("a damaged file passes", "src/tandem/trainer/digests.py", "_digest(there[name]) != digest", "False", "tests/unit/test_checkpoint.py"),
+    Defect("two trainers share a folder", "src/tandem/trainer/lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/unit/test_checkpoint.py tests/unit/test_cli.py tests/unit/test_loop.py"),
+    # rollout
+    Defect("a resume forgets what it drew again", "src/tandem/rollout/cursor.py", 'again=tuple(Draw(*draw) for draw in data["again"]),', "again=(),", "tests/unit/test_feed.py tests/unit/test_checkpoint.py tests/unit/test_reuse.py"),
+    Defect("flat groups are kept", "src/tandem/rollout/feed.py", "if not self.options.drop_flat:", "if self.options.drop_flat:", "tests/unit/test_feed.py"),
+    Defect("stale groups are trained", "src/tandem/rollout/feed.py", "self.version() - entry.group.version_min > most", "self.version() - entry.group.version_min > most + 1", "tests/unit/test_feed.py"),
+    Defect("sampling runs a batch ahead", "src/tandem/rollout/feed.py", "last = self._released + self._pace.lag", "last = self._released + self._pace.lag + 1", "tests/unit/test_feed.py"),
+    Defect("a replayed group is never too old", "src/tandem/rollout/replay.py", "<= self._asked.max_age", "<= 2 * self._asked.max_age", "tests/unit/test_reuse.py"),
+    Defect("pass@k with replacement", "src/tandem/rollout/measure.py", "1.0 - math.comb(samples - solved, k) / math.comb(samples, k)", "1.0 - (1.0 - solved / samples) ** k", "tests/unit/test_evaluate.py"),
+    # policy
+    Defect("a nucleus is one token short", "src/tandem/policy/sampling.py", "(mass_MK < top_p_N[open_M, None]).sum(-1)", "((mass_MK < top_p_N[open_M, None]).sum(-1) - 1).clamp(min=0)", "tests/unit/test_sampling.py"),
+    Defect("min_p is not a logarithm", "src/tandem/policy/sampling.py", "min_p_N.log()", "min_p_N", "tests/unit/test_sampling.py"),
+    Defect("presence counts", "src/tandem/policy/penalties.py", "(said_NW > 0) * presence", "said_NW * presence", "tests/unit/test_penalties.py"),
+    # engines
+    Defect("min_tokens is off by one", "src/tandem/engines/_embedded_engine.py", "len(request.tokens) > request.sampling.min_tokens", "len(request.tokens) > request.sampling.min_tokens + 1", "tests/unit/test_embedded.py tests/contract/test_engines.py"),
+    Defect("an answer is one token long", "src/tandem/engines/_embedded_engine.py", "len(request.tokens) >= request.limit", "len(request.tokens) > request.limit", "tests/unit/test_embedded.py tests/contract/test_engines.py"),
+    Defect("token ids above the vocabulary pass", "src/tandem/engines/_vllm_limits.py", "<= max(tokens) < self.vocabulary", "<= max(tokens) <= self.vocabulary", "tests/unit/test_vllm_limits.py"),
+    Defect("a pause's lease is not renewed", "src/tandem/engines/_vllm_lease.py", "self.hold()\n        loop, now", "if self.runs:\n            return\n        loop, now", "tests/unit/test_vllm_frontend.py tests/unit/test_vllm_routes.py tests/unit/test_vllm_vigil.py"),
+    Defect("what somebody else paused goes on", "src/tandem/engines/_vllm_pauses.py", 'state == "paused" and before == "serving"', 'state == "paused"', "tests/unit/test_vllm_pauses.py"),
+    # sync and weights
+    Defect("a missing tensor is alike", "src/tandem/sync/_proof.py", "if theirs.get(name) != value]", "if theirs.get(name, value) != value]", SYNC),
+    Defect("the digest is not compared", "src/tandem/sync/base.py", "version.digest and version.digest != found", "False", SYNC),
+    Defect("a failed publish leaves the engine as it is", "src/tandem/sync/base.py", "await self.engine.stop(reason)", "await self.engine.resume()", SYNC),
+    Defect("a restarted engine is not bound again", "src/tandem/sync/base.py", "if self._bound != self.engine.epoch:  # it was", "if False:  # it was", SYNC),
+    Defect("adapters of an earlier life stay", "src/tandem/sync/hotswap.py", "if later.name >= folder.name:", "if later.name > folder.name + '~':", SYNC),
+    Defect("a checksum ignores rows", "src/tandem/weights/checksums.py", "(by_row * a[top : top + len(by_row)]).sum()", "by_row.sum()", "tests/unit/test_checksums.py"),
+    Defect("a bucket overlaps the next tensor", "src/tandem/weights/buckets.py", "self.size = starts[index] + size", "self.size = starts[index] + size // 2", "tests/unit/test_collective.py tests/contract/test_sync.py"),
+    # broker
+    Defect("a lease never expires", "src/tandem/broker/leases.py", "lease.expires <= now", "lease.expires < 0", "tests/unit/test_broker_store.py"),
+    Defect("the environment's key trains", "src/tandem/broker/_keys.py", 'if known and role == "environment":', "if known:", "tests/unit/test_broker_app.py tests/unit/test_broker_owners.py"),
+    Defect("a batch may be too small", "src/tandem/broker/formation.py", "return None if rest is None else taken + rest", "return taken + (rest or [])", "tests/unit/test_broker_formation.py"),
+    Defect("a duplicate is accepted", "src/tandem/broker/store.py", "if key is not None and key in self.seen:", "if False:", "tests/unit/test_broker_store.py tests/unit/test_broker_resent.py"),
+    # rewards
+    Defect("overlong rewards length", "src/tandem/rewards/overlong.py", "-min(1.0, over / self.cache)", "min(1.0, over / self.cache)", REWARDS),
+    Defect("numbers may be used twice", "src/tandem/rewards/countdown.py", "given <= allowed)", "set(given) <= set(allowed))", REWARDS),
+    # recipe
+    Defect("an override may come twice", "src/tandem/recipe/override.py", "elif key in seen:", "elif False:", "tests/unit/test_config.py"),
+    Defect("the clip's default is wide", "src/tandem/losses/grpo.py", "clip_high: float = 0.28", "clip_high: float = 2.8", "tests/unit/test_losses.py tests/unit/test_losses_formulas.py tests/unit/test_schema.py tests/unit/test_config.py tests/contract/test_losses.py tests/contract/test_trl.py"),
+    # compat, report, alarms
+    Defect("Axolotl's correction has another cap", "src/tandem/compat/_axolotl_objective.py", "file.get(cap, 3.0)", "file.get(cap, 2.0)", "tests/unit/test_axolotl.py"),
+    Defect("ms-swift's overlong has no floor", "src/tandem/compat/_swift_rewards.py", "-max(0.0, (rollout.num_tokens", "-max(-1.0, (rollout.num_tokens", "tests/unit/test_swift.py tests/unit/test_swift_plugins.py"),
+    Defect("a report's change overlaps its interval", "src/tandem/report/summary.py", 'after["ci"][0] > before["ci"][1]', 'after["ci"][1] > before["ci"][0]', "tests/unit/test_report.py tests/unit/test_show.py tests/unit/test_results.py"),
+    Defect("alarms are told at once and always", "src/tandem/alarms/watch.py", "step - episode.told >= episode.again", "step - episode.told >= 0", "tests/unit/test_alarms.py"),
+    Defect("off policy is judged as on policy", "src/tandem/alarms/ess.py", "OFF_POLICY if history.recipe.off_policy else ON_POLICY", "ON_POLICY", "tests/unit/test_alarms.py"),
+)  # fmt: skip
