@@ -188,6 +188,7 @@ def test_greedy_needs_no_key(run: Callable[[Work], Any]) -> None:
     assert len({c.tokens for c in done}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_kind", sorted(set(ENGINES) - {"fake"}))  # whose tokens mean no text
 def test_a_stop_text_is_one_requests_own(run: Callable[[Work], Any], policy: Policy) -> None:
     async def work(engine: Engine) -> tuple[Completion, Completion, str]:

@@ -176,6 +176,7 @@ def test_every_way_is_here() -> None:
     assert {find("sync", name) for name in names("sync")} == {type(sync) for sync, _ in WAYS.values()}
 
 
+@pytest.mark.slow
 def test_an_honest_engine_serves_each_version(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -224,6 +225,7 @@ def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way
         assert set(stood) == {"drain" if sync.finishes else "pause"}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_publishes_what_it_restored(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
 ) -> None:
@@ -510,6 +512,7 @@ def test_a_failed_proof_stops_the_engine_for_good(
         run(work)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_moved_stops_the_engine(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -786,6 +789,7 @@ def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tm
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("asked", ["move", "checksums", "probe", "stamp"])
 def test_a_first_publish_that_fails_serves_nothing_that_was_written(
@@ -815,6 +819,7 @@ def test_a_first_publish_that_fails_serves_nothing_that_was_written(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_optimizer_that_fails_leaves_the_last_version_or_nothing(
     tiny_model: Path, tmp_path: Path, name: str

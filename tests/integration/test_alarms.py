@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import long_but
 
 from tandem.cli.show import show
 from tandem.config import loading as config
@@ -105,8 +106,8 @@ def test_a_learning_rate_that_breaks_the_policy(tiny_model: Path, tmp_path: Path
     assert "entropy" in {event["alarm"] for event in events(folder, "alarm")}
 
 
-@pytest.mark.parametrize("trains", ["full", "lora"])
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("trains", long_but(["full", "lora"], "full"))
+@pytest.mark.parametrize("max_lag", long_but([0, 2], 2))
 def test_a_run_that_learns_raises_none(tiny_model: Path, tmp_path: Path, max_lag: int, trains: str) -> None:
     """The first character is to be a digit: from one answer in thirty to nearly all."""
     changes: dict[str, Any] = {"rewards": {"learns.shaping:digit": 1.0}, "max_lag": max_lag}

@@ -13,7 +13,7 @@ from integration.vllm_runs import REPOSITORY, engine, needs_engine
 
 
 @needs_engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_fault_is_caught_within_one_publish(tmp_path: Path) -> None:
     found = tmp_path / "faults.jsonl"
     bench = REPOSITORY / "benchmarks" / "faults.py"

@@ -77,8 +77,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "changes",
-    [EVERYTHING, {**EVERYTHING, "trains": {"kind": "lora", "rank": 2, "merged": True}}, {**LIGHT, "trains": "lora"}],
-    ids=["everything", "merged", "light"],
+    [
+        pytest.param(EVERYTHING, id="everything"),
+        pytest.param(
+            {**EVERYTHING, "trains": {"kind": "lora", "rank": 2, "merged": True}}, id="merged", marks=pytest.mark.long
+        ),
+        pytest.param({**LIGHT, "trains": "lora"}, id="light", marks=pytest.mark.long),
+    ],
 )
 def test_three_steps_and_three_more_are_six(tiny_model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     through = recipe(tiny_model, tmp_path, "through", **changes)

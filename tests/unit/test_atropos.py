@@ -491,6 +491,7 @@ def test_mistakes_are_told_before_anything_loads(run: Run) -> None:
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_help_has_every_flag_with_its_default(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
@@ -723,6 +724,7 @@ def test_what_the_sink_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest
     assert names(Path("saved")) == {"step_4", "final_model", "tokenizer"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("mode", ["none", "lora_only"])
 def test_it_trains_and_its_checkpoints_load(run: Run, tiny_model: Path, mode: str) -> None:

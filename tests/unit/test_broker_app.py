@@ -66,6 +66,7 @@ def test_broken_gzip(broken: bytes) -> None:
     play(scene, limits=small(inflation=10_000))
 
 
+@pytest.mark.slow
 def test_a_gzip_bomb_and_large_bodies_are_refused() -> None:
     async def scene(client: Client) -> None:
         for bomb in (
@@ -378,6 +379,7 @@ def test_without_a_lease_no_key_is_added() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_batch_whose_trainer_is_gone_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(client: Client) -> None:
         await client.begin(batch_size=4)

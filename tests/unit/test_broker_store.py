@@ -512,6 +512,7 @@ def test_environments_are_bounded() -> None:
 # --- time ---
 
 
+@pytest.mark.slow
 def test_a_status_does_not_depend_on_the_queue() -> None:
     """Two hundred environments; 100,000 groups queued take no longer than 10."""
 

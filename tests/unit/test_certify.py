@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import long_but
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from tandem.tools.certify.certificate import OPTIONS, Certificate, Line, certify
 from tandem.tools.certify.models import shrunk
 from tandem.tools.certify.variations import compiled
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 COMPILED = "layers compiled"
@@ -86,7 +88,7 @@ def state(found: Sequence[Line], part: str) -> str:
     return line.state
 
 
-@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
+@pytest.mark.parametrize("name", long_but([path.stem for path in RECIPES], "arithmetic", "lora"))
 def test_a_shipped_recipe_passes(name: str, architectures: Path) -> None:
     found = certify(recipe(name, architectures), several=0)
     assert unproven(found.lines) == []

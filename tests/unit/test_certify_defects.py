@@ -29,6 +29,7 @@ from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.trainer.step import Step
 from tandem.types import Group, Rollout, Sample
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 Patch = pytest.MonkeyPatch
 
@@ -94,11 +95,13 @@ def test_without_a_defect_nothing_fails(failed: Callable[..., list[str]]) -> Non
     assert failed() == []
 
 
+@pytest.mark.slow
 def test_divided_by_the_configured_instead_of_the_real_accumulation(failed: Any, monkeypatch: Patch) -> None:
     rewritten(monkeypatch, lambda batch: [own_mean(micro, 1 / 4) for micro in batch.micro])
     assert named(failed(), SIZES, FORMULAS)
 
 
+@pytest.mark.slow
 def test_a_mean_over_each_micro_batch(failed: Any, monkeypatch: Patch) -> None:
     def means(batch: StepBatch) -> list[Micro]:
         whole = sum(float(micro.weights_N.sum()) for micro in batch.micro)
@@ -110,6 +113,7 @@ def test_a_mean_over_each_micro_batch(failed: Any, monkeypatch: Patch) -> None:
     assert not named(found, FORMULAS)  # with one micro-batch it is right, which is why it is found so late elsewhere
 
 
+@pytest.mark.slow
 def test_a_clip_that_is_inverted_for_negative_advantages(failed: Any, monkeypatch: Patch) -> None:
     def wrong(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None) -> Any:
         most_N = torch.where(advantages_N < 0, 1 - low, 1 + high)
@@ -119,6 +123,7 @@ def test_a_clip_that_is_inverted_for_negative_advantages(failed: Any, monkeypatc
     assert named(failed(), FORMULAS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [-1, 1])
 def test_an_off_by_one_shift(failed: Any, monkeypatch: Patch, by: int) -> None:
     def wrong(micro: Micro) -> Micro:
@@ -128,6 +133,7 @@ def test_an_off_by_one_shift(failed: Any, monkeypatch: Patch, by: int) -> None:
     assert named(failed(), FORMULAS)
 
 
+@pytest.mark.slow
 def test_a_mask_that_includes_the_prompt(failed: Any, monkeypatch: Patch) -> None:
     def wrong(sample: Sample) -> Sample:
         value = next(a for a, trained in zip(sample.advantages, sample.mask, strict=True) if trained)
@@ -138,6 +144,7 @@ def test_a_mask_that_includes_the_prompt(failed: Any, monkeypatch: Patch) -> Non
     assert named(failed(), FORMULAS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sampling.temperature=1.0", "sampling.temperature=0.7"])
 def test_a_temperature_that_is_ignored(failed: Any, monkeypatch: Patch, recipe: str) -> None:
     """Of a recipe that samples at 1 too: some made-up answers are not."""
@@ -149,6 +156,7 @@ def test_a_temperature_that_is_ignored(failed: Any, monkeypatch: Patch, recipe: 
     assert named(failed(recipe), FORMULAS)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_there_twice(failed: Any, monkeypatch: Patch) -> None:
     def wrong(sample: Sample) -> Sample:
         n = sample.prompt_len

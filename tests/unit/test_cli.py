@@ -103,6 +103,7 @@ def make_run(folder: Path, *overrides: str, steps: tuple[int, ...] = ()) -> RunC
 # Help and usage
 
 
+@pytest.mark.slow
 def test_help_and_version_import_no_torch_and_no_parts() -> None:
     program = (
         "import sys\nfrom tandem.cli import app as cli\n"
@@ -371,6 +372,7 @@ def test_list_of_an_unknown_slot(run: Run) -> None:
 # new and check
 
 
+@pytest.mark.slow
 def test_a_new_environment_passes_its_check(run: Run, trainer: types.SimpleNamespace, tiny_model: Path) -> None:
     code, out, _ = run("new", "env", "my_sums")
     assert (code, out) == (0, "wrote my_sums.py and my_sums.yaml; next: tandem check my_sums.yaml\n")
@@ -406,6 +408,7 @@ def test_a_new_environment_needs_a_good_name(run: Run, arguments: list[str], mes
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_check_finds_nothing_wrong_and_loads_no_weights(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +427,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     assert "at the peak" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_pass")
 def test_check_looks_at_each_of_several_environments(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path
@@ -448,6 +452,7 @@ def test_check_looks_at_each_of_several_environments(
     assert f"{count} gold replies of takes did not get full marks" in " ".join(out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
@@ -514,6 +519,7 @@ def fails_on_wrong(completions, answer, **columns):
 """Rewards as somebody may write them for TRL."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "code", "told"),
     [
@@ -590,6 +596,7 @@ def test_check_refuses_parts_that_cannot_work_together(
     assert re.search("^problem +parts +sync shared cannot carry", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_check_remembers_what_the_model_told_until_something_changes(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -634,6 +641,7 @@ def test_check_remembers_what_the_model_told_until_something_changes(
     assert len(looked) == 3
 
 
+@pytest.mark.slow
 def test_check_refuses_what_does_not_fit(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ from tandem.transport.buckets import Entry, Plan, manifest
 from tandem.transport.collective import Member
 from tandem.transport.rendezvous import Rendezvous
 
+pytestmark = pytest.mark.slow
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 NURSERY = """

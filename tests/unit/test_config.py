@@ -129,6 +129,7 @@ def test_rewards_by_name_by_kind_and_by_import_path(here: Path) -> None:
     assert list(again.rewards) == list(specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["chat_template_kwargs", "nobody_knows_this"])
 def test_aliases_of_aliases_are_refused_at_once(here: Path, key: str) -> None:
     lines = ["model: m", "steps: 1", "env: arithmetic", f"{key}:", "  a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
@@ -138,6 +139,7 @@ def test_aliases_of_aliases_are_refused_at_once(here: Path, key: str) -> None:
         load(Path("recipe.yaml"))
 
 
+@pytest.mark.slow
 def test_yaml_that_is_nested_too_deep_is_said_so(here: Path) -> None:
     (here / "recipe.yaml").write_text("model: m\nsteps: 1\nenv: arithmetic\nchat_template_kwargs: {a: " + "[" * 5000)
     with pytest.raises(ConfigError, match=r"recipe.yaml: this is nested too deep to be read"):
@@ -867,6 +869,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(min_size=1), values, max_size=4))
 def test_whatever_is_rendered_is_read_back(data: dict[str, Json]) -> None:
     problems = Problems()

@@ -127,6 +127,7 @@ def test_tsv(tmp_path: Path) -> None:
     assert train(Dataset(path=str(tmp_path / "a.tsv"), test_share=0.0))[0].prompt == asked("a, b")
 
 
+@pytest.mark.slow
 def test_parquet(tmp_path: Path) -> None:
     import datetime
 

@@ -66,6 +66,7 @@ def test_sampling_is_ahead_by_what_an_engine_behind_leaves() -> None:
         assert options.ahead == ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [always_good, mixed])
 def test_how_far_it_is_ahead_may_change_with_every_step_and_by_parts_of_a_batch(kind: Kind) -> None:
     plain, worst, most = ids(trained(Trainer(always_good), 12, max_lag=3)), 0, 0
@@ -163,6 +164,7 @@ def test_on_policy_waves_do_not_depend_on_who_is_fast() -> None:
     assert all(wave == waves[0] for wave in waves)
 
 
+@pytest.mark.slow
 def test_a_wave_that_was_interrupted_is_played_again_whole() -> None:
     whole = Trainer(mixed)
     trained(whole, 4)
@@ -345,6 +347,7 @@ def test_starved_says_what_was_seen_and_what_to_do(kind: str, says: str, max_lag
     assert 4 * 3 < len(trainer.dropped) <= 4 * 3 + 3 * (max_lag + 1)
 
 
+@pytest.mark.slow
 def test_a_good_group_in_between_is_enough() -> None:
     def rarely(task: Task) -> str:
         return "ok" if int(task.id[1:]) % 5 == 0 else "flat"
@@ -428,6 +431,7 @@ def test_a_mixture_is_told_environment_by_environment() -> None:
                                                       + found["groups/dropped_flat"]) / hard)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_where_it_stood_in_the_middle_of_a_cycle_of_shares() -> None:
     """Batches of four in shares of 1 to 2 differ from each other: 1 and 3, 2 and 2, 1 and 3."""
     whole = trained(Mixture(mostly_flat), 7, n=4)
@@ -562,6 +566,7 @@ def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
     run(go())
 
 
+@pytest.mark.slow
 def test_who_is_left_out_survives_a_resume() -> None:
     def kind(trainer: Mixture) -> Mixture:
         trainer.kind = from_step(REST - 3, trainer, hard="ok")
@@ -650,6 +655,7 @@ MOVES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), n=st.integers(1, 5))
 def test_no_interleaving_unmixes_a_mixture(moves: list[tuple[str, int]], seed: int, max_lag: int, n: int) -> None:
@@ -675,6 +681,7 @@ def test_no_interleaving_unmixes_a_mixture(moves: list[tuple[str, int]], seed: i
         assert batch == Counter(dict(timetable.counts(number)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(moves=MOVES, seed=st.integers(0, 1000), max_lag=st.integers(0, 3), behind=st.integers(0, 2), n=st.integers(1, 3))
 def test_no_interleaving_loses_or_doubles_a_task(

@@ -651,6 +651,7 @@ MOVES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(moves=MOVES, sizes=st.lists(st.sampled_from([2, 4]), min_size=12, max_size=40))
 def test_no_interleaving_of_kills_and_saves_loses_or_doubles_a_group(

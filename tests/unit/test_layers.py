@@ -151,7 +151,13 @@ def test_transformers_does_not_recompute_as_well(tiny_model: Path) -> None:
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.slow
-@pytest.mark.parametrize(("trains", "how"), [("full", "full"), ("lora", "none"), ("merged", "none")])
+@pytest.mark.parametrize(
+    ("trains", "how"),
+    [
+        ("lora", "none"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", "full"), ("merged", "none")]),
+    ],
+)
 def test_compiled_layers_give_the_gradients_of_eager_ones(tiny_model: Path, trains: str, how: Any) -> None:
     with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
         want = [gradients(policy, plan) for plan in PLANS]

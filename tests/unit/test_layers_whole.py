@@ -36,7 +36,13 @@ def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trains", "how"), [("full", "selective"), ("full", "full"), ("lora", "none")])
+@pytest.mark.parametrize(
+    ("trains", "how"),
+    [
+        ("full", "selective"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", "full"), ("lora", "none")]),
+    ],
+)
 def test_gradients_are_those_of_eager_layers(tiny_model: Path, trains: str, how: Any) -> None:
     with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
         plans = PLANS[:2] + PLANS[-1:]

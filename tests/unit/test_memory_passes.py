@@ -22,6 +22,8 @@ from tandem.trainer.memory_plan.updates import update_bytes
 from tandem.trainer.step import Step
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = Layout.of(tokens=300, prompt=20, answer=33, siblings=4)
 
 

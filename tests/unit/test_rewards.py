@@ -346,6 +346,7 @@ def test_math_verify_asks_for_working(reply: str, paid: float) -> None:
     assert MathVerify(least_working=8)(said(reply, answer="18")) == paid
 
 
+@pytest.mark.slow
 def test_whole_numbers_are_told_apart_as_the_library_would() -> None:
     reward = MathVerify()
     reward.prepare()
@@ -411,6 +412,7 @@ def gym(reply: str, answer: str = "7", task: str = "chain_sum", **metadata: Any)
     return said(reply, answer=answer, meta=meta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extract", "reply", "value"),
     [

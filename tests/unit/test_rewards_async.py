@@ -20,6 +20,8 @@ from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Message, Rollout, Task
 
+pytestmark = pytest.mark.slow
+
 MODULE = '''
 import asyncio, os, time
 from collections.abc import Sequence

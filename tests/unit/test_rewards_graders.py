@@ -210,6 +210,7 @@ def test_trl_function_that_misses_a_column_says_which() -> None:
     assert all("'colour'" in rollout.error and rollout.status == "error" for rollout in got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("culprit", "said"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than")]
 )
@@ -261,6 +262,7 @@ def _children() -> set[int]:
     return {int(child) for task in tasks for child in task.read_text().split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "reason", "said"),
     [
@@ -305,6 +307,7 @@ def test_the_text_of_an_error_is_cut(tmp_path: Path) -> None:
     assert log.stat().st_size < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaving", ["left", "fork", "multi"])
 def test_what_a_reward_started_ends_with_its_process(leaving: str, capfd: pytest.CaptureFixture[str]) -> None:
     """And a forked child that comes back from the reward neither answers nor keeps the run waiting."""
@@ -325,6 +328,7 @@ def test_what_a_reward_started_ends_with_its_process(leaving: str, capfd: pytest
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_many_failures_in_one_group() -> None:
     got, metrics = graded({"f": "sample_graders:by_text"}, group("die", "7", "raise", "hang", "8", "nan", "die"), 0.5)
     assert [rollout.reward for rollout in got] == [None, 1.0, None, None, 1.0, None, None]
@@ -370,11 +374,13 @@ def test_killed_grader_takes_its_children_along() -> None:
     assert "sleep 61.25" not in running
 
 
+@pytest.mark.slow
 def test_math_verify_runs_in_the_workers_main_thread() -> None:
     got, _ = graded({"math": MathVerify(timeout=1)}, group("#### 7", "#### 9^9^9^9", "8"))
     assert [rollout.reward for rollout in got] == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_workers_import_no_torch() -> None:
     got, _ = graded({"f": "sample_graders:cwd_and_modules", "n": Number(), "m": MathVerify()}, group("7"))
     assert got[0].rewards["f"] == 0.0

@@ -27,6 +27,8 @@ from tandem.transport import sharing
 from tandem.transport.bridge import VLLM_FILE, VllmBridge
 from tandem.weight_sync.shared import Shared
 
+pytestmark = pytest.mark.slow
+
 
 def recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.yaml"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/bash
 # Makes environments that hold itself, and installs nothing.

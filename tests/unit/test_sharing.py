@@ -130,6 +130,7 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
+@pytest.mark.slow
 def test_each_side_sees_the_others_writes(folder: Path) -> None:
     given = weights()
     lent = lend_host(given, folder / "w")
@@ -204,6 +205,7 @@ def test_every_storage_is_aligned(folder: Path) -> None:
         assert tensor.data_ptr() % 64 == 0
 
 
+@pytest.mark.slow
 def test_there_is_no_second_copy() -> None:
     size = 64 << 20
     path = sharing.SHARED_MEMORY / f"tandem-test-{os.getpid()}"
@@ -219,6 +221,7 @@ def test_there_is_no_second_copy() -> None:
         lent.close()
 
 
+@pytest.mark.slow
 def test_memory_survives_its_lender(folder: Path) -> None:
     path = folder / "w"
     with second_process() as lender:
@@ -247,6 +250,7 @@ def test_closing_takes_the_name_and_leaves_the_memory(folder: Path) -> None:
     assert lent.tensors["w"].tolist() == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_lender_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
     with second_process() as lender:
         lender("lend", path=str(folder / "w"))
@@ -257,6 +261,7 @@ def test_a_lender_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
     code = (
         "import os, pathlib, sys, torch\n"

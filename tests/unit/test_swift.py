@@ -696,6 +696,7 @@ def test_show_prints_the_recipe(run: Run) -> None:
     assert (code, yaml.safe_load(out)["engine"]["port"]) == (0, 8000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -718,6 +719,7 @@ def test_a_misspelt_argument_is_corrected(run: Run) -> None:
     assert "--num_generations" in err.replace("--num_generation ", "")
 
 
+@pytest.mark.slow
 def test_it_trains_and_writes_completions(run: Run, tiny_model: Path) -> None:
     Path("plugin.py").write_text(PLUGIN)
     code, out, err = run(

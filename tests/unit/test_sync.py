@@ -507,6 +507,7 @@ def test_requests_in_flight_end_first_where_they_would_die_or_are_to() -> None:
         assert kind(in_flight="finish").finishes
 
 
+@pytest.mark.slow
 def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_another(policy: Policy) -> None:
     async def work(engine: Watched) -> tuple[list[Completion], list[str]]:
         async with Shared(in_flight="finish").open(policy, engine, START, Full()) as link:
@@ -578,6 +579,7 @@ def published_beside(folder: Path, policy: Policy, trains: Trains, **script: Any
     return asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model: Path) -> None:
     trains = Lora(rank=2)
     with live_policy(tiny_model, trains=trains) as policy:
@@ -606,6 +608,7 @@ def test_another_base_beneath_an_adapter_is_refused(
         assert type(caught.value) is kind
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_compared_is_probed_alone(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -742,6 +745,7 @@ def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
         return PeftModel.from_pretrained(reference(base), folder).state_dict()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [Full(), Lora(rank=2, merged=True)], ids=["full", "merged"])
 def test_restart_lays_down_a_model_folder_and_removes_the_last(
     tiny_model: Path, tmp_path: Path, trains: Trains
@@ -772,6 +776,7 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -824,6 +829,7 @@ def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_pa
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp_path: Path) -> None:
     trains = Lora(rank=2)
 
@@ -847,6 +853,7 @@ def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_hotswap_does_not_take_folders_of_an_earlier_life_for_newer_ones(tiny_model: Path, tmp_path: Path) -> None:
     """A run that got further than its last checkpoint goes on from an older step than its newest folder's."""
     trains = Lora(rank=2)

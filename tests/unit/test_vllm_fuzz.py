@@ -11,6 +11,8 @@ import pytest
 from fake_vllm import install
 from unit.test_vllm_routes import Client
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 200
 PATIENCE = 60.0
 """Seconds for one request; on a free machine the slowest takes a hundredth."""

@@ -25,6 +25,8 @@ from tandem.engines.vllm.client.process import EngineProcess, EngineRecord, envi
 from tandem.errors import Deadline, EngineError
 from tandem.processes import Identity, alive_after, family, identity, kill
 
+pytestmark = pytest.mark.slow
+
 SERVER = """
 import http.server, os, signal, subprocess, sys, time
 status, port, marks = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -26,6 +26,8 @@ from tandem.engines.vllm.spec import Vllm
 from tandem.errors import Deadline, EngineError, StaleWeights
 from tandem.types import Completion, PolicyVersion, Sampling
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import pytest
 from tandem.engines.vllm.server.watch import LINGER, TRAINER, Watch, end_with_parent
 from tandem.processes import alive_after, identity
 
+pytestmark = pytest.mark.slow
+
 ENGINE = """
 import signal, sys, time
 from tandem.engines import _vllm_watch as watch

@@ -21,6 +21,8 @@ from tandem.cli import why
 from tandem.observability import vitals, waits
 from tandem.processes import identity
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
