@@ -211,7 +211,7 @@ HEALTHY: Mapping[str, Made] = {
         shares={"sums": flat(0.5), "words": flat(0.5)},
         accuracy=learned(0.35, 0.6, 80),
         kl=learned(0.01, 0.04, 30),
-        ess=flat(0.85),
+        ess=flat(0.65),
         evaluations={50: (0.38, 0.06), 100: (0.47, 0.06), 150: (0.45, 0.06), 200: (0.5, 0.06)},
     ),
 }

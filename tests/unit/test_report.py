@@ -246,6 +246,16 @@ def test_turns_whose_text_was_changed_show_messages_and_tokens() -> None:
     assert placed[3] == {"role": "sampled tokens", "tokens": [0, 2]}
 
 
+@pytest.mark.parametrize(("after", "beyond"), [((0.41, 0.55), True), ((0.39, 0.55), False), ((0.1, 0.19), False)])
+def test_a_change_counts_where_its_interval_is_above_the_first_ones(
+    tmp_path: Path, after: tuple[float, float], beyond: bool
+) -> None:
+    rows = [{"step": 0, "mean": 0.3, "mean_ci": [0.2, 0.4]}, {"step": 9, "mean": sum(after) / 2, "mean_ci": [*after]}]
+    write(tmp_path / "eval.jsonl", rows)
+    (tmp_path / "config.yaml").write_text("steps: 9")
+    assert summarise(load(tmp_path))["beyond_interval"] is beyond
+
+
 def test_the_latest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
     rows = [
         {"step": 0, "env": "e", "mean": 0.1},
