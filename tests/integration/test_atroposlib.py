@@ -29,7 +29,6 @@ from integration.atropos_peers import (
 )
 from integration.vllm_runs import DTYPE, GAP, groups_once, metrics, needs_engine, recipe, rollouts
 from integration.vllm_runs import engine as engine_options
-from tiers import long_but
 from tiny import reference
 
 pytestmark = pytest.mark.slow
@@ -177,7 +176,8 @@ def sent(said: str) -> range:
     return range(int(found[1]), int(found[1]) + int(found[2] or 0) + 1)
 
 
-@pytest.mark.parametrize("verb", long_but(["work", "env"], "work"))
+@pytest.mark.long
+@pytest.mark.parametrize("verb", ["work", "env"])
 def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, host: Host, verb: str) -> None:
     """Every group that it says it handed in comes out once, by the flags of Atropos' environments too."""
     with Peers(tmp_path, tiny_model, host) as peers:

@@ -83,6 +83,7 @@ orms["asked"] = lambda completions, rollout_infos, **_: [
 """
 
 
+@pytest.mark.long
 def test_a_scheduler_of_a_plug_in_plays_several_turns(here: Path) -> None:
     build_tiny_model(here / "tiny")
     swift_files(here)

@@ -306,8 +306,8 @@ def test_several_environments_killed_and_resumed_equal_uninterrupted(place: Plac
         assert row["mean"] == pytest.approx((row["envs"]["small"]["mean"] + row["envs"]["large"]["mean"]) / 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", long_but(["after step three", "while generating"], "while generating"))
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["after step three", "while generating"])
 def test_what_is_reused_is_reused_alike_after_a_kill(place: Place, reusing: Path, moment: str) -> None:
     name = f"reused-{moment.replace(' ', '-')}"
     run = place.start("reusing.yaml", f"name={name}", name=name, slow=0.02)
