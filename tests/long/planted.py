@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from defects import DEFECTS, Defect
 
 ROOT = Path(__file__).parents[2]
+PRELOADED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 KILLED = {1: "killed", 2: "killed (nothing can be imported)"}
 """What pytest's exit status says; every other but 0 is a mistake in the table."""
 
@@ -63,7 +65,7 @@ def run_tests(defect: Defect, place: Path) -> int:
 
     if not str(tandem.__file__).startswith(sources):
         raise RuntimeError(f"tandem was imported from {tandem.__file__}, not from {sources}")
-    options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={place / 'tmp'}"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", PRELOADED, f"--basetemp={place / 'tmp'}"]
     return int(pytest.main([*options, *shlex.split(defect.tests)]))
 
 
@@ -76,6 +78,9 @@ def start(defect: Defect, place: Path) -> int:
     status = 3
     try:
         status = run_tests(defect, place)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(status)
 
