@@ -272,9 +272,8 @@ class _Look:
         template = chat.Template(tokenizer, self._config.chat_template_kwargs)
         longest = prompts.longest([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
-        room, wanted = limit - longest, self._config.sampling.max_tokens
-        note = f", which leaves {room} for answers, fewer than sampling.max_tokens ({wanted})" if room < wanted else ""
-        self._said["prompts"] = f"at most {longest} tokens of a context of {limit}{note}"
+        note = prompts.shortfall(longest, limit, self._config.sampling.max_tokens)
+        self._said["prompts"] = f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
         return self._said["prompts"]
 
     def _memory(self) -> str | None:

@@ -27,3 +27,11 @@ def longest(tasks: Sequence[Task], template: Template, context: int) -> int:
             "no room is left for an answer; raise context if the model allows, shorten prompts, or choose another model"
         )
     return most
+
+
+def shortfall(prompt_tokens: int, context: int, max_tokens: int) -> str:
+    """What is said where the context cuts answers before ``sampling.max_tokens`` does; empty where it does not."""
+    room = context - prompt_tokens
+    if room >= max_tokens:
+        return ""
+    return f"leaves {room} for answers, fewer than sampling.max_tokens ({max_tokens}): longer answers are cut there"

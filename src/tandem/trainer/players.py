@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Sized
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tandem.rollout.streams import Stream
 from tandem.rollout.worker import Worker
 from tandem.trainer import memory_plan as memory
 from tandem.types import Task
+
+log = logging.getLogger(__name__)
 
 Tasks = Mapping[str, Sequence[Task]]
 """Of one split, by the environment's name."""
@@ -76,13 +79,21 @@ def _kind(value: object) -> str:
 
 
 def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
-    """Tokens of the longest of the first prompts; an error if one leaves no room for an answer."""
+    """Tokens of the longest of the first prompts; a warning if it leaves too little room for an answer.
+
+    Raises:
+        ConfigError: it leaves none.
+    """
     from tandem.model.policy import load_tokenizer  # which needs torch
 
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     template = Template(tokenizer, config.chat_template_kwargs)
     first = [task for some in tasks.values() for task in islice(some, prompts.FIRST)]
-    return prompts.longest(first, template, memory.context(config, model))
+    context = memory.context(config, model)
+    longest = prompts.longest(first, template, context)
+    if note := prompts.shortfall(longest, context, config.sampling.max_tokens):
+        log.warning("a prompt of %d tokens in a context of %d %s", longest, context, note)
+    return longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
