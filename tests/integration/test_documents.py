@@ -1,22 +1,64 @@
-"""Examples of Axolotl's and ms-swift's documents, unchanged but for model, data and sizes: two steps are trained."""
+"""Every example for one GPU of the documents trains two steps, unchanged but for model, data and what samples.
+
+Its lengths and sizes are its own: the model's answers are short. Where it has vLLM beside or within the trainer the
+trainer's own model samples instead, which ``engine=embedded`` says; ``test_axolotl``, ``test_swift`` and
+``test_atropos_document`` train some of them with vLLM. A few are trained by default, all of them with ``--long``.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
+from atropos_document import HERMES, TRAINERS, command
 from conftest import build_tiny_model
+from documented import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
+from integration.atropos_peers import free_port
 from integration.vllm_runs import lines, metrics
 from tiers import long_but
-from transformers import BertTokenizerFast, DebertaV2Config, DebertaV2ForSequenceClassification
-from unit.test_documents import BLOCKS, SHORT, TRAINED, here, laid, swift_files
+from unit.test_documents import BLOCKS, ELSEWHERE, TRAINED, here, swift_files, written
+from unit.test_sinks import fake_library
 
 from tandem.cli.app import app as cli
 
 pytestmark = pytest.mark.slow
 __all__ = ["here"]
+
+ROWS = [{"question": f"{n}+3-{n}", "problem": f"{n}+3-{n}", "answer": "3", "solution": "3"} for n in range(1, 41)]
+"""Tasks that the model solves now and then; Axolotl's name columns otherwise than ms-swift's."""
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the test's own, by the names of models that the examples have."""
+    place = tmp_path_factory.mktemp("models")
+    brief = build_brief_model(place / "brief")
+    rewarding = build_reward_model(place / "rewarding")
+    qwen = [f"Qwen/Qwen2.5-{size}" for size in ("0.5B-Instruct", "1.5B-Instruct", "3B-Instruct", "7B", "14B-Instruct")]
+    return {
+        **dict.fromkeys([*qwen, HERMES], brief),
+        "OpenAssistant/reward-model-deberta-v3-large-v2": rewarding,
+        "Qwen/rm": rewarding,
+    }
+
+
+@pytest.fixture
+def place(here: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, in which the examples' models and data lie; Weights & Biases is a stand-in."""
+    for name, folder in models.items():
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).symlink_to(folder)
+    swift_files(here)
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    fake_library(monkeypatch, "wandb")
+    with mock.patch.dict(os.environ):  # commands of another system's set variables
+        yield here
 
 
 def tandem(*words: str) -> None:
@@ -25,29 +67,25 @@ def tandem(*words: str) -> None:
     assert stopped.value.code in (None, 0)
 
 
-def reward_model(folder: Path) -> None:
-    """Like OpenAssistant's: DeBERTa, without a chat template."""
-    folder.mkdir(parents=True)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz0123456789+=?"]
-    (folder / "vocab.txt").write_text("\n".join([*words, *(f"##{word}" for word in words[5:])]))
-    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=512).save_pretrained(folder)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    config = DebertaV2Config(vocab_size=90, num_labels=1, initializer_range=0.5, **sizes)
-    DebertaV2ForSequenceClassification(config).float().save_pretrained(folder)
+def trained(place: Path) -> Path:
+    """The folder of the run, which has trained two steps."""
+    (found,) = place.rglob("run/metrics.jsonl")
+    assert list(metrics(found.parent)) == [1, 2]
+    for step in metrics(found.parent).values():
+        assert step["tokens/trained"] > 0
+    assert any(step["grad_norm"] > 0 for step in metrics(found.parent).values())
+    return found.parent
 
 
-@pytest.mark.parametrize("what", long_but(["rollout function", "reward model", "gdpo"], "rollout function"))
-def test_axolotls_examples_train(what: str, here: Path) -> None:
-    """Those of a server play without one: the policy itself samples."""
-    build_tiny_model(here / "Qwen/Qwen2.5-1.5B-Instruct")
-    reward_model(here / "OpenAssistant/reward-model-deberta-v3-large-v2")
-    file, block = BLOCKS[what]
-    small = {"trl": {"use_vllm": False, "max_completion_length": 8}, "max_steps": 2, "gradient_accumulation_steps": 2}
-    own = laid(laid(yaml.safe_load(SHORT if what == "reward model" else file), yaml.safe_load(block)), small)
-    (here / "config.yaml").write_text(yaml.safe_dump(own | {"wandb_name": "run", "output_dir": "out", "bf16": False}))
-    tandem("train", "config.yaml", "sampling.min_tokens=2")
-    run = here / "out/run"
-    assert list(metrics(run)) == [1, 2]
+@pytest.mark.parametrize("what", long_but(BLOCKS, "rollout function"))
+def test_axolotls_examples_train(what: str, place: Path) -> None:
+    text = written(what)
+    (place / "config.yaml").write_text(text)
+    served = yaml.safe_load(text)["trl"].get("use_vllm")
+    more = (*(STAND_IN if served else ()), *ELSEWHERE.get(what, ()))
+    tandem("check", "config.yaml", *more)
+    tandem("train", "config.yaml", *more, *SHORT_RUN)
+    run = trained(place)
     rows = [row for step in (1, 2) for row in lines(run / f"rollouts/{step:06d}.jsonl")]
     assert len({row["reward"] for row in rows}) > 1
     if what == "rollout function":
@@ -55,17 +93,44 @@ def test_axolotls_examples_train(what: str, here: Path) -> None:
         assert all(row["text"].count("Next step:") == 0 for row in rows)
 
 
-@pytest.mark.parametrize("what", long_but(["transformers", "a reward function"], "a reward function"))
-def test_ms_swifts_examples_train(what: str, here: Path) -> None:
-    build_tiny_model(here / "Qwen/Qwen2.5-7B")
-    swift_files(here)
+@pytest.mark.parametrize("what", long_but(TRAINED, "a reward function"))
+def test_ms_swifts_examples_train(what: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line, _ = TRAINED[what]
-    small = "--max_steps 2 --max_completion_length 8 --torch_dtype float32 --run_name run --learning_rate 1e-3"
-    tandem("swift", "rlhf", "--rlhf_type", "grpo", "--model", "Qwen/Qwen2.5-7B", *shlex.split(f"{line} {small}"))
-    run = here / "output/run"
-    assert list(metrics(run)) == [1, 2]
+    words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", "Qwen/Qwen2.5-7B", *shlex.split(line)]
+    more = STAND_IN if "--use_vllm true" in line else ()
+    capsys.readouterr()
+    tandem(*words, *more, "--show")
+    (place / "recipe.yaml").write_text(capsys.readouterr().out)
+    tandem("check", "recipe.yaml")
+    tandem(*words, *more, *SHORT_RUN)
+    run = trained(place)
     assert len(lines(run / "completions.jsonl")) == 2
 
+
+@pytest.mark.parametrize("what", long_but(TRAINERS, "newest, shared_vllm"))
+def test_atropos_trainers_train(
+    what: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = command(TRAINERS[what].replace("/tmp/", f"{place}/tmp/"))
+    for name, value in line.environ.items():
+        monkeypatch.setenv(name, value)
+    with environment_elsewhere(groups=80) as url:  # no example takes more for two steps
+        words = [*line.words, "--atropos-url", url, "--vllm-port", str(free_port()), *STAND_IN]
+        capsys.readouterr()
+        tandem(*words, "--show")
+        (place / "recipe.yaml").write_text(capsys.readouterr().out)
+        tandem("check", "recipe.yaml")
+        tandem(*words, *SHORT_RUN)
+        printed = capsys.readouterr().out
+    run = trained(place)
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    kind = recipe["trains"]["kind"]
+    assert [path.name for path in place.rglob(ENDS[kind])] == [ENDS[kind]]
+    assert ("mean step" in printed) == ("--benchmark" in line.words or "atropos-grpo-run" in line.words)
+
+
+ENDS = {"full": "final_model", "lora": "final_adapter"}
+"""Folders of the last checkpoint, as Atropos names them."""
 
 SCHEDULER = """
 from swift.plugin import orms

@@ -265,10 +265,15 @@ def laid(under: Any, over: Any) -> Any:
     return {**under, **{name: laid(under.get(name), value) for name, value in over.items()}}
 
 
+def written(what: str) -> str:
+    """An example's file."""
+    file, block = BLOCKS[what]
+    return yaml.safe_dump(laid(yaml.safe_load(file), yaml.safe_load(block) or {}), sort_keys=False) if file else block
+
+
 @pytest.mark.parametrize("what", BLOCKS)
 def test_axolotls_examples(what: str, here: Path) -> None:
-    file, block = BLOCKS[what]
-    text = yaml.safe_dump(laid(yaml.safe_load(file), yaml.safe_load(block) or {}), sort_keys=False) if file else block
+    text = written(what)
     (here / "config.yaml").write_text(text)
     check_pairs(load(here / "config.yaml", ELSEWHERE.get(what, ())).config)
     if yaml.safe_load(text)["trl"].get("use_vllm") and what != "colocate":
