@@ -46,8 +46,8 @@ def build_brief_model(folder: Path) -> Path:
         model.get_input_embeddings().weight[:, 0] = 4.0
         head = model.get_output_embeddings().weight
         head[:, 0] = 0.0
-        head[tokenizer.convert_tokens_to_ids("3"), 0] = 0.95
-        head[tokenizer.eos_token_id, 0] = 0.95
+        head[tokenizer.convert_tokens_to_ids("3"), 0] = 1.05
+        head[tokenizer.eos_token_id, 0] = 1.05
     model.save_pretrained(folder)
     return folder
 

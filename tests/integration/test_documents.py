@@ -27,7 +27,10 @@ from unit.test_sinks import fake_library
 
 from tandem.cli.app import app as cli
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # by torch.compile
+]
 __all__ = ["here"]
 
 ROWS = [{"question": f"{n}+3-{n}", "problem": f"{n}+3-{n}", "answer": "3", "solution": "3"} for n in range(1, 41)]
@@ -68,12 +71,15 @@ def tandem(*words: str) -> None:
 
 
 def trained(place: Path) -> Path:
-    """The folder of the run, which has trained two steps."""
+    """The folder of the run, which has trained two steps: by a gradient where the rewards of a group differ."""
     (found,) = place.rglob("run/metrics.jsonl")
     assert list(metrics(found.parent)) == [1, 2]
-    for step in metrics(found.parent).values():
+    for number, step in metrics(found.parent).items():
         assert step["tokens/trained"] > 0
-    assert any(step["grad_norm"] > 0 for step in metrics(found.parent).values())
+        groups: dict[str, set[float]] = {}
+        for row in lines(found.parent / f"rollouts/{number:06d}.jsonl"):
+            groups.setdefault(row["group"], set()).add(row["reward"])
+        assert step["grad_norm"] > 0 or all(len(rewards) == 1 for rewards in groups.values())
     return found.parent
 
 
