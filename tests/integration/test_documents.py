@@ -25,11 +25,11 @@ from tiers import long_but
 from unit.test_documents import BLOCKS, ELSEWHERE, TRAINED, here, swift_files, written
 from unit.test_sinks import fake_library
 
-from tandem.cli.app import app as cli
+from tandem.cli import app as cli
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # by torch.compile
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # torch.compile gives many
 ]
 __all__ = ["here"]
 
