@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tandem.broker.client import Connection, EnvClient
-from tandem.broker.wire import EnvRegistration, ScoredGroup
+from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
 
 STAND_IN = ("engine=embedded", "sync=shared")
 """Overrides where an example has vLLM beside or within the trainer: the trainer's own model samples instead."""
