@@ -22,7 +22,7 @@ ALLOWED = {
     # Beside something that is registered.
     "trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "rollout/produce.py:run": "a stop, beside the playing",
-    "compat/atropos.py:_finish": "a sink's own thread; what a sink does is registered",
+    "compat/atropos/checkpoints.py:_finish": "a sink's own thread; what a sink does is registered",
     "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "engines/fake.py:generate": "within whoever asks it",
     "engines/fake.py:_sample": "within whoever asks it",

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 import tandem
+from tandem.cli import app as cli
 from tandem.cli import atropos as verb
-from tandem.cli.app import app as cli
-from tandem.compat import atropos
-from tandem.compat._atropos_recipe import BOARD, WAYS
-from tandem.compat._atropos_server import ServerFlags, divided
-from tandem.compat._atropos_server import translate as translate_server
-from tandem.compat.atropos import Flags, Layout, Running, joined, lay_out, translate
+from tandem.compat.atropos.checkpoints import CheckpointLayout, lay_out
+from tandem.compat.atropos.options import RunningEngine, TrainerFlags, joined
+from tandem.compat.atropos.rules import BOARD, LAYOUT, WAYS, translate
+from tandem.compat.atropos.server import ServerFlags, divided
+from tandem.compat.atropos.server import translate as translate_server
 from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
 from tandem.observability.loggers.base import RunInfo
@@ -34,7 +34,7 @@ Run = Callable[..., tuple[int, str, str]]
 def options(environ: Mapping[str, str] | None = None, **given: Any) -> dict[str, Any]:
     """The recipe of a command line that names a model and an environment."""
     given = {"model_name": "m", "env": "arithmetic", **given}
-    return translate(Flags(**given), frozenset(given), environ or {}).options
+    return translate(TrainerFlags(**given), frozenset(given), environ or {}).options
 
 
 def refusal(environ: Mapping[str, str] | None = None, **given: Any) -> str:
@@ -71,7 +71,7 @@ def test_the_defaults_of_atropos() -> None:
         "checkpoint": {"every": 3},
         "sinks": [
             "console",
-            {"kind": "tandem.compat.atropos:Layout", "save_path": "trained_model_checkpoints"},
+            {"kind": "tandem.compat.atropos.checkpoints:CheckpointLayout", "save_path": "trained_model_checkpoints"},
         ],
         "runs": "logs",
     }
@@ -131,7 +131,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"train_layer_indices": "0-3, 10"},
         {"trains": {"kind": "full", "layers": [0, 1, 2, 3, 10]}},
     ),
-    "save_path": ({"save_path": "x"}, {"sinks": ["console", {"kind": atropos.__name__ + ":Layout", "save_path": "x"}]}),
+    "save_path": ({"save_path": "x"}, {"sinks": ["console", {"kind": LAYOUT, "save_path": "x"}]}),
     "checkpoint_interval": ({"checkpoint_interval": 0, "training_steps": 9}, {"checkpoint": {"every": 9}}),
     "use_shared_memory": (
         {"use_shared_memory": True, "weight_bridge_mode": "shared_vllm"},
@@ -191,7 +191,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "sinks": [
                 "console", {"kind": BOARD, "project": "p", "group": "g"},
-                {"kind": atropos.__name__ + ":Layout", "save_path": "x"},
+                {"kind": LAYOUT, "save_path": "x"},
             ]
         },
     ),
@@ -300,7 +300,7 @@ NOTED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_matter_is_noted(flag: str) -> None:
     given, message = NOTED[flag]
     given = {"model_name": "m", "env": "arithmetic", **given}
-    notes = translate(Flags(**given), frozenset(given), {}).notes
+    notes = translate(TrainerFlags(**given), frozenset(given), {}).notes
     (told,) = [note for note in notes if note.startswith(f"--{flag.replace('_', '-')}: ")]
     assert message in told
 
@@ -326,7 +326,7 @@ def test_the_group_follows_the_batch_where_nobody_set_it(batch: int, steps: int,
 def test_the_device(device: str, seen: str | None, becomes: dict[str, str]) -> None:
     given = {"model_name": "m", "env": "arithmetic", "device": device}
     environ = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
-    assert translate(Flags(**given), frozenset(given), environ).environ == becomes
+    assert translate(TrainerFlags(**given), frozenset(given), environ).environ == becomes
     assert "is not among CUDA_VISIBLE_DEVICES=4,7" in refusal({"CUDA_VISIBLE_DEVICES": "4,7"}, device="cuda:2")
 
 
@@ -343,8 +343,8 @@ def test_the_optimizers_are_those_of_atropos() -> None:
 )
 def test_an_engine_that_serves_already_is_used_and_never_restarted(mode: str, way: str) -> None:
     given = {"model_name": "m", "env": "arithmetic", "weight_bridge_mode": mode}
-    running = Running(url="http://localhost:9001", bridge="b.json" if way == "shared" else None)
-    recipe = translate(Flags(**given), frozenset(given), {}, running).options
+    running = RunningEngine(url="http://localhost:9001", bridge="b.json" if way == "shared" else None)
+    recipe = translate(TrainerFlags(**given), frozenset(given), {}, running).options
     assert recipe["engine"] == {"kind": "vllm", "urls": ["http://localhost:9001"]}
     assert recipe["sync"]["kind"] == way
     assert recipe["sync"].get("bridge") == running.bridge
@@ -358,13 +358,13 @@ def test_without_an_environment_groups_come_from_a_server() -> None:
     assert "env" not in recipe
     assert recipe["engine"] == {**STARTED, "require_api_key": False}, "environments elsewhere have no key"
     assert "evaluate" not in recipe
-    flags = Flags(model_name="m", env=None)
+    flags = TrainerFlags(model_name="m", env=None)
     assert "more than 6 steps old (max_lag)" in translate(flags, frozenset(), {}).notes[0]
 
 
 def test_no_flag_is_accepted_and_ignored() -> None:
     """Every flag changes the recipe, is told or is refused; benchmark changes what is printed."""
-    assert {field.name for field in dataclasses.fields(Flags)} <= {*CHANGES, *REFUSED, *NOTED, "benchmark"}
+    assert {field.name for field in dataclasses.fields(TrainerFlags)} <= {*CHANGES, *REFUSED, *NOTED, "benchmark"}
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -407,7 +407,7 @@ def test_a_meeting_place_has_a_host_and_a_port() -> None:
 )
 def test_notes_say_what_differs(given: dict[str, Any], note: str | None) -> None:
     given = {"model_name": "m", "env": "arithmetic", **given}
-    notes = translate(Flags(**given), frozenset(given), {}).notes
+    notes = translate(TrainerFlags(**given), frozenset(given), {}).notes
     assert len(notes) == (note is not None)
     assert note is None or note in notes[0]
 
@@ -415,7 +415,7 @@ def test_notes_say_what_differs(given: dict[str, Any], note: str | None) -> None
 @pytest.mark.parametrize("given", [*({"weight_bridge_mode": way} for way in WAYS), *(g for g, _ in CHANGES.values())])
 def test_the_recipe_loads_and_its_parts_go_together(given: dict[str, Any]) -> None:
     config = from_options(options(**given), (), Path("x")).config
-    assert isinstance(config.sinks[-1], Layout)
+    assert isinstance(config.sinks[-1], CheckpointLayout)
     check_pairs(config)
 
 
@@ -496,7 +496,7 @@ def test_help_has_every_flag_with_its_default(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     text = " ".join(out.split())
-    for field in dataclasses.fields(Flags):
+    for field in dataclasses.fields(TrainerFlags):
         assert f"--{field.name.replace('_', '-')}" in text
     assert "Learning rate. Default: 1e-05." in text
 
@@ -640,7 +640,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
 def test_the_sink_copies_while_the_run_goes_on(tmp_path: Path) -> None:
     folder, save = fake_run(tmp_path / "run", 2, 4), tmp_path / "s"
     config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
-    writer = Layout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
+    writer = CheckpointLayout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
     writer.event("published", {"step": 1})
     assert not save.exists()
     writer.event("checkpoint_saved", {"step": 2, "path": str(folder / "checkpoints" / "000002")})
@@ -653,7 +653,7 @@ def test_the_sink_copies_while_the_run_goes_on(tmp_path: Path) -> None:
 def test_the_file_of_the_process_group_is_copied_as_it_is_formed_anew(tmp_path: Path) -> None:
     folder, save = fake_run(tmp_path / "run", 2, 4), tmp_path / "my sa ve"
     config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
-    writer = Layout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
+    writer = CheckpointLayout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
     for port in (1, 2):
         group = NcclBridge(
             nccl_init_method=f"tcp://here:{port}", world_size=2, param_metadata={"w": {"shape": [1]}}, param_mappings={}
@@ -672,7 +672,9 @@ def test_the_file_of_the_process_group_is_copied_as_it_is_formed_anew(tmp_path: 
 def test_the_sink_tells_what_it_could_not_copy(tmp_path: Path) -> None:
     config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
     (tmp_path / "s").write_text("a file in the way")
-    writer = Layout(save_path=str(tmp_path / "s")).open(RunInfo(name="r", folder=tmp_path, steps=4, config=config))
+    writer = CheckpointLayout(save_path=str(tmp_path / "s")).open(
+        RunInfo(name="r", folder=tmp_path, steps=4, config=config)
+    )
     folder = fake_run(tmp_path / "run", 2)
     writer.event("checkpoint_saved", {"step": 2, "path": str(folder / "checkpoints" / "000002")})
     with pytest.raises(CheckpointError, match="cannot be copied"):
@@ -682,7 +684,7 @@ def test_the_sink_tells_what_it_could_not_copy(tmp_path: Path) -> None:
 def test_other_trainings_have_no_name(tmp_path: Path) -> None:
     info = RunInfo(name="r", folder=tmp_path, steps=1, config={"trains": {"kind": "my:Own"}})
     with pytest.raises(ConfigError, match="no name for checkpoints of trains: my:Own"):
-        Layout(save_path="s").open(info)
+        CheckpointLayout(save_path="s").open(info)
 
 
 def test_the_benchmark_sums_up_what_was_written_down(tmp_path: Path) -> None:
@@ -714,7 +716,7 @@ def test_what_the_sink_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest
 
     fake = types.SimpleNamespace(train=train)
     monkeypatch.setitem(sys.modules, "tandem.trainer.assemble", fake)
-    monkeypatch.setattr(tandem, "run", fake, raising=False)
+    monkeypatch.setattr(tandem.trainer, "assemble", fake, raising=False)
     code, out, err = run(
         "--model", "m", "--env", "arithmetic", "--training-steps", "4", "--save-path", "saved",
         "engine=embedded", "sync=shared", "max_lag=0", "seed=3",
@@ -743,7 +745,7 @@ def test_it_trains_and_its_checkpoints_load(run: Run, tiny_model: Path, mode: st
     assert names(Path("saved")) == {f"{step}_1", f"{step}_2", f"{step}_3", final, "tokenizer"}
     (folder,) = Path("logs").iterdir()
     assert names(folder / "checkpoints") == {"000003"}
-    assert load(folder / "config.yaml").config.sinks[-1] == Layout(
+    assert load(folder / "config.yaml").config.sinks[-1] == CheckpointLayout(
         save_path="saved"
     )  # so a resumed run goes on copying
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -10,7 +10,7 @@ import yaml
 from atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TRAINERS, command
 
 from tandem.cli._work_recipe import Work
-from tandem.cli.app import app as cli
+from tandem.cli import app as cli
 from tandem.config.loading import RunConfig, from_options
 from tandem.engines.vllm.spec import Vllm
 from tandem.trainer import assemble as run
@@ -31,7 +31,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which nothing of this runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "nowhere")
-    monkeypatch.setattr("tandem.compat._atropos_services.asked", lambda url, key="": (0, None))
+    monkeypatch.setattr("tandem.compat.atropos.services.asked", lambda url, key="": (0, None))
     for name in ("LOGDIR", "NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT", "TANDEM_OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from integration.atropos_peers import free_port, until
 
-from tandem.compat._atropos_services import require_broker, running_engine, served_model
-from tandem.compat.atropos import Flags, Running
+from tandem.compat.atropos.options import RunningEngine, TrainerFlags
+from tandem.compat.atropos.services import require_broker, running_engine, served_model
 from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem.transport import bridge
 from tandem.transport.bridge import VllmBridge
@@ -48,8 +48,8 @@ def listening(status: int, answer: Any) -> Iterator[int]:
         server.server_close()
 
 
-def flags(port: int, mode: str = "lora_only", **given: Any) -> Flags:
-    return Flags(model_name="m", vllm_port=port, weight_bridge_mode=mode, **given)
+def flags(port: int, mode: str = "lora_only", **given: Any) -> TrainerFlags:
+    return TrainerFlags(model_name="m", vllm_port=port, weight_bridge_mode=mode, **given)
 
 
 def lend(folder: Path, url: str, model: str = "m") -> str:
@@ -71,7 +71,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_only", "lora_restart", "lora_nccl"])
 def test_an_engine_at_the_port_is_found(mode: str) -> None:
     with listening(200, INFO) as port:
-        assert running_engine(flags(port, mode), {}) == Running(url=f"http://localhost:{port}")
+        assert running_engine(flags(port, mode), {}) == RunningEngine(url=f"http://localhost:{port}")
     assert running_engine(flags(port, mode), {}) is None, "it has ended"
 
 
@@ -87,7 +87,7 @@ def test_what_is_no_engine_is_left_to_whoever_starts_one() -> None:
     with listening(200, ["something"]) as port:
         assert running_engine(flags(port), {}) is None
     with listening(401, {}) as port:  # which the trainer then says
-        assert running_engine(flags(port), {}) == Running(url=f"http://localhost:{port}")
+        assert running_engine(flags(port), {}) == RunningEngine(url=f"http://localhost:{port}")
 
 
 def test_engines_that_are_named_are_not_looked_for() -> None:
@@ -106,19 +106,19 @@ def test_its_file_is_looked_for_where_atropos_looks(
     with listening(200, INFO) as port:
         url = f"http://127.0.0.1:{port}"
         file = lend(tmp_path / place, url)
-        assert running_engine(flags(port, "shared_vllm"), {}) == Running(url=url, bridge=file)
-        assert running_engine(flags(port, "lora_only"), {}) == Running(url=f"http://localhost:{port}")
+        assert running_engine(flags(port, "shared_vllm"), {}) == RunningEngine(url=url, bridge=file)
+        assert running_engine(flags(port, "lora_only"), {}) == RunningEngine(url=f"http://localhost:{port}")
         lend(tmp_path / place, url, model="other")
-        assert running_engine(flags(port, "shared_vllm"), {}) == Running(url=f"http://localhost:{port}")
+        assert running_engine(flags(port, "shared_vllm"), {}) == RunningEngine(url=f"http://localhost:{port}")
     assert running_engine(flags(port, "shared_vllm"), {}) is None, "the file of an engine that has ended is no engine"
 
 
 def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
     file = lend(tmp_path / "there", "http://127.0.0.1:7")
     found = running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
-    assert found == Running(url="http://127.0.0.1:7", bridge=file)
+    assert found == RunningEngine(url="http://127.0.0.1:7", bridge=file)
     with pytest.raises(ConfigError, match="of an engine that serves m, not other"):
-        running_engine(Flags(model_name="other", weight_bridge_mode="shared_vllm", vllm_config_path=file), {})
+        running_engine(TrainerFlags(model_name="other", weight_bridge_mode="shared_vllm", vllm_config_path=file), {})
     Path(file).write_text("{")
     with pytest.raises(ConfigError, match=r"--vllm-config-path: .* is not JSON"):
         running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
@@ -126,7 +126,7 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
     found = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
-    assert found == Running(url="http://localhost:9")
+    assert found == RunningEngine(url="http://localhost:9")
     lend(Path("last resort"), "http://127.0.0.1:9")  # of an engine that has ended
     assert running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {}) == found
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.cli.app import app as cli
-from tandem.compat._axolotl_options import DATASET, GROUPS, TOP, TRL, VLLM
-from tandem.compat._axolotl_templates import TEMPLATES
+from tandem.cli import app as cli
+from tandem.compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
+from tandem.compat.axolotl.templates import TEMPLATES
 from tandem.config.loading import Loaded, load
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.model.policy import load_tokenizer
@@ -249,12 +249,12 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trl.rollout_func": (
         {**trl(rollout_func="axolotl_rewards.play"), "chat_template": "chatml"},
         {
-            "env/kind": "tandem.compat._axolotl_rollout:Rollouts",
+            "env/kind": "tandem.compat.axolotl.rollout:RolloutFunction",
             "env/rollout_func": "axolotl_rewards.play",
             "env/chat_template": TEMPLATES["chatml"],
             "rewards": {
                 "axolotl_rewards.right": {
-                    "kind": "tandem.compat._axolotl_rollout:Returned",
+                    "kind": "tandem.compat.axolotl.rollout:ReturnedText",
                     "path": "axolotl_rewards.right",
                     "weight": 1.0,
                 }

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tandem.compat._axolotl_env import Options, Rows
-from tandem.compat._axolotl_options import DATASET
+from tandem.compat.axolotl.datasets import AxolotlDatasets, TransformOptions
+from tandem.compat.axolotl.options import DATASET
 from tandem.envs import _rows
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Message
@@ -48,12 +48,12 @@ def rows(path: str, count: int, start: int = 0) -> str:
     return path
 
 
-def env(*datasets: dict[str, Any], **cfg: Any) -> Rows:
-    return Rows(cfg={"base_model": "m", "datasets": list(datasets), **cfg})
+def env(*datasets: dict[str, Any], **cfg: Any) -> AxolotlDatasets:
+    return AxolotlDatasets(cfg={"base_model": "m", "datasets": list(datasets), **cfg})
 
 
 def test_options_are_read_as_axolotl_reads_them() -> None:
-    cfg = Options({"a": {"b": [{"c": 1}]}, "n": None})
+    cfg = TransformOptions({"a": {"b": [{"c": 1}]}, "n": None})
     assert (cfg.a.b[0].c, cfg["a"]["b"][0]["c"], cfg.get("a").b[0].c) == (1, 1, 1)
     assert (cfg.none, cfg["none"], cfg.a.none, cfg.n) == (None,) * 4
     cfg.new = 3
@@ -221,4 +221,4 @@ def test_what_is_no_data_set_is_refused(write: Write) -> None:
         with pytest.raises(ConfigError, match=message):
             env(entry)
     with pytest.raises(ConfigError, match=r"cfg\.datasets must be a list"):
-        Rows(cfg={})
+        AxolotlDatasets(cfg={})

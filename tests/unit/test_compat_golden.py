@@ -184,14 +184,14 @@ def flags(options: Mapping[str, Any], environ: Mapping[str, str]) -> Result:
 
     def translate() -> tuple[Any, Any]:
         own = {"model_name": "m", "env": "arithmetic", **options}
-        found = test_atropos.translate(test_atropos.Flags(**own), frozenset(own), environ)
+        found = test_atropos.translate(test_atropos.TrainerFlags(**own), frozenset(own), environ)
         return found.options, [*found.notes, *found.environ.items()]
 
     return outcome(translate)
 
 
 def lines() -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """Flags, each with and without a way of its own, and what the environment says."""
+    """TrainerFlags, each with and without a way of its own, and what the environment says."""
     for one, _ in (*test_atropos.CHANGES.values(), *test_atropos.REFUSED.values(), *test_atropos.NOTED.values()):
         yield one, {}
         for way in ("shared_vllm", "lora_nccl", "lora_restart"):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tandem.compat import swift
-from tandem.compat._swift_arguments import DEPLOY, RLHF
+from tandem.compat.swift.options import DEPLOY, RLHF
 from tandem.config.loading import from_options, load
 from tandem.trainer.assemble import check_pairs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.compat._generation import FIELDS, translated
+from tandem.compat.generation import FIELDS, translated
 from tandem.types import Sampling
 
 FOUND = sorted((Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/sampling_params.py"))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tandem.compat.atropos_wandb import AtroposWandb
+from tandem.compat.atropos.wandb import AtroposWandb
 from tandem.errors import ConfigError
 from tandem.observability.loggers import _board
 from tandem.observability.loggers._board import Board, duration, number, sparkline

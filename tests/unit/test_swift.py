@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.cli.app import app as cli
+from tandem.cli import app as cli
 from tandem.compat import swift
-from tandem.compat._swift_arguments import DEPLOY, RLHF
-from tandem.compat._swift_data import Rows, row
+from tandem.compat.swift.completions import CompletionsFile
+from tandem.compat.swift.datasets import SwiftDataset, row
+from tandem.compat.swift.options import DEPLOY, RLHF
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, EnvError
 from tandem.observability.loggers.base import RunInfo
@@ -45,7 +46,7 @@ def words(line: str) -> dict[str, list[str]]:
     return given
 
 
-def translated(line: str, environ: Mapping[str, str] | None = None, start: str = START) -> swift.Translation:
+def translated(line: str, environ: Mapping[str, str] | None = None, start: str = START) -> swift.SwiftTranslation:
     return swift.rlhf(words(start) | words(line), environ or {})
 
 
@@ -73,7 +74,7 @@ def test_the_defaults_of_ms_swift() -> None:
     assert options() == {
         "model": "m",
         "steps": 10,
-        "env": {"kind": "tandem.compat._swift_data:Rows", "path": "d.jsonl", "test_share": 0.0},
+        "env": {"kind": "tandem.compat.swift.datasets:SwiftDataset", "path": "d.jsonl", "test_share": 0.0},
         "rewards": {"accuracy": {"kind": "math_verify", "weight": 1.0}},
         "groups_per_step": 1,
         "group_size": 8,
@@ -94,7 +95,7 @@ def test_the_defaults_of_ms_swift() -> None:
         "seed": 42,
         "evaluate": {"tasks": 0},
         "checkpoint": {"every": 10, "keep": 1},
-        "sinks": ["console", {"kind": "tandem.compat.swift:Completions"}],
+        "sinks": ["console", {"kind": "tandem.compat.swift.completions:CompletionsFile"}],
         "runs": "output/m",
     }  # fmt: skip
 
@@ -179,13 +180,14 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--reward_funcs repetition --repetition_n_grams 4 --repetition_max_penalty -0.5",
      {"rewards.repetition": {"kind": "repetition", "ngram": 4, "weight": 0.5}}),
     ("--reward_funcs soft_overlong --soft_max_length 100 --soft_cache_length 20",
-     {"rewards.soft_overlong": {"kind": "tandem.compat._swift_rewards:SoftOverlong", "max_tokens": 100, "cache": 20,
+     {"rewards.soft_overlong": {"kind": "tandem.compat.swift.rewards:SwiftSoftOverlong", "max_tokens": 100, "cache": 20,
                                 "weight": 1.0}}),
-    ("--reward_funcs mine --external_plugins mine.py", {"rewards.mine.kind": "tandem.compat._swift_plugin:Plugin",
+    ("--reward_funcs mine --external_plugins mine.py", {"rewards.mine.kind": "tandem.compat.swift.plugin:PluginReward",
      "rewards.mine.registered": "mine", "rewards.mine.files": ["mine.py"], "rewards.mine.weight": 1.0,
      "rewards.mine.arguments.max_steps": 10}),
     ("--multi_turn_scheduler turns --external_plugins mine.py --max_turns 3", {
-        "env.kind": "tandem.compat._swift_turns:Scheduled", "env.scheduler": "turns", "env.files": ["mine.py"],
+        "env.kind": "tandem.compat.swift.schedulers:ScheduledDataset",
+        "env.scheduler": "turns", "env.files": ["mine.py"],
         "env.max_turns": 3, "env.model": "m"}),
     ("--reward_model rm --reward_model_plugin default --reward_weights 1 3",
      {"rewards.reward_model": {"kind": "reward_model", "model": "rm", "weight": 3.0}}),
@@ -306,7 +308,7 @@ def test_several_data_sets_are_drawn_from_as_one() -> None:
     assert found["steps"] == 50
     held = options("--dataset d.jsonl e.jsonl --split_dataset_ratio 0.3")["envs"]
     assert [source["weight"] for source in held.values()] == [
-        len(Rows(path=path, test_share=0.3).tasks("train")) for path in ("d.jsonl", "e.jsonl")
+        len(SwiftDataset(path=path, test_share=0.3).tasks("train")) for path in ("d.jsonl", "e.jsonl")
     ]
     assert held["d-1"]["weight"] < 20
 
@@ -535,7 +537,7 @@ def test_an_engine_has_the_last_gpus_that_the_trainer_leaves(line: str, visible:
 def test_columns_are_renamed() -> None:
     Path("r.jsonl").write_text('{"ask": "1+1=", "gold": "2"}\n')
     env = options('--dataset r.jsonl --columns {"ask":"query","gold":"solution"}')["env"]
-    (task,) = Rows(**{name: value for name, value in env.items() if name != "kind"}).tasks("train")
+    (task,) = SwiftDataset(**{name: value for name, value in env.items() if name != "kind"}).tasks("train")
     assert (task.prompt[0].content, task.answer, task.meta["solution"]) == ("1+1=", "2", "2")
 
 
@@ -639,9 +641,9 @@ def test_rows_in_every_form() -> None:
 
 
 def test_rows_are_tasks_with_their_columns() -> None:
-    (first, *_) = Rows(path="d.jsonl", test_share=0.0, max_rows=3).tasks("train")
+    (first, *_) = SwiftDataset(path="d.jsonl", test_share=0.0, max_rows=3).tasks("train")
     assert (first.prompt[0].content, first.answer, first.meta["query"]) == ("0+2=", "2", "0+2=")
-    assert Rows(path="d.jsonl", test_share=0.0, gold_reply="<{answer}>").check(first) == "<2>"
+    assert SwiftDataset(path="d.jsonl", test_share=0.0, gold_reply="<{answer}>").check(first) == "<2>"
 
 
 PLUGIN = """
@@ -739,7 +741,7 @@ def test_it_trains_and_writes_completions(run: Run, tiny_model: Path) -> None:
         golds = [str(int(prompt.partition("+2=")[0].rpartition("\n")[2]) + 2) for prompt in line["prompt"]]
         sizes = [len(text) + len(gold) for text, gold in zip(line["completion"], golds, strict=True)]
         assert line["long"] == sizes
-    sink = swift.Completions()
+    sink = CompletionsFile()
     info = RunInfo(name="run", folder=Path("out/run"), steps=2, config={"model": str(tiny_model)}, resumed_step=1)
     writer = sink.open(info)
     assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]

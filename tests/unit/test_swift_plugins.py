@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tandem.compat import swift
-from tandem.compat._swift_data import Rows
-from tandem.compat._swift_plugin import Plugin
-from tandem.compat._swift_rewards import Format, SoftOverlong
+from tandem.compat.swift.datasets import SwiftDataset
+from tandem.compat.swift.plugin import PluginReward
+from tandem.compat.swift.rewards import SwiftFormat, SwiftSoftOverlong
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards.base import Reward
@@ -30,9 +30,9 @@ def write(text: str, name: str = "plugin.py") -> None:
     Path(name).write_text(textwrap.dedent(text))
 
 
-def plugin(text: str, registered: str = "mine", **arguments: Any) -> Plugin:
+def plugin(text: str, registered: str = "mine", **arguments: Any) -> PluginReward:
     write(text)
-    return Plugin(registered=registered, files=("plugin.py",), arguments=arguments)
+    return PluginReward(registered=registered, files=("plugin.py",), arguments=arguments)
 
 
 def played(task: Task, *replies: str, tokens: int = 2, finish: Any = "stop") -> list[Rollout]:
@@ -121,13 +121,13 @@ COLUMNS = """
 def test_the_conversation_ends_with_the_completion(row: dict[str, Any]) -> None:
     """The answer in the data is not among what was said, or it would be the answer that is judged."""
     Path("rows.jsonl").write_text(json.dumps(row | {"kind": "sum"}) + "\n")
-    (task,) = Rows(path="rows.jsonl", test_share=0.0).tasks("train")
+    (task,) = SwiftDataset(path="rows.jsonl", test_share=0.0).tasks("train")
     assert graded(plugin(COLUMNS), played(task, "6", "7", finish="length")) == [0.0, 1.0]
 
 
 def test_a_gold_answer_that_is_no_text_reaches_rewards_as_it_is() -> None:
     Path("rows.jsonl").write_text('{"query": "3+4=", "solution": ["7", "seven"]}\n')
-    (task,) = Rows(path="rows.jsonl", test_share=0.0).tasks("train")
+    (task,) = SwiftDataset(path="rows.jsonl", test_share=0.0).tasks("train")
     mine = plugin("""
         from swift.rewards import orms
         orms["mine"] = lambda completions, solution, **columns: [
@@ -173,7 +173,7 @@ def test_a_class_gets_the_arguments() -> None:
     seen = plugin(text, seed=7, model="org/m").called().call(completions=["a"])
     assert seen == [7, 512, 512, 512, "output/m", "bfloat16", 4, None, 7]
     for name, found in {"bare": 1.0, "old": 2.0, "plain": 3.0}.items():
-        assert Plugin(registered=name, files=("plugin.py",)).called().call(completions=["a"]) == [found]
+        assert PluginReward(registered=name, files=("plugin.py",)).called().call(completions=["a"]) == [found]
     given = recipe("--reward_funcs mine --external_plugins plugin.py --seed 9")
     assert given["rewards"]["mine"]["arguments"]["seed"] == 9
 
@@ -342,12 +342,12 @@ def test_a_reward_of_a_recipe_that_no_file_registers() -> None:
     with pytest.raises(RewardError, match="no reward 'other'; in orms is: mine"):
         plugin("from swift.plugin import orms\norms['mine'] = len\n", "other").prepare()
     with pytest.raises(RewardError, match=r"there is no plug-in file none\.py"):
-        Plugin(registered="mine", files=("none.py",)).prepare()
+        PluginReward(registered="mine", files=("none.py",)).prepare()
     with pytest.raises(ConfigError, match="files must name"):
-        Plugin(registered="mine", files=())
+        PluginReward(registered="mine", files=())
     write("1 / 0\n", "wrong.py")
     with pytest.raises(RewardError, match=r"reward 'mine' of wrong\.py fails: ZeroDivisionError"):
-        Plugin(registered="mine", files=("wrong.py",)).prepare()
+        PluginReward(registered="mine", files=("wrong.py",)).prepare()
 
 
 # Built-in rewards
@@ -368,22 +368,22 @@ def test_a_reward_of_a_recipe_that_no_file_registers() -> None:
     }.items(),
 )
 def test_format_is_to_the_character(reply: str, found: float) -> None:
-    assert Format()(said(reply)[0]) == found
+    assert SwiftFormat()(said(reply)[0]) == found
 
 
 def test_soft_overlong_goes_on_beyond_the_limit() -> None:
-    reward = SoftOverlong(max_tokens=8, cache=4)
+    reward = SwiftSoftOverlong(max_tokens=8, cache=4)
     found = {tokens: reward(said("a", tokens=tokens)[0]) for tokens in (1, 4, 5, 8, 12)}
     assert found == {1: 0.0, 4: 0.0, 5: -0.25, 8: -1.0, 12: -2.0}
     assert reward.full_marks is None
     for cache in (0, 8):
         with pytest.raises(ConfigError, match="cache must be from 1 to below max_tokens"):
-            SoftOverlong(max_tokens=8, cache=cache)
+            SwiftSoftOverlong(max_tokens=8, cache=cache)
 
 
 def test_built_in_rewards_by_name() -> None:
     found = recipe("--reward_funcs format soft_overlong --soft_cache_length 20")
     config = from_options(found, (), Path("x")).config
-    assert config.rewards["format"].reward == Format()
-    assert config.rewards["soft_overlong"].reward == SoftOverlong(max_tokens=512, cache=20)
-    assert Format()(said(found["env"]["gold_reply"].replace("{answer}", "7"))[0]) == 1.0
+    assert config.rewards["format"].reward == SwiftFormat()
+    assert config.rewards["soft_overlong"].reward == SwiftSoftOverlong(max_tokens=512, cache=20)
+    assert SwiftFormat()(said(found["env"]["gold_reply"].replace("{answer}", "7"))[0]) == 1.0

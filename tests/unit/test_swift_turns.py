@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.compat._swift_turns import Scheduled
+from tandem.compat.swift.schedulers import ScheduledDataset
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Message
 
@@ -88,8 +88,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("d.jsonl").write_text(json.dumps({"query": "1+2=", "solution": "3"}) + "\n")
 
 
-def scheduled(name: str, **options: Any) -> Scheduled:
-    return Scheduled(path="d.jsonl", test_share=0.0, scheduler=name, files=("turns.py",), **options)
+def scheduled(name: str, **options: Any) -> ScheduledDataset:
+    return ScheduledDataset(path="d.jsonl", test_share=0.0, scheduler=name, files=("turns.py",), **options)
 
 
 def played(name: str, *answers: str, **options: Any) -> tuple[list[tuple[str, str]], dict[str, float]]:
@@ -136,7 +136,7 @@ def test_a_scheduler_that_is_not_there_is_told_before_anything_is_played() -> No
     with pytest.raises(EnvError, match="has a run of its own"):
         scheduled("runs").tasks("train")
     with pytest.raises(ConfigError, match="files must name"):
-        Scheduled(path="d.jsonl", test_share=0.0, scheduler="s", files=())
+        ScheduledDataset(path="d.jsonl", test_share=0.0, scheduler="s", files=())
 
 
 def test_it_travels_to_other_processes() -> None:

@@ -18,9 +18,9 @@ from plays import make_group, make_rollout
 from tandem.broker.client import Connection, EnvClient, Status
 from tandem.broker.protocol.messages import EnvRegistration, Info
 from tandem.cli import _work_recipe, work
-from tandem.cli.app import app as cli
+from tandem.cli import app as cli
 from tandem.cli.work import mask_truncated
-from tandem.compat._atropos_env import EnvFlags, from_file, translate
+from tandem.compat.atropos.environment import EnvFlags, from_file, translate
 from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.observability import waits

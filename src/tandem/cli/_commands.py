@@ -10,10 +10,12 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from tandem.compat import atropos, swift
-from tandem.compat._atropos_env import EnvFlags
-from tandem.compat._atropos_server import ServerFlags
-from tandem.compat._swift_arguments import DEPLOY, RLHF, Argument
+from tandem.compat import swift
+from tandem.compat.atropos.environment import EnvFlags
+from tandem.compat.atropos.options import TrainerFlags, joined
+from tandem.compat.atropos.server import ServerFlags
+from tandem.compat.swift.options import DEPLOY, RLHF
+from tandem.compat.table import ForeignOption
 from tandem.config import registry as resolve
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
@@ -47,7 +49,7 @@ def _flags(cls: type) -> Iterator[inspect.Parameter]:
         )
 
 
-def _arguments(table: Sequence[Argument]) -> Iterator[inspect.Parameter]:
+def _arguments(table: Sequence[ForeignOption]) -> Iterator[inspect.Parameter]:
     """Arguments of ms-swift as options of a verb; what they hold is read by ``compat``, all of it at once."""
     for argument in table:
         names = [f"--{name}" for name in (argument.name, *argument.also)]
@@ -81,10 +83,10 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 class _AtroposCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, atropos.joined(args))
+        return super().parse_args(ctx, joined(args))
 
 
-@_with(_flags(atropos.Flags))
+@_with(_flags(TrainerFlags))
 def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Train by the flags of Atropos' trainer.
 
@@ -95,7 +97,7 @@ def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any)
     typer.echo(atropos(_given(flags), overrides or [], show=show))
 
 
-@_with(_flags(atropos.Flags))
+@_with(_flags(TrainerFlags))
 def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Start an engine and train on its one copy of the weights.
 

@@ -12,10 +12,12 @@ import typer
 
 from tandem.api.blocking import run_to_end
 from tandem.cli.train import ended, translated
-from tandem.compat._atropos_server import ServerFlags, divided
-from tandem.compat._atropos_server import translate as translate_server
-from tandem.compat._atropos_services import require_broker, running_engine
-from tandem.compat.atropos import Flags, lay_out, translate
+from tandem.compat.atropos.checkpoints import lay_out
+from tandem.compat.atropos.options import TrainerFlags
+from tandem.compat.atropos.rules import translate
+from tandem.compat.atropos.server import ServerFlags, divided
+from tandem.compat.atropos.server import translate as translate_server
+from tandem.compat.atropos.services import require_broker, running_engine
 from tandem.config.loading import from_options
 
 SOURCE = Path("tandem atropos-grpo")
@@ -38,7 +40,7 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
         BrokerError: there is no broker.
     """
     given = {**({"weight_bridge_mode": "shared_vllm", "benchmark": True} if unified else {}), **given}
-    flags = Flags(**given)
+    flags = TrainerFlags(**given)
     running = None if unified else running_engine(flags, os.environ)
     translation = translate(flags, frozenset(given), os.environ, running)
     if show:

@@ -12,8 +12,8 @@ import typer
 
 from tandem.cli._work_recipe import from_options
 from tandem.cli.work import play
-from tandem.compat._atropos_env import EnvFlags, from_file, named, translate
-from tandem.compat._atropos_services import served_model
+from tandem.compat.atropos.environment import EnvFlags, from_file, named, translate
+from tandem.compat.atropos.services import served_model
 from tandem.errors import ConfigError
 
 ELSEWHERE = {

@@ -60,6 +60,6 @@ def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show
     serve_engine(config, typer.echo)
 
 
-def _tell(translation: swift.Translation) -> None:
+def _tell(translation: swift.SwiftTranslation) -> None:
     for note in translation.notes:
         typer.echo(f"tandem: {note}", err=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from tandem.compat._axolotl_options import TOP, TRL, Option
-from tandem.compat._swift_arguments import RLHF, Argument
+from tandem.compat.axolotl.options import TOP, TRL
+from tandem.compat.swift.options import RLHF
+from tandem.compat.table import ForeignOption
 
 _TRL: Mapping[str, str] = {
     "model_name_or_path": "model",
@@ -154,6 +155,6 @@ def _tables() -> tuple[tuple[str, Mapping[str, str]], ...]:
     )
 
 
-def _said(option: Option | Argument) -> str:
+def _said(option: ForeignOption) -> str:
     """What a dialect's table says of one, without the default that it has there."""
     return option.becomes.partition("; default")[0] or f"nothing: {option.idle or option.refused}"

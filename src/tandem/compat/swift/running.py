@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from tandem.compat._swift_given import Given
+from tandem.compat.table import Reader
 from tandem.types import Json
 
-COMPLETIONS = "tandem.compat.swift:Completions"
+COMPLETIONS = "tandem.compat.swift.completions:CompletionsFile"
 """The sink that writes completions.jsonl."""
 
 OPTIMIZERS = {
@@ -23,12 +23,12 @@ SCHEDULES = {
 """By ms-swift's names."""
 
 
-def per_step(given: Given, updates: float) -> int:
+def per_step(given: Reader, updates: float) -> int:
     """Steps that are so many optimizer updates."""
     return max(1, math.ceil(updates / int(given["num_iterations"])))
 
 
-def _every(given: Given, name: str, steps: int) -> int:
+def _every(given: Reader, name: str, steps: int) -> int:
     """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
     strategy = given[f"{name.removesuffix('_steps')}_strategy"]
     if strategy == "epoch":
@@ -39,7 +39,7 @@ def _every(given: Given, name: str, steps: int) -> int:
     return per_step(given, asked) if asked >= 1 else math.ceil(asked * steps)
 
 
-def optimizer(given: Given, steps: int) -> Json:
+def optimizer(given: Reader, steps: int) -> Json:
     """``optimizer`` of a run of so many steps."""
     kind = OPTIMIZERS[given["optim"]]
     if given["offload_optimizer"]:
@@ -66,7 +66,7 @@ def optimizer(given: Given, steps: int) -> Json:
     return found | adam
 
 
-def _warmup(given: Given, steps: int) -> int:
+def _warmup(given: Reader, steps: int) -> int:
     """Steps in which the learning rate rises."""
     if given["lr_scheduler_type"] == "constant":
         for name in ("warmup_steps", "warmup_ratio"):
@@ -78,7 +78,7 @@ def _warmup(given: Given, steps: int) -> int:
     return math.ceil(updates / int(given["num_iterations"])) or math.ceil(share * steps)
 
 
-def trained(given: Given, mode: str) -> dict[str, Json]:
+def trained(given: Reader, mode: str) -> dict[str, Json]:
     """``trains``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
     if given["train_type"] != "lora":
         return {"kind": "full"}
@@ -92,7 +92,7 @@ def trained(given: Given, mode: str) -> dict[str, Json]:
     }
 
 
-def evaluated(given: Given, steps: int) -> Json:
+def evaluated(given: Reader, steps: int) -> Json:
     """``evaluate`` of a run of so many steps: nothing without held-out rows."""
     strategy = given.only("eval_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"})
     if strategy == "no" or not (given["split_dataset_ratio"] or given["val_dataset"]):
@@ -104,7 +104,7 @@ def evaluated(given: Given, steps: int) -> Json:
     return {"every": every, "samples": samples, **greedy, "before": False}
 
 
-def checkpoint(given: Given, steps: int) -> Json:
+def checkpoint(given: Reader, steps: int) -> Json:
     """``checkpoint`` of a run of so many steps."""
     if given.only("save_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"}) == "no":
         return {"every": steps, "keep": 1}
@@ -112,7 +112,7 @@ def checkpoint(given: Given, steps: int) -> Json:
     return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
 
 
-def sinks(given: Given) -> list[Json]:
+def sinks(given: Reader) -> list[Json]:
     """``sinks``: the terminal, boards, and completions.jsonl."""
     boards = [name for name in given["report_to"] if name not in ("none", "swanlab")]
     if "swanlab" in given["report_to"]:
@@ -123,7 +123,7 @@ def sinks(given: Given) -> list[Json]:
     return ["console", *boards, *([{"kind": COMPLETIONS}] if given["log_completions"] else [])]
 
 
-def folder(given: Given) -> dict[str, Json]:
+def folder(given: Reader) -> dict[str, Json]:
     """Where the run's folder is."""
     path = Path(given["output_dir"] or Path("output") / Path(given["model"]).name)
     if given["add_version"]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tandem.compat._axolotl_recipe import Recipe
+from tandem.compat.axolotl.draft import Draft
 
 HOST, PORT = "0.0.0.0", 8000
 """Axolotl's defaults of where the server is."""
@@ -19,7 +16,7 @@ _ANYWHERE = ("0.0.0.0", "::", "")
 _STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
 
 
-def put(recipe: Recipe) -> None:
+def put(recipe: Draft) -> None:
     """Engine, sync, context and lag."""
     file = recipe.file
     mode = file.get("trl.vllm_mode", "server")
@@ -44,7 +41,7 @@ def put(recipe: Recipe) -> None:
         recipe.put("max_lag", lag, "trl.prefetch_depth", "trl.async_prefetch", "trl.vllm_sync_interval")
 
 
-def _served(recipe: Recipe) -> None:
+def _served(recipe: Draft) -> None:
     """An engine in a process of its own, by ``tandem serve engine``."""
     file = recipe.file
     recipe.put("engine.kind", "vllm", "trl.use_vllm")
@@ -71,7 +68,7 @@ def _served(recipe: Recipe) -> None:
         recipe.put("sync.every", _every(recipe), "trl.vllm_sync_interval")
 
 
-def _colocated(recipe: Recipe) -> None:
+def _colocated(recipe: Draft) -> None:
     """An engine that the run starts on its own GPU, one copy of the weights."""
     file = recipe.file
     recipe.put("engine.kind", "vllm", "trl.vllm_mode")
@@ -94,7 +91,7 @@ def _colocated(recipe: Recipe) -> None:
             file.note(f"trl.{option}", "changes nothing with vllm_mode: colocate; there is no server")
 
 
-def _started(recipe: Recipe, share: float) -> None:
+def _started(recipe: Draft, share: float) -> None:
     """Options of an engine that is started here; ``share`` is the default of its memory."""
     recipe.put("engine.gpu_memory_utilization", share, "vllm.gpu_memory_utilization")
     for option in _STARTED:
@@ -103,7 +100,7 @@ def _started(recipe: Recipe, share: float) -> None:
         recipe.copy("vllm.data_parallel_size", "engine.replicas")
 
 
-def _context(recipe: Recipe) -> None:
+def _context(recipe: Draft) -> None:
     """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
     file = recipe.file
     named = ("vllm.max_model_len", "trl.vllm_max_model_len") if file.get("trl.use_vllm") else ()
@@ -115,7 +112,7 @@ def _context(recipe: Recipe) -> None:
         file.note("sequence_len", f"bounds no prompt and no answer, as in Axolotl: {whose}")
 
 
-def _every(recipe: Recipe) -> int:
+def _every(recipe: Draft) -> int:
     """Steps from one publish to the next."""
     every: int = recipe.file.get("trl.vllm_sync_interval", 1)
     if every < 1:
@@ -123,7 +120,7 @@ def _every(recipe: Recipe) -> int:
     return recipe.per_step(every)
 
 
-def _ahead(recipe: Recipe) -> int:
+def _ahead(recipe: Draft) -> int:
     """Steps by which generation is ahead of training."""
     file, completions = recipe.file, recipe.completions
     depth = file.get("trl.prefetch_depth", 1) if file.get("trl.async_prefetch") else 0
@@ -152,7 +149,7 @@ def _ahead(recipe: Recipe) -> int:
     return ahead
 
 
-def _tell_unread(recipe: Recipe, why: str) -> None:
+def _tell_unread(recipe: Draft, why: str) -> None:
     """Name what is written for an engine that is not used."""
     for path in recipe.file.values:
         if (

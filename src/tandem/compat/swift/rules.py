@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tandem.compat._ranks import several
-from tandem.compat._swift_given import Given
-from tandem.compat._swift_parts import datasets, engine, rewards, rows
-from tandem.compat._swift_running import (
+from tandem.compat.launchers import several
+from tandem.compat.swift.parts import datasets, engine, rewards, rows
+from tandem.compat.swift.running import (
     OPTIMIZERS,
     SCHEDULES,
     checkpoint,
@@ -22,6 +21,7 @@ from tandem.compat._swift_running import (
     sinks,
     trained,
 )
+from tandem.compat.table import Reader
 from tandem.types import Json
 
 _REDUCTIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
@@ -38,10 +38,10 @@ _SCALES = {
 }  # fmt: skip
 
 
-class Reading:
+class SwiftRecipe:
     """One command line, read part by part."""
 
-    def __init__(self, given: Given, environ: Mapping[str, str]) -> None:
+    def __init__(self, given: Reader, environ: Mapping[str, str]) -> None:
         """Read nothing yet.
 
         Args:
@@ -54,7 +54,9 @@ class Reading:
     def recipe(self) -> tuple[dict[str, Json], list[str]]:
         """The whole recipe, and what to tell of it."""
         given = self.given
-        notes = given.settle(self._places())
+        notes, places = given.notes, {"": "", **self._places()}
+        for name in given.values:
+            given.settle(name, places[given.table[name].where])
         self._check()
         if given.problems:
             return {}, notes
@@ -85,13 +87,12 @@ class Reading:
     def _running(self, steps: int) -> dict[str, Json]:
         """How those steps are computed, saved and shown."""
         given = self.given
-        trains = trained(given, self.mode)
         context = given["max_length"] and given["max_length"] + given["max_completion_length"]
         part = self._micro_batch
         return {
             "optimizer": optimizer(given, steps),
-            "trains": trains,
-            **engine(given, self.mode, trains, self._rounds, _visible(self.environ)),
+            "trains": trained(given, self.mode),
+            **engine(given, self.mode, self._rounds, _visible(self.environ)),
             "dtype": given["torch_dtype"],
             **({"context": context, "micro_batch_tokens": part * context} if context else {}),
             **({"checkpointing": "full"} if given["gradient_checkpointing"] else {}),

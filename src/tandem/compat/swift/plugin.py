@@ -12,16 +12,16 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.compat._swift_library import Arguments, multi_turns, orms
+from tandem.compat.swift.library import SwiftArguments, multi_turns, orms
 from tandem.errors import ConfigError, RewardError, said
 from tandem.rewards.grading.calls import Adapter, Called
 from tandem.types import Json, Rollout
 
-KIND = f"{__name__}:Plugin"
+KIND = f"{__name__}:PluginReward"
 """How a recipe names the reward."""
 
 
-class Registered(NamedTuple):
+class RegisteredReward(NamedTuple):
     """What a plug-in file has put into ``orms``."""
 
     file: str
@@ -31,7 +31,7 @@ class Registered(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plugin(Adapter):
+class PluginReward(Adapter):
     """A reward that a plug-in file has registered; completions and columns reach it as in ms-swift."""
 
     registered: str
@@ -39,7 +39,7 @@ class Plugin(Adapter):
     files: tuple[str, ...]
     """The plug-in files, run in order."""
     arguments: dict[str, Json] = field(default_factory=dict)
-    """Arguments of ms-swift's command line, which its class may look at; others have their defaults."""
+    """SwiftArguments of ms-swift's command line, which its class may look at; others have their defaults."""
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -94,7 +94,7 @@ class Plugin(Adapter):
         return None
 
 
-def registered(files: Sequence[str]) -> Mapping[str, Registered]:
+def registered(files: Sequence[str]) -> Mapping[str, RegisteredReward]:
     """Every reward that plug-in files register, by name; in one process they are run once.
 
     Raises:
@@ -108,7 +108,7 @@ def schedulers(files: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
     return _found(files)[1]
 
 
-def _found(files: Sequence[str]) -> tuple[Mapping[str, Registered], Mapping[str, Callable[..., Any]]]:
+def _found(files: Sequence[str]) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
     for file in files:
         if not Path(file).is_file():
             raise RewardError(f"there is no plug-in file {file}")
@@ -118,10 +118,10 @@ def _found(files: Sequence[str]) -> tuple[Mapping[str, Registered], Mapping[str,
 @cache
 def _run(
     files: tuple[tuple[str, str], ...],
-) -> tuple[Mapping[str, Registered], Mapping[str, Callable[..., Any]]]:
+) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
     """By name, as given and in full: rewards and schedulers that they register; raises whatever they raise."""
     registry = orms()
-    found: dict[str, Registered] = {}
+    found: dict[str, RegisteredReward] = {}
     for file, place in files:
         before = dict(registry)
         path = Path(place)
@@ -135,7 +135,7 @@ def _run(
         sys.modules[name] = module  # classes are looked up by the module they say
         spec.loader.exec_module(module)
         own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
-        found |= {key: Registered(file, thing) for key, thing in own.items()}
+        found |= {key: RegisteredReward(file, thing) for key, thing in own.items()}
     return found, dict(multi_turns())
 
 
@@ -147,7 +147,7 @@ def _made(thing: Callable[..., Any], given: Mapping[str, Json]) -> Callable[...,
         return thing()  # type: ignore[no-any-return]
     parameters = inspect.signature(thing).parameters
     asked = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    arguments = Arguments(given)
+    arguments = SwiftArguments(given)
     options: dict[str, Any] = {name: getattr(arguments, name) for name in asked if hasattr(arguments, name)}
     if "args" in asked or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         options["args"] = arguments

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.envs.dataset import Dataset
 from tandem.types import Json, Task
 
-KIND = f"{__name__}:Rows"
+KIND = f"{__name__}:SwiftDataset"
 """How a recipe names the environment."""
 GOLD = "gold answer"
 """Column that the gold answer is put into, as text."""
@@ -24,7 +24,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Dataset):
+class SwiftDataset(Dataset):
     """Rows with messages, or with query and response; solution or answer is the gold answer."""
 
     answer: str = GOLD

@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from tandem.compat._swift_data import KIND as ROWS
-from tandem.compat._swift_data import TAGGED, Rows
-from tandem.compat._swift_given import Given
-from tandem.compat._swift_plugin import KIND as PLUGIN
-from tandem.compat._swift_plugin import registered
-from tandem.compat._swift_rewards import NAMES, built_in
-from tandem.compat._swift_turns import KIND as TURNS
-from tandem.compat._swift_turns import Scheduled
+from tandem.compat.swift.datasets import KIND as ROWS
+from tandem.compat.swift.datasets import TAGGED, SwiftDataset
+from tandem.compat.swift.plugin import KIND as PLUGIN
+from tandem.compat.swift.plugin import registered
+from tandem.compat.swift.rewards import NAMES, built_in
+from tandem.compat.swift.schedulers import KIND as TURNS
+from tandem.compat.swift.schedulers import ScheduledDataset
+from tandem.compat.table import Reader
 from tandem.errors import RewardError, raised
 from tandem.types import Json
 
@@ -32,7 +32,7 @@ _STARTING = {
 _PASSED = ("disable_custom_all_reduce", "disable_cascade_attn", "enable_expert_parallel", "max_logprobs")
 
 
-def datasets(given: Given) -> dict[str, Json]:
+def datasets(given: Reader) -> dict[str, Json]:
     """``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
     names = given["dataset"] or []
     if not names:
@@ -64,11 +64,11 @@ def rows(env: Mapping[str, Json]) -> int:
     Raises:
         EnvError: it cannot be read.
     """
-    kind = Scheduled if env["kind"] == TURNS else Rows
+    kind = ScheduledDataset if env["kind"] == TURNS else SwiftDataset
     return len(kind(**{name: value for name, value in env.items() if name != "kind"}).tasks("train"))
 
 
-def _system(given: Given) -> str:
+def _system(given: Reader) -> str:
     r"""The system message: a text, in which \n is a line's end, or what is in a .txt file; empty: none."""
     said = str(given["system"] or "")
     if not said.endswith(".txt"):
@@ -79,7 +79,7 @@ def _system(given: Given) -> str:
     return Path(said).read_text(encoding="utf-8")
 
 
-def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
+def _dataset(given: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     """Options of one data set's environment."""
     path, _, count = name.partition("#")
     if count and not count.isdecimal():
@@ -98,7 +98,7 @@ def _dataset(given: Given, name: str, validation: list[str]) -> dict[str, Json]:
     return env | (_turns(given) if given["multi_turn_scheduler"] else {})
 
 
-def _turns(given: Given) -> dict[str, Json]:
+def _turns(given: Reader) -> dict[str, Json]:
     """What plays several turns."""
     name, files = given["multi_turn_scheduler"], list(given["external_plugins"])
     if not files:
@@ -113,7 +113,7 @@ def _turns(given: Given) -> dict[str, Json]:
     }
 
 
-def rewards(given: Given) -> dict[str, Json]:
+def rewards(given: Reader) -> dict[str, Json]:
     """Every reward by ms-swift's name for it, with its weight; reward models come last."""
     names, models, weights = given["reward_funcs"], given["reward_model"], given["reward_weights"]
     total = len(names) + len(models)
@@ -138,11 +138,11 @@ def rewards(given: Given) -> dict[str, Json]:
     return found
 
 
-def _reward(given: Given, name: str, plugged: Collection[str]) -> dict[str, Json]:
+def _reward(given: Reader, name: str, plugged: Collection[str]) -> dict[str, Json]:
     """One reward function's kind and options; ``scale`` multiplies its weight."""
     if name in plugged:  # a plug-in may put one of its own in the place of a built-in one
         files = list(given["external_plugins"])
-        return {"kind": PLUGIN, "registered": name, "files": files, "arguments": given.values}
+        return {"kind": PLUGIN, "registered": name, "files": files, "arguments": dict(given.values)}
     if name not in NAMES:
         known = ", ".join(dict.fromkeys((*NAMES, *plugged)))
         more = "" if given["external_plugins"] else ", or name its file by --external_plugins"
@@ -157,7 +157,7 @@ def _reward(given: Given, name: str, plugged: Collection[str]) -> dict[str, Json
     return built_in(name, given)
 
 
-def _plugged(given: Given) -> Collection[str]:
+def _plugged(given: Reader) -> Collection[str]:
     """Names of rewards that plug-in files register; a file of which none is asked for would change nothing."""
     files, names = list(given["external_plugins"]), list(given["reward_funcs"])
     if not files:
@@ -179,8 +179,8 @@ def _plugged(given: Given) -> Collection[str]:
     return tuple(found)
 
 
-def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int, visible: Sequence[str]) -> dict[str, Json]:
-    """``engine``, and ``sync`` as what is trained has to travel; ``visible`` are this process' GPUs."""
+def engine(given: Reader, mode: str, rounds: int, visible: Sequence[str]) -> dict[str, Json]:
+    """``engine``, and ``sync`` as weights have to travel; ``visible`` are this process' GPUs."""
     periodic = {"every": rounds} if rounds > 1 else {}
     if mode == "none":
         return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
@@ -203,7 +203,7 @@ def engine(given: Given, mode: str, trains: Mapping[str, Json], rounds: int, vis
     return {"engine": found, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
 
 
-def _devices(given: Given, visible: Sequence[str]) -> list[str]:
+def _devices(given: Reader, visible: Sequence[str]) -> list[str]:
     """GPUs of an engine that is not on the trainer's; none if it is.
 
     By ``auto`` it is the last ``num_infer_workers`` of the visible ones where one is left for the trainer.
@@ -224,7 +224,7 @@ def _devices(given: Given, visible: Sequence[str]) -> list[str]:
     return []
 
 
-def _sleep(given: Given, devices: list[str], *, shared: bool) -> int:
+def _sleep(given: Reader, devices: list[str], *, shared: bool) -> int:
     """How deep an engine beside the trainer sleeps while a step is trained; 0 where it must not, or need not."""
     level = int(given["sleep_level"])
     if level not in (0, 1, 2):
@@ -241,7 +241,7 @@ def _sleep(given: Given, devices: list[str], *, shared: bool) -> int:
     return 0
 
 
-def started(given: Given) -> dict[str, Json]:
+def started(given: Reader) -> dict[str, Json]:
     """Options of an engine that is started here."""
     found = {option: given[name] for name, option in _STARTING.items() if name in given}
     own = dict(given["vllm_engine_kwargs"] or {})
@@ -249,7 +249,7 @@ def started(given: Given) -> dict[str, Json]:
     return found | ({"args": own} if own else {})
 
 
-def _urls(given: Given) -> list[str]:
+def _urls(given: Reader) -> list[str]:
     """Addresses of engines that run already; one that listens everywhere is asked at this machine."""
     if given["vllm_server_base_url"]:
         for name in ("vllm_server_host", "vllm_server_port"):

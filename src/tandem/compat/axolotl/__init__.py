@@ -1,6 +1,6 @@
 """Axolotl's files with ``rl: grpo`` or ``gdpo``, read as recipes wherever a recipe is read.
 
-``_axolotl_options`` lists every option. One that would change the result and cannot be had is refused with the reason,
+``options`` lists every option. One that would change the result and cannot be had is refused with the reason,
 one that cannot matter is told to change nothing; none is accepted and ignored.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from tandem.compat._axolotl_file import File
-from tandem.compat._axolotl_recipe import Recipe
-from tandem.compat._ranks import several
+from tandem.compat.axolotl.draft import AxolotlFile, Draft
+from tandem.compat.axolotl.rules import make
+from tandem.compat.launchers import several
 from tandem.config.dialects import Translated
 from tandem.config.tree import Branch, Leaf, Problems
 
@@ -32,7 +32,7 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated | N
         return Translated(tree=Branch(where=tree.where))
     for variable, message in () if serving else several(os.environ):
         problems.add(variable, message)
-    file = File(tree=tree, problems=problems)
-    recipe = Recipe(file=file, serving=serving)
-    recipe.make()
+    file = AxolotlFile(tree, problems)
+    recipe = Draft(file=file, serving=serving)
+    make(recipe)
     return Translated(tree=recipe.tree, notes=tuple(file.notes))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.types import Json
+
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
+class TrainerFlags:
     """The command line of Atropos' trainer, and three flags of Tandem's own: env, group_size and vllm_url."""
 
     model_name: str = field(metadata={"also": ("--model",)})
@@ -118,6 +120,28 @@ class Flags:
     """Nothing more is printed: tandem --debug shows an error's traceback."""
     log_dir: str | None = None
     """Folder of the run's folder; left out: $LOGDIR, or else logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtroposTranslation:
+    """What a command line comes to."""
+
+    options: dict[str, Json]
+    """The recipe."""
+    notes: tuple[str, ...]
+    """What a person should know of how it differs from the flags."""
+    environ: dict[str, str]
+    """Environment variables to set before anything loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningEngine:
+    """An engine that serves already, and is to be used instead of one that would be started."""
+
+    url: str
+    """Its address."""
+    bridge: str | None = None
+    """The file by which it lends its weights; None: it is asked."""
 
 
 def joined(words: Sequence[str]) -> list[str]:

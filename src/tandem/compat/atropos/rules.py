@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from tandem.compat.atropos.options import AtroposTranslation, RunningEngine, TrainerFlags
 from tandem.config.tree import Problems
 from tandem.types import Json
-
-if TYPE_CHECKING:
-    from tandem.compat.atropos import Flags, Running
 
 WAYS = {
     "none": ("full", "restart"),
@@ -28,10 +25,10 @@ OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw8bit", "adamw_cpu": "adamw_c
 DECAY = 0.01
 """Weight decay of Atropos' optimizers of the Adam family: torch's and bitsandbytes' own default."""
 
-LAYOUT = "tandem.compat.atropos:Layout"
+LAYOUT = "tandem.compat.atropos.checkpoints:CheckpointLayout"
 """The sink that gives checkpoints Atropos' names."""
 
-BOARD = "tandem.compat.atropos_wandb:AtroposWandb"
+BOARD = "tandem.compat.atropos.wandb:AtroposWandb"
 """The sink that gives numbers Atropos' names at Weights & Biases."""
 
 QUEUED = 4
@@ -46,11 +43,32 @@ _LAUNCH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
 """Flags that only an engine which is started here can obey."""
 
 
+def translate(
+    flags: TrainerFlags, given: frozenset[str], environ: Mapping[str, str], running: RunningEngine | None = None
+) -> AtroposTranslation:
+    """A recipe that does what the flags ask for.
+
+    Args:
+        flags: every flag, with its default where it was left out.
+        given: names of those that were not left out.
+        environ: LOGDIR, NUM_INFERENCE_NODES, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES are read.
+        running: the engine that serves where one would be started.
+
+    Raises:
+        ConfigError: with every flag that is wrong, or asks for another objective or result than can be had.
+    """
+    problems = Problems()
+    reading = TrainerRecipe(flags=flags, given=given, environ=environ, problems=problems, running=running)
+    options = reading.recipe()
+    problems.raise_if_any("the command line")
+    return AtroposTranslation(options=options, notes=tuple(dict.fromkeys(reading.notes)), environ=reading.device())
+
+
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class TrainerRecipe:
     """One command line, read part by part; mistakes and notes are gathered."""
 
-    flags: Flags
+    flags: TrainerFlags
     """Every flag, with its default where it was left out."""
     given: frozenset[str]
     """Names of those that were not left out."""
@@ -58,7 +76,7 @@ class Reading:
     """Environment variables."""
     problems: Problems
     """Where mistakes go."""
-    running: Running | None = None
+    running: RunningEngine | None = None
     """An engine that serves where one would be started."""
     notes: list[str] = field(default_factory=list)
     """What the recipe does otherwise than the flags would have it."""

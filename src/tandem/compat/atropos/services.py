@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from tandem.compat.atropos.options import RunningEngine, TrainerFlags
 from tandem.errors import BrokerError, ConfigError, EngineError, TransportError
 
 if TYPE_CHECKING:
-    from tandem.compat.atropos import Flags, Running
     from tandem.transport.bridge import VllmBridge
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ BROKER_SECONDS = 25.0
 """How long a broker may be absent: with the start of the command that makes 30 s, as in Atropos."""
 
 
-def running_engine(flags: Flags, environ: Mapping[str, str]) -> Running | None:
+def running_engine(flags: TrainerFlags, environ: Mapping[str, str]) -> RunningEngine | None:
     """The engine that the flags mean and that was started apart; None if it is the trainer's to start.
 
     With shared_vllm it is the one whose file lies at --vllm-config-path, or else, if it answers, in $LOGDIR, the
@@ -37,8 +37,6 @@ def running_engine(flags: Flags, environ: Mapping[str, str]) -> Running | None:
     Raises:
         ConfigError: the file at --vllm-config-path is no engine's, or one of another model.
     """
-    from tandem.compat.atropos import Running
-
     if flags.vllm_url or flags.num_inference_nodes or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0"):
         return None
     url = f"http://localhost:{flags.vllm_port}"
@@ -47,16 +45,15 @@ def running_engine(flags: Flags, environ: Mapping[str, str]) -> Running | None:
             return _named(flags, Path(flags.vllm_config_path), url)
         if (found := _lying_about(flags)) is not None:
             return found
-    return Running(url=url) if _is_engine(url) else None
+    return RunningEngine(url=url) if _is_engine(url) else None
 
 
-def _named(flags: Flags, path: Path, url: str) -> Running:
+def _named(flags: TrainerFlags, path: Path, url: str) -> RunningEngine:
     """The engine of a file that the flags name; one that has not written it yet is waited for, and asked itself."""
-    from tandem.compat.atropos import Running
     from tandem.transport.bridge import VLLM_FILE, VllmBridge, find
 
     if not (path / VLLM_FILE if path.is_dir() else path).is_file():
-        return _lying_about(flags) or Running(url=url)
+        return _lying_about(flags) or RunningEngine(url=url)
     try:
         file = find(path)
         bridge = VllmBridge.read(file)
@@ -67,12 +64,11 @@ def _named(flags: Flags, path: Path, url: str) -> Running:
             f"--vllm-config-path: {file} is of an engine that serves {bridge.model}, not {flags.model_name}; name the "
             f"{VLLM_FILE} of this model's engine, or start one"
         )
-    return Running(url=_url(bridge) or url, bridge=str(file))
+    return RunningEngine(url=_url(bridge) or url, bridge=str(file))
 
 
-def _lying_about(flags: Flags) -> Running | None:
+def _lying_about(flags: TrainerFlags) -> RunningEngine | None:
     """The engine of a file in one of the usual places: left by one that has ended, or of another model, it is none."""
-    from tandem.compat.atropos import Running
     from tandem.transport.bridge import VllmBridge, find
 
     try:
@@ -82,7 +78,7 @@ def _lying_about(flags: Flags) -> Running | None:
         return None
     url = _url(bridge)
     wanted = url and urlsplit(url).port == flags.vllm_port and _same(bridge.model, flags.model_name)
-    return Running(url=url, bridge=str(file)) if wanted and _is_engine(url) else None
+    return RunningEngine(url=url, bridge=str(file)) if wanted and _is_engine(url) else None
 
 
 def _url(bridge: VllmBridge) -> str:

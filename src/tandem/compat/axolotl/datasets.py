@@ -33,7 +33,7 @@ Change = Callable[[dict[str, Json]], dict[str, Json]]
 """A row's columns, changed."""
 
 
-class Options(dict[str, Any]):
+class TransformOptions(dict[str, Any]):
     """Options as Axolotl's transforms expect them: by key or attribute, at any depth; None where there is none."""
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
@@ -53,12 +53,12 @@ class Options(dict[str, Any]):
 
 def _opened(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return Options(value)
+        return TransformOptions(value)
     return [_opened(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Environment):
+class AxolotlDatasets(Environment):
     """The data sets of an Axolotl file, one after the other; a task is a row, changed by its set's transform."""
 
     cfg: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Rows(Environment):
         tasks: list[Task] = []
         for number, entry in enumerate(held or self.cfg["datasets"]):
             change = _transform(self.cfg, entry, number)
-            part = _Part(path="-", answer="")
+            part = _TransformedRows(path="-", answer="")
             for source in _sources(entry, share):
                 for row in _rows(source, "train" if held else split):
                     task = part.task(_changed(row, change, entry), split)
@@ -119,7 +119,7 @@ class Rows(Environment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part(Dataset):
+class _TransformedRows(Dataset):
     """Makes a row with a ``prompt`` a task: messages, or a text that the policy goes on with, as in TRL."""
 
     def task(self, row: Row, split: Split) -> Task:
@@ -195,7 +195,7 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
     except ConfigError as error:
         raise EnvError(f"datasets: type: {error}") from error
     try:
-        made = function(Options(cfg), **({"dataset_idx": number} if _accepts(function, "dataset_idx") else {}))
+        made = function(TransformOptions(cfg), **({"dataset_idx": number} if _accepts(function, "dataset_idx") else {}))
     except Exception as error:  # user code; the message carries it
         raise EnvError(f"datasets: {path} raised {type(error).__name__}: {error}") from error
     change, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})

@@ -121,7 +121,7 @@ class EnvFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Translated:
+class EnvTranslation:
     """What a command line comes to."""
 
     options: dict[str, Json]
@@ -146,7 +146,7 @@ _NEVER = {
 }
 
 
-def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> Translated:
+def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> EnvTranslation:
     """Options of ``tandem work`` that do what the flags ask for.
 
     Args:
@@ -187,7 +187,7 @@ def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> Translated:
         **({"group_seconds": flags.worker_timeout} if flags.worker_timeout > 0 else {"group_seconds": float("inf")}),
     }
     environ = {KEY_VARIABLE: flags.api_key} if flags.api_key else {}
-    return Translated(options=options, environ=environ, notes=tuple(_notes(flags, given)))
+    return EnvTranslation(options=options, environ=environ, notes=tuple(_notes(flags, given)))
 
 
 def named(flags: EnvFlags) -> bool:

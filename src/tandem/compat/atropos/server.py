@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tandem.compat.atropos import Translation
+from tandem.compat.atropos.options import AtroposTranslation
 from tandem.errors import ConfigError
 from tandem.types import Json
 
@@ -65,7 +65,7 @@ class ServerFlags:
 
 def translate(
     flags: ServerFlags, given: frozenset[str], rest: Mapping[str, Json], environ: Mapping[str, str]
-) -> Translation:
+) -> AtroposTranslation:
     """A recipe whose engine is what the flags ask for.
 
     Args:
@@ -109,7 +109,7 @@ def translate(
         "seed": flags.seed,
         **({"context": flags.max_model_len} if flags.max_model_len else {}),
     }
-    return Translation(
+    return AtroposTranslation(
         options=options,
         notes=tuple(_notes(flags, given, shared=shared)),
         environ={} if environ.get("LOGDIR") else {"LOGDIR": "."},

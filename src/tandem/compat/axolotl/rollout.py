@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tandem.compat._axolotl_env import Rows
+from tandem.compat.axolotl.datasets import AxolotlDatasets
 from tandem.config import registry as resolve
 from tandem.envs.base import Chat, Split
 from tandem.errors import ConfigError, EnvError
@@ -23,9 +23,9 @@ from tandem.rewards.function import Function
 from tandem.rewards.grading.calls import Called
 from tandem.types import Json, Message, Rollout, Task
 
-ENV = f"{__name__}:Rollouts"
+ENV = f"{__name__}:RolloutFunction"
 """How a recipe names the environment."""
-REWARD = f"{__name__}:Returned"
+REWARD = f"{__name__}:ReturnedText"
 """How a recipe names a reward function of what was returned."""
 
 _GIVEN = ("model", "processing_class", "prompts", "generation_config")
@@ -37,7 +37,7 @@ _IDLE = frozenset(("do_sample", "pad_token_id", "eos_token_id", "bos_token_id", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts(Rows):
+class RolloutFunction(AxolotlDatasets):
     """An Axolotl file's rows, each played by its ``rollout_func``; every token that ``generate`` sampled is trained."""
 
     rollout_func: str
@@ -71,8 +71,8 @@ class Rollouts(Rows):
         tokenizer = _tokenizer(str(self.cfg["base_model"]), self.chat_template)
         messages = [{"role": message.role, "content": message.content} for message in task.prompt]
         given = {
-            "model": Model(url, tokenizer),
-            "processing_class": Speaker(tokenizer),
+            "model": FunctionModel(url, tokenizer),
+            "processing_class": FunctionTokenizer(tokenizer),
             "prompts": [{**task.meta, "messages": messages}],
         }
         try:
@@ -87,7 +87,7 @@ class Rollouts(Rows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned(Function):
+class ReturnedText(Function):
     """A reward function whose completions are the texts that ``rollout_func`` returned."""
 
     def called(self) -> Called:
@@ -98,7 +98,7 @@ def _returned(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {"completions": [final_message(rollout) for rollout in rollouts]}
 
 
-class Speaker:
+class FunctionTokenizer:
     """The tokenizer; ``processing_class=False`` is ``tokenize=False``, as Axolotl's example writes it."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -118,7 +118,7 @@ class Speaker:
         return self._tokenizer.apply_chat_template(messages, **options)
 
 
-class Model:
+class FunctionModel:
     """What stands for the model: ``generate`` asks the engine, and there is nothing else to compute with."""
 
     def __init__(self, url: str, tokenizer: Any) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 
-from tandem.compat import _axolotl_engine as engine
-from tandem.compat import _axolotl_logging as logging
-from tandem.compat import _axolotl_objective as objective
-from tandem.compat import _axolotl_rollout as rollout
-from tandem.compat._axolotl_file import File
-from tandem.compat._axolotl_templates import TEMPLATES, brought_by
+from tandem.compat.axolotl import engine as engine
+from tandem.compat.axolotl import logs
+from tandem.compat.axolotl import objective as objective
+from tandem.compat.axolotl import rollout as rollout
+from tandem.compat.axolotl.draft import Draft
+from tandem.compat.axolotl.templates import TEMPLATES, brought_by
 from tandem.config.loading import RunConfig
-from tandem.config.tree import Branch, from_plain, plain
+from tandem.config.tree import plain
 from tandem.errors import TandemError
 from tandem.types import Json
 
-ENV = "tandem.compat._axolotl_env:Rows"
+ENV = "tandem.compat.axolotl.datasets:AxolotlDatasets"
 """The environment that plays an Axolotl file's data sets."""
 
 OPTIMIZERS: Mapping[str, str] = {
@@ -32,97 +32,21 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "co
 """By Axolotl's names."""
 
 
-@dataclass(kw_only=True)
-class Recipe:
-    """A recipe in the making."""
-
-    file: File
-    """What it is made of."""
-    serving: bool
-    """True if an engine alone is to be started."""
-    tree: Branch = field(default_factory=lambda: Branch(where=""))
-    """As far as it is made."""
-
-    def put(self, path: str | tuple[str, ...], value: Json, *options: str) -> None:
-        """Set an option of the recipe, said to be where the first of these options of the file is written."""
-        words = path.split(".") if isinstance(path, str) else list(path)
-        where = self.file.where(*options)
-        branch = self.tree
-        for word in words[:-1]:
-            inner = branch.entries.get(word)
-            if not isinstance(inner, Branch):
-                inner = Branch(where=where)
-                branch.put(word, inner, where)
-            branch = inner
-        branch.put(words[-1], from_plain(value, where), where)
-
-    def copy(self, option: str, path: str) -> None:
-        """Hand an option on as it is, if it is set."""
-        if option in self.file:
-            self.put(path, self.file.get(option), option)
-
-    @property
-    def plain(self) -> dict[str, Json]:
-        """The file's options as plain data, as transforms are given them."""
-        data = plain(self.file.tree)
-        assert isinstance(data, dict)
-        return data
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates of one step; Axolotl counts each as a step."""
-        iterations: int = self.file.get("trl.num_iterations", 1)
-        return max(1, iterations)
-
-    @property
-    def completions(self) -> int:
-        """Those that one step trains on."""
-        size: int = self.file.get("micro_batch_size", 1) * self.file.get("gradient_accumulation_steps", 1)
-        return size
-
-    @property
-    def generated(self) -> int:
-        """Steps whose completions are sampled together, before the first of them is trained."""
-        batch: int = self.file.get("trl.generation_batch_size", self.completions)
-        return max(1, batch // max(1, self.completions))
-
-    def per_step(self, count: float) -> int:
-        """A number of Axolotl's steps as Tandem's."""
-        return max(1, math.ceil(count / self.updates)) if count > 0 else 0
-
-    def every(self, option: str, by_epoch: str, steps: int) -> int:
-        """Steps from one time to the next of something that the file wants every so many steps; 0: never.
-
-        Below 1 it is a share of the run's ``steps``, as transformers takes it, and so is what is wanted so often
-        ``by_epoch``, as Axolotl hands it on.
-        """
-        asked: float = self.file.get(option, 0)
-        if often := self.file.get(by_epoch, 0):
-            if often < 0:
-                self.file.wrong(by_epoch, f"expected how often in an epoch, got {often:g}")
-            if option in self.file:
-                self.file.wrong(by_epoch, f"Axolotl takes it or {option}, not both; leave one of them out")
-            times: float = often * self.file.get("num_epochs", 1)
-            return math.ceil(steps / max(1.0, times))
-        if asked < 0 or (asked > 1 and asked != int(asked)):
-            self.file.wrong(option, f"expected a number of steps, or a share of all below 1, got {asked:g}")
-        return math.ceil(asked * steps) if 0 < asked < 1 else self.per_step(asked)
-
-    def make(self) -> None:
-        """All of it."""
-        self.tree.where = self.file.tree.where
-        _model(self)
-        groups = _batch(self)
-        objective.put(self)
-        engine.put(self)
-        steps = _steps(self, groups)
-        _optimizer(self, steps)
-        _run(self, steps)
-        order = [option.name for option in fields(RunConfig)]
-        self.tree.entries = dict(sorted(self.tree.entries.items(), key=lambda entry: order.index(entry[0])))
+def make(recipe: Draft) -> None:
+    """All of it."""
+    recipe.tree.where = recipe.file.tree.where
+    _model(recipe)
+    groups = _batch(recipe)
+    objective.put(recipe)
+    engine.put(recipe)
+    steps = _steps(recipe, groups)
+    _optimizer(recipe, steps)
+    _run(recipe, steps)
+    order = [option.name for option in fields(RunConfig)]
+    recipe.tree.entries = dict(sorted(recipe.tree.entries.items(), key=lambda entry: order.index(entry[0])))
 
 
-def _model(recipe: Recipe) -> None:
+def _model(recipe: Draft) -> None:
     file = recipe.file
     recipe.copy("base_model", "model")
     named = file.get("tokenizer_config")
@@ -137,7 +61,7 @@ def _model(recipe: Recipe) -> None:
     _precision(recipe)
 
 
-def _template(recipe: Recipe) -> None:
+def _template(recipe: Draft) -> None:
     file = recipe.file
     template, jinja = file.get("chat_template", "tokenizer_default"), file.get("chat_template_jinja")
     if template == "jinja" and jinja:
@@ -158,7 +82,7 @@ def _template(recipe: Recipe) -> None:
         )
 
 
-def _check_tokens(recipe: Recipe, own: Mapping[str, Json]) -> None:
+def _check_tokens(recipe: Draft, own: Mapping[str, Json]) -> None:
     """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
     from tandem.model.policy import load_tokenizer
 
@@ -173,7 +97,7 @@ def _check_tokens(recipe: Recipe, own: Mapping[str, Json]) -> None:
             file.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {its!r}; leave it out")
 
 
-def _adapter(recipe: Recipe) -> None:
+def _adapter(recipe: Draft) -> None:
     file = recipe.file
     adapter = file.get("adapter", "")
     if adapter not in ("", "lora"):
@@ -201,7 +125,7 @@ def _adapter(recipe: Recipe) -> None:
         file.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
 
 
-def _precision(recipe: Recipe) -> None:
+def _precision(recipe: Draft) -> None:
     file = recipe.file
     half = file.get("bf16", not file.get("float32", False))
     if half not in (True, False, "auto", "full"):
@@ -223,7 +147,7 @@ def _precision(recipe: Recipe) -> None:
         recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
 
 
-def _batch(recipe: Recipe) -> int:
+def _batch(recipe: Draft) -> int:
     """Groups of a step."""
     file = recipe.file
     micro, accumulated = file.get("micro_batch_size", 1), file.get("gradient_accumulation_steps", 1)
@@ -253,9 +177,9 @@ def _batch(recipe: Recipe) -> int:
     return max(groups, 1)
 
 
-def _steps(recipe: Recipe, groups: int) -> int:
+def _steps(recipe: Draft, groups: int) -> int:
     """Steps of the run: those that are said, or as many as the rows are enough for."""
-    from tandem.compat._axolotl_env import Rows
+    from tandem.compat.axolotl.datasets import AxolotlDatasets
 
     file = recipe.file
     if file.get("max_steps", 0) > 0:
@@ -266,7 +190,7 @@ def _steps(recipe: Recipe, groups: int) -> int:
     else:
         epochs = file.get("num_epochs", 1)
         try:
-            rows = Rows(cfg=recipe.plain).count("train")
+            rows = AxolotlDatasets(cfg=recipe.plain).count("train")
         except TandemError as error:
             file.wrong("num_epochs", f"rows cannot be counted, so give max_steps instead: {error}")
             return 1
@@ -278,7 +202,7 @@ def _steps(recipe: Recipe, groups: int) -> int:
     return steps
 
 
-def _optimizer(recipe: Recipe, steps: int) -> None:
+def _optimizer(recipe: Draft, steps: int) -> None:
     file = recipe.file
     name = file.get("optimizer", "adamw_torch_fused")
     if name not in OPTIMIZERS:
@@ -314,7 +238,7 @@ def _optimizer(recipe: Recipe, steps: int) -> None:
         recipe.copy(option, f"optimizer.{path}")
 
 
-def _warmup(recipe: Recipe, steps: int) -> int:
+def _warmup(recipe: Draft, steps: int) -> int:
     """Steps of warm-up; by default Axolotl's with rl: grpo, three in a hundred."""
     file = recipe.file
     if file.get("warmup_steps") and file.get("warmup_ratio"):
@@ -328,7 +252,7 @@ def _warmup(recipe: Recipe, steps: int) -> int:
     return warmup
 
 
-def _run(recipe: Recipe, steps: int) -> None:
+def _run(recipe: Draft, steps: int) -> None:
     """Data, what is measured and written down."""
     file = recipe.file
     if "datasets" not in file:
@@ -360,4 +284,4 @@ def _run(recipe: Recipe, steps: int) -> None:
     recipe.copy("seed", "seed")
     recipe.copy("wandb_name", "name")
     recipe.put("runs", file.get("output_dir", "model-out"), "output_dir")
-    logging.put(recipe, steps)
+    logs.put(recipe, steps)

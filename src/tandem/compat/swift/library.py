@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from tandem.compat._swift_arguments import RLHF
-from tandem.compat._swift_rewards import built_in
+from tandem.compat.swift.options import RLHF
+from tandem.compat.swift.rewards import built_in
 from tandem.config.registry import find
 from tandem.types import Completion, Json, Message, Rollout, Task, Turn
 
@@ -28,7 +28,7 @@ _PARTS = frozenset({"llm", "multi_turn", "orm", "plugin", "rewards", "rollout", 
 """Modules that may be reached as attributes of others."""
 
 
-class Arguments:
+class SwiftArguments:
     """The arguments that a reward may look at, as attributes and as items; what was not given has its default."""
 
     def __init__(self, given: Mapping[str, Json]) -> None:
@@ -57,7 +57,7 @@ class Orm:
         self.args = args
 
 
-class Scheduler:
+class SchedulerBase:
     """What schedulers of plug-ins derive from: after each answer they say whether and how it goes on."""
 
     def __init__(self, infer_engine: Any = None, max_turns: int | None = None, *_: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ class BuiltIn(Orm):
 
     def __init__(self, args: Any = None) -> None:
         super().__init__(args)
-        options = built_in(self.reward, args if isinstance(args, Arguments) else Arguments({}))
+        options = built_in(self.reward, args if isinstance(args, SwiftArguments) else SwiftArguments({}))
         self._scale = options.pop("scale", 1.0)
         if "accuracy" in options:
             options["accuracy"] = find("rewards", options["accuracy"])()
@@ -221,8 +221,8 @@ _HERE: dict[str, Any] = {
     "orms": _ORMS,
     "rm_plugins": {},
     "multi_turns": _TURNS,
-    "RolloutScheduler": Scheduler,
-    "MultiTurnScheduler": Scheduler,
+    "RolloutScheduler": SchedulerBase,
+    "MultiTurnScheduler": SchedulerBase,
     "get_logger": lambda *_, **__: logging.getLogger("swift"),
 }
 """What is there, whichever module it is imported from."""

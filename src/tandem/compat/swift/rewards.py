@@ -17,7 +17,7 @@ NAMES = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
 _TAGGED = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 
 
-class Arguments(Protocol):
+class ArgumentValues(Protocol):
     """The arguments of a command line, by name."""
 
     def __getitem__(self, name: str) -> Any:
@@ -25,7 +25,7 @@ class Arguments(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format(Reward):
+class SwiftFormat(Reward):
     """1 for a thought in think tags, then an answer in answer tags, and nothing before or after, be it a space."""
 
     pure: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class Format(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftOverlong(Reward):
+class SwiftSoftOverlong(Reward):
     """0 up to ``max_tokens - cache`` tokens, then a straight line through -1 at ``max_tokens`` that goes on beyond."""
 
     pure: ClassVar[bool] = True
@@ -57,14 +57,14 @@ class SoftOverlong(Reward):
         return None
 
 
-def built_in(name: str, given: Arguments) -> dict[str, Json]:
+def built_in(name: str, given: ArgumentValues) -> dict[str, Json]:
     """Kind and options of the built-in reward of that name; ``scale`` multiplies its weight."""
     longest = given["max_completion_length"]
     match name:
         case "accuracy":
             return {"kind": "math_verify"}
         case "format":
-            return {"kind": f"{__name__}:Format"}
+            return {"kind": f"{__name__}:SwiftFormat"}
         case "cosine":
             return {
                 "kind": "cosine_length",
@@ -80,4 +80,4 @@ def built_in(name: str, given: Arguments) -> dict[str, Json]:
                     "scale": -given["repetition_max_penalty"]}  # fmt: skip
         case _:
             most = given["soft_max_length"] or longest
-            return {"kind": f"{__name__}:SoftOverlong", "max_tokens": most, "cache": given["soft_cache_length"]}
+            return {"kind": f"{__name__}:SwiftSoftOverlong", "max_tokens": most, "cache": given["soft_cache_length"]}

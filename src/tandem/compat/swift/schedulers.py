@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tandem.compat._swift_data import Rows
-from tandem.compat._swift_plugin import schedulers
+from tandem.compat.swift.datasets import SwiftDataset
+from tandem.compat.swift.plugin import schedulers
 from tandem.envs.base import Chat, Split
 from tandem.errors import ConfigError, EnvError
 from tandem.rollout.chat import EngineChat
 from tandem.types import Json, Message, Task
 
-KIND = f"{__name__}:Scheduled"
+KIND = f"{__name__}:ScheduledDataset"
 """How a recipe names the environment."""
 
 
@@ -23,7 +23,7 @@ _BASES = ("RolloutScheduler", "MultiTurnScheduler")
 
 
 @dataclass(slots=True)
-class Request:
+class RolloutRequest:
     """What ms-swift calls a rollout's request: the conversation so far, which a scheduler adds to."""
 
     messages: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class AnswerMessage:
     """One message of the policy."""
 
     content: str
@@ -48,7 +48,7 @@ class Spoken:
 class Choice:
     """What the policy answered."""
 
-    message: Spoken
+    message: AnswerMessage
     """As text."""
     finish_reason: str
     """stop, or length where it was cut."""
@@ -59,7 +59,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduled(Rows):
+class ScheduledDataset(SwiftDataset):
     """Rows whose conversations go on as a scheduler says, by messages after each answer; every answer is trained."""
 
     scheduler: str
@@ -110,7 +110,7 @@ class Scheduled(Rows):
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         """Answer until the scheduler has had enough; numbers among its ``rollout_infos`` are metrics."""
-        request = Request(messages=_plain(chat.messages), data_dict=dict(task.meta), uuid=task.id)
+        request = RolloutRequest(messages=_plain(chat.messages), data_dict=dict(task.meta), uuid=task.id)
         infos: dict[str, Any] = {}
         await self._made.on_trajectory_start([request])
         self._unchanged(request, chat)
@@ -133,14 +133,14 @@ class Scheduled(Rows):
         numbers = {name: float(value) for name, value in infos.items() if isinstance(value, int | float)}
         return {**numbers, "num_turns": float(turn)}
 
-    async def _ends(self, request: Request, choice: Choice, turn: int, infos: dict[str, Any]) -> bool:
+    async def _ends(self, request: RolloutRequest, choice: Choice, turn: int, infos: dict[str, Any]) -> bool:
         """Whether an answer was the last."""
         told = await self._made.on_turn_end(request, choice, turn) or {}
         infos |= told.get("rollout_infos") or {}
         ends = bool(told.get("done", self._made.check_finished(request, choice, turn)))
         return ends or (self.max_turns is not None and turn >= self.max_turns)
 
-    def _unchanged(self, request: Request, chat: Chat, new: int = 0) -> None:
+    def _unchanged(self, request: RolloutRequest, chat: Chat, new: int = 0) -> None:
         """Raise EnvError where a scheduler rewrites what was said: those tokens were sampled as they are."""
         kept = request.messages[: len(request.messages) - new]
         if [(one["role"], one["content"]) for one in kept] != [(m.role, m.content) for m in chat.messages]:
@@ -158,4 +158,4 @@ def _choice(chat: Chat, text: str) -> Choice:
     """The last answer as ms-swift has it."""
     turn = chat.turns[-1].completion if isinstance(chat, EngineChat) else None
     ids = list(turn.tokens) if turn else []
-    return Choice(message=Spoken(text), finish_reason=turn.finish if turn else "stop", token_ids=ids)
+    return Choice(message=AnswerMessage(text), finish_reason=turn.finish if turn else "stop", token_ids=ids)

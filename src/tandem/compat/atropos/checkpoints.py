@@ -1,9 +1,4 @@
-"""Atropos' example trainer: its flags as a recipe, and its names for checkpoints.
-
-``Flags`` declares every flag once; ``translate`` says what they come to. A flag that changes nothing is told, and one
-that asks for another objective or result than Tandem has is refused with the reason. ``lay_out`` copies a run's
-checkpoints under Atropos' names, and the file that tells what its broadcasts carry.
-"""
+"""A run's checkpoints under Atropos' names, and the file that tells what its broadcasts carry."""
 
 from __future__ import annotations
 
@@ -14,57 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.compat._atropos_flags import Flags as Flags
-from tandem.compat._atropos_flags import joined as joined
 from tandem.errors import CheckpointError, ConfigError
 from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Translation:
-    """What a command line comes to."""
-
-    options: dict[str, Json]
-    """The recipe."""
-    notes: tuple[str, ...]
-    """What a person should know of how it differs from the flags."""
-    environ: dict[str, str]
-    """Environment variables to set before anything loads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """An engine that serves already, and is to be used instead of one that would be started."""
-
-    url: str
-    """Its address."""
-    bridge: str | None = None
-    """The file by which it lends its weights; None: it is asked."""
-
-
-def translate(
-    flags: Flags, given: frozenset[str], environ: Mapping[str, str], running: Running | None = None
-) -> Translation:
-    """A recipe that does what the flags ask for.
-
-    Args:
-        flags: every flag, with its default where it was left out.
-        given: names of those that were not left out.
-        environ: LOGDIR, NUM_INFERENCE_NODES, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES are read.
-        running: the engine that serves where one would be started.
-
-    Raises:
-        ConfigError: with every flag that is wrong, or asks for another objective or result than can be had.
-    """
-    from tandem.compat._atropos_recipe import Reading
-    from tandem.config.tree import Problems
-
-    problems = Problems()
-    reading = Reading(flags=flags, given=given, environ=environ, problems=problems, running=running)
-    options = reading.recipe()
-    problems.raise_if_any("the command line")
-    return Translation(options=options, notes=tuple(dict.fromkeys(reading.notes)), environ=reading.device())
 
 
 def lay_out(run_folder: Path, save_path: Path) -> list[Path]:
@@ -205,7 +152,7 @@ def _files(folder: Path, leave: Callable[[str, list[str]], set[str]] | None = No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(Sink):
+class CheckpointLayout(Sink):
     """Copy every checkpoint to a folder under the names that Atropos' trainer gives them, while the run goes on."""
 
     save_path: str

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tandem.compat._axolotl_rollout import REWARD
-from tandem.compat._generation import translated
+from tandem.compat.axolotl.draft import Draft
+from tandem.compat.axolotl.rollout import REWARD
+from tandem.compat.generation import translated
 from tandem.types import Json
-
-if TYPE_CHECKING:
-    from tandem.compat._axolotl_recipe import Recipe
 
 REDUCTIONS = {
     "grpo": "sequence",
@@ -29,7 +26,7 @@ LENGTH = 512
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
 
 
-def put(recipe: Recipe) -> None:
+def put(recipe: Draft) -> None:
     """All of it."""
     _rewards(recipe)
     _sampling(recipe)
@@ -49,7 +46,7 @@ def put(recipe: Recipe) -> None:
         )
 
 
-def _differences(recipe: Recipe) -> None:
+def _differences(recipe: Draft) -> None:
     """What is computed otherwise than in TRL on purpose, in a line each where it matters to this file."""
     file, loss = recipe.file, recipe.file.get("trl.loss_type", "dapo")
     file.note("trl.reward_funcs", "an answer of which every reward is None is left out; in TRL it counts as 0")
@@ -68,7 +65,7 @@ _NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
 """Options that narrow what may be sampled, and their values that do not."""
 
 
-def _rewards(recipe: Recipe) -> None:
+def _rewards(recipe: Draft) -> None:
     file = recipe.file
     names: list[Json] = file.get("trl.reward_funcs", [])
     weights: list[Json] = file.get("trl.reward_weights", [1.0] * len(names))
@@ -94,7 +91,7 @@ def _rewards(recipe: Recipe) -> None:
             recipe.put(("rewards", "reward_model" + (f"_{models}" if models > 1 else "")), part, "trl.reward_funcs")
 
 
-def _sampling(recipe: Recipe) -> None:
+def _sampling(recipe: Draft) -> None:
     file = recipe.file
     if "trl.max_completion_length" not in file:
         file.note("trl.max_completion_length", f"{LENGTH}, TRL's default")
@@ -115,7 +112,7 @@ def _sampling(recipe: Recipe) -> None:
         file.wrong("trl.generation_kwargs", why)
 
 
-def _advantage(recipe: Recipe) -> None:
+def _advantage(recipe: Draft) -> None:
     file = recipe.file
     usual = "normalize_then_sum" if file.get("rl") == "gdpo" else "sum_then_normalize"
     together = file.get("trl.multi_objective_aggregation", usual)
@@ -135,7 +132,7 @@ def _advantage(recipe: Recipe) -> None:
         recipe.put("advantage", kinds.get(str(scale), "grpo"), "trl.scale_rewards")
 
 
-def _loss(recipe: Recipe) -> None:
+def _loss(recipe: Draft) -> None:
     file = recipe.file
     level, named = file.get("trl.importance_sampling_level", "token"), file.get("trl.loss_type", "dapo")
     if named not in REDUCTIONS:
@@ -161,7 +158,7 @@ def _loss(recipe: Recipe) -> None:
     _corrections(recipe, sampled=sampled)
 
 
-def _bounds_of_ratios(recipe: Recipe, kind: str, differ: bool) -> None:
+def _bounds_of_ratios(recipe: Draft, kind: str, differ: bool) -> None:
     """What epsilon and epsilon_high are to this loss; ``differ``: whether any ratio may be other than 1."""
     file = recipe.file
     low = file.get("trl.epsilon", 0.2)
@@ -184,12 +181,12 @@ def _bounds_of_ratios(recipe: Recipe, kind: str, differ: bool) -> None:
             file.note(option, f"changes nothing: {why}")
 
 
-def _weighed(recipe: Recipe) -> bool:
+def _weighed(recipe: Draft) -> bool:
     """Whether corrections weigh how far the sampler was from the policy."""
     return bool(recipe.file.get("trl.use_vllm") and recipe.file.get("trl.vllm_importance_sampling_correction", True))
 
 
-def _against_the_sampler(recipe: Recipe) -> bool:
+def _against_the_sampler(recipe: Draft) -> bool:
     """Whether ratios are to the logprobs that were sampled with.
 
     Only they tell how old an answer is that is replayed, or that was sampled together with those of earlier steps.
@@ -211,7 +208,7 @@ def _against_the_sampler(recipe: Recipe) -> bool:
     return recipe.generated > 1 or not file.get(recompute, True)
 
 
-def _again(recipe: Recipe) -> None:
+def _again(recipe: Draft) -> None:
     """Groups that are trained again, and tasks that come again."""
     file, size = recipe.file, recipe.file.get("trl.replay_buffer_size", 0)
     if size:
@@ -225,7 +222,7 @@ def _again(recipe: Recipe) -> None:
         file.note(most, "changes nothing: reroll_start_fraction is 1, so no task comes again")
 
 
-def _corrections(recipe: Recipe, *, sampled: bool) -> None:
+def _corrections(recipe: Draft, *, sampled: bool) -> None:
     """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always.
 
     Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
@@ -267,7 +264,7 @@ _BOUNDS = tuple(f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip
 """What bounds the weights, from above by an older and a newer name, and from below."""
 
 
-def _bounds(recipe: Recipe) -> tuple[float | None, float]:
+def _bounds(recipe: Draft) -> tuple[float | None, float]:
     """Least and greatest weight."""
     file, (cap, most, least) = recipe.file, _BOUNDS
     if cap in file and most in file:
@@ -275,17 +272,17 @@ def _bounds(recipe: Recipe) -> tuple[float | None, float]:
     return file.get(least), file.get(most, file.get(cap, 3.0))
 
 
-def _asynchronous(recipe: Recipe) -> bool:
+def _asynchronous(recipe: Draft) -> bool:
     """True if Axolotl would train with its asynchronous trainer, which has defaults of its own."""
     return bool(recipe.file.get("trl.use_data_producer") or recipe.file.get("trl.async_prefetch"))
 
 
-def _corrected(recipe: Recipe) -> bool:
+def _corrected(recipe: Draft) -> bool:
     """Whether the penalty has the ratio before it."""
     return bool(recipe.file.get("trl.use_bias_correction_kl", not _asynchronous(recipe)))
 
 
-def _reference(recipe: Recipe) -> None:
+def _reference(recipe: Draft) -> None:
     file = recipe.file
     beta, moves = file.get("trl.beta", 0.0), file.get("trl.sync_ref_model", False)
     if not beta:

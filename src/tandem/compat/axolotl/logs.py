@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tandem.compat.axolotl.draft import Draft
 from tandem.types import Json
 
-if TYPE_CHECKING:
-    from tandem.compat._axolotl_recipe import Recipe
 
-
-def put(recipe: Recipe, steps: int) -> None:
+def put(recipe: Draft, steps: int) -> None:
     """All of it, of a run of so many steps."""
     _shown(recipe, steps)
     _sinks(recipe)
 
 
-def _shown(recipe: Recipe, steps: int) -> None:
+def _shown(recipe: Draft, steps: int) -> None:
     """Answers that are printed, as often as TRL logs."""
     file, shown, count = recipe.file, "trl.log_completions", "trl.num_completions_to_print"
     often: float = file.get("logging_steps", 1)
@@ -33,7 +29,7 @@ def _shown(recipe: Recipe, steps: int) -> None:
         file.note("logging_steps", "changes nothing: every step is logged")
 
 
-def _sinks(recipe: Recipe) -> None:
+def _sinks(recipe: Draft) -> None:
     """Where numbers go."""
     file = recipe.file
     sinks: list[Json] = ["console"]

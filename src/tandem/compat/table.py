@@ -1,0 +1,247 @@
+"""Options of other systems: one row says what an option becomes here, and one reader takes what was written of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from tandem.config.tree import Problems
+from tandem.types import Json
+
+Takes = Literal["text", "whole", "number", "truth", "texts", "numbers", "list", "mapping", "anything"]
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "text": (str,),
+    "whole": (int,),
+    "number": (int, float),
+    "truth": (bool,),
+    "list": (list,),
+    "mapping": (dict,),
+}
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignOption:
+    """An option of another system. Of ``becomes``, ``idle`` and ``refused`` exactly one is set.
+
+    Example: ``becomes("warmup_steps", "whole", "optimizer.warmup_steps", 0)``.
+    """
+
+    name: str
+    """Its name there."""
+    becomes: str = ""
+    """What it is in a recipe: the path of the option, where a value is handed on as it is, or a text."""
+    idle: str = ""
+    """Why it changes nothing here; a note says so where it is set."""
+    refused: str = ""
+    """Why a value other than ``default`` and ``off`` is an error."""
+    takes: Takes = "anything"
+    """Type of its value; ``texts`` and ``numbers`` are several words of a command line."""
+    default: Json = None
+    """Its value where it is left out; of an idle or refused one, the value that asks for nothing."""
+    off: tuple[Any, ...] = ()
+    """More values of an idle or refused one that ask for nothing."""
+    where: str = ""
+    """Name of the condition under which it counts; empty: it always does."""
+    also: tuple[str, ...] = ()
+    """Older names."""
+
+    @property
+    def help(self) -> str:
+        """One line for --help."""
+        if self.becomes:
+            left_out = "" if self.default in (None, False) else f" Default: {self.default}."
+            return f"{self.becomes[0].upper()}{self.becomes[1:]}.{left_out}"
+        return f"Changes nothing: {self.idle}." if self.idle else f"Refused: {self.refused}."
+
+
+def becomes(name: str, takes: Takes, what: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
+    """A row of an option that a recipe has."""
+    return ForeignOption(name=name, takes=takes, becomes=what, default=default, also=also, where=where)
+
+
+def idle(
+    name: str,
+    takes: Takes,
+    why: str,
+    *also: str,
+    where: str = "",
+    default: Json = None,
+    off: tuple[Json, ...] = (),
+) -> ForeignOption:
+    """A row of an option that changes nothing here."""
+    return ForeignOption(name=name, takes=takes, idle=why, also=also, where=where, default=default, off=off)
+
+
+def refused(
+    name: str, takes: Takes, why: str, default: Json = None, *also: str, off: tuple[Json, ...] = ()
+) -> ForeignOption:
+    """A row of an option that would change the result and cannot be had."""
+    return ForeignOption(name=name, takes=takes, refused=why, default=default, also=also, off=off)
+
+
+def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:
+    """Rows as a table, by their names."""
+    return {row.name: row for row in rows}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """How a system's options are named in messages."""
+
+    prefix: str
+    """What stands before a name."""
+    mistyped: str
+    """Of a value of another type, with {wanted} and {value}."""
+    refused: str
+    """Of a refused option, with {value} and {why}."""
+
+
+COMMAND = Wording(prefix="--", mistyped="it takes {wanted}, not {value}", refused="refused: {why}")
+"""Of command lines."""
+FILE = Wording(
+    prefix="", mistyped="expected {wanted}, got {value}", refused="it cannot be {value} here: {why}; leave it out"
+)
+"""Of files."""
+
+_WANTED = {
+    "text": "text",
+    "whole": "a whole number",
+    "number": "a number",
+    "truth": "true or false",
+    "numbers": "numbers",
+    "list": "a list",
+    "mapping": "a mapping",
+}
+
+
+class Reader:
+    """Options that were set, by name, each checked against its row; mistakes and notes are gathered."""
+
+    wording: ClassVar[Wording] = COMMAND
+    """How messages are worded."""
+
+    def __init__(self, table: Mapping[str, ForeignOption], problems: Problems) -> None:
+        """Read nothing yet.
+
+        Args:
+            table: rows by name.
+            problems: where mistakes go.
+        """
+        self.table = dict(table)
+        self.problems = problems
+        self.values: dict[str, Json] = {}
+        self.notes: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        """True if the option is set."""
+        return name in self.values
+
+    def __getitem__(self, name: str) -> Any:
+        """An option's value, or its default."""
+        return self.values.get(name, self.table[name].default)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An option's value, or ``default`` where it is left out."""
+        return self.values.get(name, default)
+
+    def place(self, name: str) -> str:
+        """What messages about a mistake in an option begin with."""
+        return f"{self.wording.prefix}{name}"
+
+    def wrong(self, name: str, message: str) -> None:
+        """Note that an option cannot be obeyed."""
+        self.problems.add(self.place(name), message)
+
+    def note(self, name: str, message: str) -> None:
+        """Note what a person should know of an option."""
+        self.notes.append(f"{self.wording.prefix}{name}: {message}")
+
+    def only(self, name: str, choices: Mapping[str, Any]) -> Any:
+        """What one of several texts stands for; None if it is none of them, which is a mistake."""
+        if self[name] not in choices:
+            self.wrong(name, f"there is no {self[name]!r} here; choose from {', '.join(filter(None, choices))}")
+            return None
+        return choices[self[name]]
+
+    def positive(self, *names: str) -> bool:
+        """True if numbers are above 0; others are mistakes."""
+        for name in names:
+            if self[name] is not None and self[name] <= 0:
+                self.wrong(name, f"it must be above 0, not {self[name]}")
+        return all(self[name] is None or self[name] > 0 for name in names)
+
+    def read(self, name: str, value: Json) -> None:
+        """Take a value of the option's own type; another is a mistake."""
+        row = self.table[name]
+        if row.takes in _TYPES and not _fits(value, *_TYPES[row.takes]):
+            self._mistyped(row, shown(value))
+        else:
+            self.values[name] = value
+
+    def read_words(self, name: str, words: Sequence[str]) -> None:
+        """Take the value that words of a command line stand for; others are a mistake."""
+        row = self.table[name]
+        try:
+            self.values[name] = _parsed(row.takes, words)
+        except ValueError:
+            self._mistyped(row, repr(" ".join(words)))
+
+    def settle(self, name: str, elsewhere: str = "") -> bool:
+        """Refuse an option that would change the result and cannot be had, or note that it changes nothing.
+
+        Args:
+            name: the option, which is set.
+            elsewhere: why it changes nothing where it stands; empty where it counts.
+
+        Returns:
+            True if a recipe has it.
+        """
+        row, value = self.table[name], self.values[name]
+        asks = value != row.default and value not in row.off
+        if elsewhere:
+            self.note(name, f"changes nothing {elsewhere}")
+        elif row.refused and asks:
+            self.wrong(name, self.wording.refused.format(value=shown(value), why=row.refused))
+        elif row.idle and asks:
+            self.note(name, f"changes nothing: {row.idle}")
+        return not (elsewhere or row.refused or row.idle)
+
+    def _mistyped(self, row: ForeignOption, value: str) -> None:
+        wanted = "a JSON mapping" if self.wording is COMMAND and row.takes == "mapping" else _WANTED[row.takes]
+        self.wrong(row.name, self.wording.mistyped.format(wanted=wanted, value=value))
+
+
+def shown(value: Json) -> str:
+    """A value as a file has it."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+
+
+def _fits(value: Json, *types: type) -> bool:
+    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
+
+def _parsed(takes: Takes, words: Sequence[str]) -> Json:
+    """The value that words stand for; raises ValueError for others."""
+    match takes:
+        case "texts":
+            return list(words)
+        case "numbers":
+            return [float(word) for word in words]
+        case "whole":
+            return int(words[-1])
+        case "number":
+            return float(words[-1])
+        case "truth":
+            if words[-1].lower() not in _TRUTH:
+                raise ValueError
+            return _TRUTH[words[-1].lower()]
+        case "mapping":
+            if not isinstance(value := json.loads(words[-1]), dict):
+                raise ValueError
+            return value
+        case _:
+            return words[-1]
