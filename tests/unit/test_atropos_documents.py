@@ -9,8 +9,8 @@ import pytest
 import yaml
 from atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TRAINERS, command
 
-from tandem.cli._work_recipe import Work
 from tandem.cli import app as cli
+from tandem.cli._work_recipe import Work
 from tandem.config.loading import RunConfig, from_options
 from tandem.engines.vllm.spec import Vllm
 from tandem.trainer import assemble as run

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from tandem.cli.arguments import Overrides, Show
 from tandem.compat import swift
 from tandem.compat.atropos.environment import EnvFlags
 from tandem.compat.atropos.options import TrainerFlags, joined
@@ -19,12 +20,6 @@ from tandem.compat.table import ForeignOption
 from tandem.config import registry as resolve
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe, such as optimizer.lr=1e-5."),
-]
-Show = Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and exit.")]
 
 
 def _flags(cls: type) -> Iterator[inspect.Parameter]:

@@ -6,13 +6,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from typer.main import get_command_name
 
 from tandem import __version__
-from tandem.cli._commands import Overrides, Show, register
+from tandem.cli.arguments import Overrides, Show
 from tandem.errors import TandemError, is_theirs, place_of, said
 
 app = typer.Typer(
@@ -304,7 +306,20 @@ def work(
     typer.echo(work(words))
 
 
-register(app)
+OWN_VERBS = frozenset(
+    command.name or get_command_name(command.callback.__name__)
+    for command in app.registered_commands
+    if command.callback
+) | {"serve"}
+"""Verbs that need none of what reads other systems' command lines."""
+
+
+@cache
+def _register_foreign_verbs() -> None:
+    """Add the verbs whose options are those of another system: their tables are loaded for them and for help alone."""
+    from tandem.cli._commands import register
+
+    register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -314,6 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # to do, spinning costs several times the work itself. Read when torch loads its OpenMP, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     debug = "--debug" in given or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
+    if next((word for word in given if not word.startswith("-")), "") not in OWN_VERBS:
+        _register_foreign_verbs()
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="tandem")
     except TandemError as error:

@@ -19,13 +19,13 @@ class Translated:
     """What a person should know of how it differs from the file."""
 
 
-Dialect = Callable[[Branch, bool, Problems], Translated | None]
-"""Given a file's options and whether it is read to serve an engine alone: what it comes to, or None if it is not of
-this system. Mistakes are added to the problems."""
+Dialect = Callable[[Branch, bool, Problems], Translated]
+"""Given a file's options and whether it is read to serve an engine alone: what it comes to. Mistakes are added to the
+problems."""
 
-DIALECTS = ("tandem.compat.axolotl",)
-"""Modules with a ``translate``, by name since ``compat`` stands above whatever reads recipes."""
-
+DIALECTS = {"base_model": "tandem.compat.axolotl"}
+"""Modules with a ``translate``, by the option for ``model`` that tells their files: by name since ``compat`` stands
+above whatever reads recipes, and is loaded where a file is of another system."""
 
 NAMES = "tandem.compat.names"
 """Module with a ``meant``: what options of other systems are called here."""
@@ -48,8 +48,8 @@ def elsewhere(option: str, value: Tree, where: str) -> dict[str, str]:
 
 def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
     """The recipe that a file comes to; a recipe of Tandem's is one already."""
-    for name in DIALECTS:
-        dialect: Dialect = importlib.import_module(name).translate
-        if (translated := dialect(tree, serving, problems)) is not None:
-            return translated
+    for option, name in DIALECTS.items():
+        if option in tree.entries and "model" not in tree.entries:
+            dialect: Dialect = importlib.import_module(name).translate
+            return dialect(tree, serving, problems)
     return Translated(tree=tree)

@@ -15,16 +15,14 @@ from tandem.config.dialects import Translated
 from tandem.config.tree import Branch, Leaf, Problems
 
 
-def translate(tree: Branch, serving: bool, problems: Problems) -> Translated | None:
-    """The recipe that an Axolotl file comes to; None if the file is none of Axolotl's.
+def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
+    """The recipe that an Axolotl file comes to.
 
     Args:
         tree: the file.
         serving: True if the engine alone is to be started, as by ``axolotl vllm-serve``.
         problems: where mistakes go; with any, what is returned is no whole recipe.
     """
-    if "base_model" not in tree.entries or "model" in tree.entries:
-        return None
     method = tree.entries.get("rl")
     if not isinstance(method, Leaf) or method.value not in ("grpo", "gdpo"):
         where = method.where if method else tree.where
