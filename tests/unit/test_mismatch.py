@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mismatch_runs import STEPS, Engine, altered, exact, rows, told_by, trained
 
-from tandem.cli.app import app as cli
+from tandem.cli import app as cli
 from tandem.config import loading as config
 from tandem.engines._embedded_engine import EmbeddedEngine
 from tandem.errors import TandemError

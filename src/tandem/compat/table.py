@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from tandem.config.tree import Problems
 from tandem.types import Json
+
+if TYPE_CHECKING:
+    from tandem.config.tree import Problems  # which loads yaml, and --help of the command lines need not
 
 Takes = Literal["text", "whole", "number", "truth", "texts", "numbers", "list", "mapping", "anything"]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from tandem.compat.swift.options import DEPLOY, RLHF
 from tandem.compat.table import ForeignOption, Reader, by_name
-from tandem.config.tree import Problems
 from tandem.types import Json
 
 KEY_VARIABLE = "TANDEM_SWIFT_API_KEY"
@@ -128,6 +127,8 @@ def _read(table: Sequence[ForeignOption], words: Mapping[str, Sequence[str]]) ->
     Raises:
         ConfigError: with every value of another type.
     """
+    from tandem.config.tree import Problems  # only now: help need not wait for yaml
+
     given = Reader(by_name(*table), Problems())
     for name, values in words.items():
         if list(values) not in (["None"], ["null"]):
