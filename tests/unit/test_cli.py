@@ -19,7 +19,7 @@ import typer.main
 
 import tandem
 from tandem.api.targets import weights_of
-from tandem.cli.app import app as cli
+from tandem.cli import app as cli
 from tandem.cli.export import export
 from tandem.cli.show import curve, duration
 from tandem.config import registry as resolve

@@ -315,11 +315,12 @@ OWN_VERBS = frozenset(
 
 
 @cache
-def _register_foreign_verbs() -> None:
-    """Add the verbs whose options are those of another system: their tables are loaded for them and for help alone."""
+def with_foreign_verbs() -> typer.Typer:
+    """The app with the verbs whose options are another system's, and which load its tables: also for help."""
     from tandem.cli._commands import register
 
     register(app)
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -330,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     debug = "--debug" in given or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
     if next((word for word in given if not word.startswith("-")), "") not in OWN_VERBS:
-        _register_foreign_verbs()
+        with_foreign_verbs()
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="tandem")
     except TandemError as error:
