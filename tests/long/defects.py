@@ -434,14 +434,14 @@ DEFECTS = (
     # compat, report, alarms
     Defect(
         "Axolotl's correction has another cap",
-        "src/tandem/compat/_axolotl_objective.py",
+        "src/tandem/compat/axolotl/objective.py",
         "file.get(cap, 3.0)",
         "file.get(cap, 2.0)",
         "tests/unit/test_axolotl.py",
     ),
     Defect(
         "ms-swift's overlong has no floor",
-        "src/tandem/compat/_swift_rewards.py",
+        "src/tandem/compat/swift/rewards.py",
         "-max(0.0, (rollout.num_tokens",
         "-max(-1.0, (rollout.num_tokens",
         "tests/unit/test_swift.py tests/unit/test_swift_plugins.py",
