@@ -526,6 +526,14 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
         load(Path("zzz.yaml"))
 
 
+def test_a_missing_run_names_the_runs_beside_it(here: Path) -> None:
+    Path("more.yaml").write_text(MINIMAL)
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/config.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"there is no run or recipe runs/nore; runs: runs/first$"):
+        load(Path("runs/nore"))
+
+
 def test_a_folder_is_no_recipe(here: Path) -> None:
     Path("run").mkdir()
     with pytest.raises(ConfigError, match=r"run is a folder without a config.yaml"):

@@ -348,11 +348,20 @@ def _read(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if runs := _runs_beside(source):
+            raise ConfigError(f"there is no run or recipe {source}; runs: {', '.join(runs[-8:])}") from None
         raise ConfigError(f"there is no recipe {source}{_nearby(source)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not a recipe: it is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from error
+
+
+def _runs_beside(source: Path) -> list[str]:
+    """Run folders in the folder of a name that may be a run's, such as runs/first."""
+    if source.suffix or source.parent == Path():
+        return []
+    return [str(recipe.parent) for recipe in sorted(source.parent.glob("*/config.yaml"))]
 
 
 def _nearby(source: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tandem import gym_library
 from tandem.envs._split import Tasks, check_share, digest, opening, some, split_of
 from tandem.envs.base import Environment, Split
 from tandem.errors import ConfigError, EnvError
@@ -101,7 +102,7 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
         EnvError: the library is missing, knows no such task, or refuses the configuration.
     """
     try:
-        import reasoning_gym
+        library = gym_library.load()
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise EnvError("this environment needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'") from error
@@ -110,7 +111,7 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise EnvError(f"reasoning-gym has no task {name!r}{hint}; it has: {', '.join(sorted(DATASETS))}")
     try:
-        return reasoning_gym.create_dataset(name, **{**config, "seed": seed, "size": size})
+        return library.create_dataset(name, **{**config, "seed": seed, "size": size})
     except Exception as error:  # each task validates in its own way, mostly by assert; the message carries it
         options = ", ".join(f for f in DATASETS[name][1].__dataclass_fields__ if f not in ("seed", "size"))
         raise EnvError(

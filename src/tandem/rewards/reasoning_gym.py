@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
+from tandem import gym_library
 from tandem.errors import RewardError
 from tandem.rewards._answers import final_message, is_number, last_number, last_tag
 from tandem.rewards.base import Reward
@@ -34,7 +35,7 @@ class ReasoningGym(Reward):
 
     def prepare(self) -> None:
         try:
-            import reasoning_gym  # noqa: F401
+            gym_library.load()
         except ImportError as error:
             raise RewardError(
                 "reward reasoning_gym needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'"
@@ -62,8 +63,6 @@ class ReasoningGym(Reward):
 @cache
 def _verifier(name: str, config: str) -> Callable[[str | None, Mapping[str, Json]], float]:
     """The scoring function of a task under a configuration (as JSON)."""
-    import reasoning_gym
-
-    dataset: Any = reasoning_gym.create_dataset(name, **json.loads(config))
+    dataset: Any = gym_library.load().create_dataset(name, **json.loads(config))
     score: Callable[[str | None, Mapping[str, Json]], float] = dataset.score_answer
     return score

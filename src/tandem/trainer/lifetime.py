@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from tandem.config import loading as recipes
 from tandem.config import registry as resolve
@@ -22,6 +24,9 @@ from tandem.observability.alarms.watch import Notice
 from tandem.observability.loggers import _lines
 
 log = logging.getLogger(__name__)
+
+ECHO_SECONDS = 1.0
+"""A signal that comes again so soon is the same one: ``timeout`` and others send it to the process and to its group."""
 
 
 def new_folder(config: RunConfig) -> Path:
@@ -149,9 +154,10 @@ def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT ends the run in order; a second one ends it at once.
 
     A SIGHUP that is ignored (``nohup``) stays ignored, and none ends at once: a terminal that goes sends several.
-    SIGQUIT first has the stacks written.
+    SIGQUIT first has the stacks written. The same signal within ``ECHO_SECONDS`` is no second one.
     """
     events = asyncio.get_running_loop()
+    defaults: dict[int, Any] = {}
 
     def first(number: int) -> None:
         stop.set()
@@ -162,6 +168,17 @@ def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
         events.remove_signal_handler(number)
         if number == signal.SIGHUP:
             signal.signal(number, signal.SIG_IGN)
+            return
+        defaults[number] = signal.getsignal(number)
+        since = time.monotonic()
+
+        def again(number: int, frame: FrameType | None) -> None:
+            if time.monotonic() - since >= ECHO_SECONDS:
+                signal.signal(number, defaults[number])
+                signal.raise_signal(number)
+
+        signal.signal(number, again)
+        events.call_later(ECHO_SECONDS, signal.signal, number, defaults[number])
 
     hung_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *hung_up)
@@ -173,3 +190,5 @@ def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
     finally:
         for number in numbers:
             events.remove_signal_handler(number)
+        for number, default in defaults.items():
+            signal.signal(number, default)
