@@ -205,7 +205,7 @@ def traceback_of(error: BaseException) -> str:
     return "".join(line[: 2 * SHOWN_TEXT] for line in traceback.format_exception(type(error), error, trace))
 
 
-_GRADING = frozenset({__file__, str(Path(__file__).with_name("_grader.py"))})
+_GRADING = frozenset({__file__, str(Path(__file__).with_name("grader.py"))})
 
 
 def _is_async(function: Any) -> bool:

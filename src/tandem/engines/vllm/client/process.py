@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import tandem
 from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.processes import Identity, alive_after, family, gone, identity, kill
 from tandem.transport.sharing import remove_orphans
@@ -336,7 +337,7 @@ def import_path(folder: Path) -> Path:
     The trainer's own ``site-packages`` there would give the engine the trainer's torch instead of its own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    package, link = Path(__file__).resolve().parents[1], folder.absolute() / "tandem"
+    package, link = Path(tandem.__file__).resolve().parent, folder.absolute() / "tandem"
     if not link.is_symlink() or link.readlink() != package:
         link.unlink(missing_ok=True)
         link.symlink_to(package, target_is_directory=True)
