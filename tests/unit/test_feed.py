@@ -304,7 +304,7 @@ def test_penalty_is_taken_from_truncated_answers_alone() -> None:
 
 
 def test_stale_groups_are_dropped_and_played_again() -> None:
-    old = group_of("t5@0", index=0, version=0)
+    old = group_of("t5@0", index=0, version=2)  # one step too old
     trainer = Trainer(step=4)
     buffer = trainer.buffer(n=2, max_lag=1)
     draw = draw_of(buffer, "t5")
