@@ -312,7 +312,7 @@ DEFECTS = (
         "src/tandem/engines/vllm/server/pause_lease.py",
         "self.hold()\n        loop, now",
         "if self.runs:\n            return\n        loop, now",
-        "tests/unit/test_vllm_frontend.py tests/unit/test_vllm_routes.py tests/unit/test_vllm_vigil.py",
+        "tests/unit/test_vllm_lease.py",
     ),
     Defect(
         "what somebody else paused goes on",

@@ -1,0 +1,24 @@
+"""A pause's lease on a served engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.engines.vllm.server.pause_lease import Lease
+
+
+def test_a_renewal_counts_from_now() -> None:
+    async def stop(reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def go() -> None:
+        lease = Lease(stop)
+        lease.renew(30.0, "a trainer")
+        lease.renew(600.0)
+        assert lease.told is not None
+        assert lease.told["by"] == "a trainer"
+        assert lease.told["seconds_left"] > 500.0
+        lease.end()
+        assert not lease.runs
+
+    asyncio.run(go())
