@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from tandem.model._compile import missing
 from tandem.model.logprobs import token_logprobs
-from tandem.model.penalties import Events, History, Past, Penalties, joined
+from tandem.model.penalties import Events, History, Past, Penalties, joined, penalise
 from tandem.types import Sampling
 
 VOCABULARY, ENDS = 300, (4, 130)
@@ -191,3 +191,9 @@ def test_compiled_arithmetic_gives_the_same() -> None:
         assert relative(a, b.double()) < 1e-6
     assert counters["stats"]["unique_graphs"] == 2, "one forward, one backward"
     torch._dynamo.reset()
+
+
+def test_presence_is_taken_off_once_and_frequency_as_often_as_a_token_was_said() -> None:
+    logits_NW = torch.zeros(1, 3)
+    penalise(logits_NW, None, torch.tensor([[0, 1, 3]]), 1.0, 0.5, 0.25)
+    assert logits_NW.tolist() == [[0.0, -0.75, -1.25]]
