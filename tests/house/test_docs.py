@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?(?:python3? -m )?tandem (?P<rest>.+)$")
 OF_THE_PROJECT = re.compile(r"^(?:\.ci|benchmarks|docs|recipes|scripts|src|tests)/[\w./-]+$")
 OWN_PART = re.compile(r"[\w.]+:[A-Za-z]")
+GLOSSARY = ROOT / "docs/glossary.md"
+METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
+AREAS = tuple(
+    f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "rate")
+)
 FENCE = re.compile(r"^```(?P<language>[\w-]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -119,6 +126,39 @@ def test_every_environment_is_in_its_table() -> None:
     page = (ROOT / "docs/environments.md").read_text()
     assert not [kind for kind in kinds if f"| `{kind}` |" not in page]
     assert "kind: agent" in (ROOT / "README.md").read_text()
+
+
+def metric_names(tree: ast.AST) -> Iterator[str]:
+    """Keys that hold a metric's value, or that name one of an area, and names of spans; ``*`` for what varies."""
+    pairs: list[tuple[ast.expr | None, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            pairs += zip(node.keys, node.values, strict=True)
+        elif isinstance(node, ast.DictComp):
+            pairs.append((node.key, node.value))
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            pairs.append((node.targets[0].slice, node.value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.span":
+            yield ast.literal_eval(node.args[0])
+    for key, value in pairs:
+        if key is None:  # of another dict unpacked
+            continue
+        parts = key.values if isinstance(key, ast.JoinedStr) else [key]
+        name = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+        if name.strip("*") and (name.startswith(AREAS) or METRIC.match(ast.unparse(value))):
+            yield name
+
+
+def test_every_metric_is_in_the_glossary() -> None:
+    """A row names it, or has a placeholder where it varies."""
+    rows = [line.split("|")[1] for line in GLOSSARY.read_text().splitlines() if line.startswith("| `")]
+    known = [re.sub(r"<\w+>", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
+    names = {name for tree in trees for name in metric_names(tree)}
+    assert {"loss", "groups/dropped_*", "rollouts/*", "seconds/wait", "ess", "kl_reference"} <= names
+    names -= {name for name in names if f"env/*/{name}" in known}
+    missing = [name for name in names if not any(fnmatch(k, name) or fnmatch(name, k) for k in known)]
+    assert not missing, f"{shown(GLOSSARY)} lacks the metrics {sorted(missing)}"
 
 
 def test_readmes_first_recipe_is_one_that_learns() -> None:
