@@ -27,6 +27,7 @@ COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?(?:python3? -m )?ta
 OF_THE_PROJECT = re.compile(r"^(?:\.ci|benchmarks|docs|recipes|scripts|src|tests)/[\w./-]+$")
 OWN_PART = re.compile(r"[\w.]+:[A-Za-z]")
 GLOSSARY = ROOT / "docs/glossary.md"
+TOKEN = ROOT / "docs/life-of-a-token.md"
 METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
 AREAS = tuple(
     f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "rate")
@@ -159,6 +160,27 @@ def test_every_metric_is_in_the_glossary() -> None:
     names -= {name for name in names if f"env/*/{name}" in known}
     missing = [name for name in names if not any(fnmatch(k, name) or fnmatch(name, k) for k in known)]
     assert not missing, f"{shown(GLOSSARY)} lacks the metrics {sorted(missing)}"
+
+
+def lines_of(path: str, name: str) -> int:
+    """Lines of a function, or of a class, that a page names."""
+    node: Any = ast.parse((ROOT / "src/tandem" / path).read_text())
+    for part in name.split("."):
+        inner = [one for one in node.body if getattr(one, "name", None) == part]
+        assert inner, f"{path} has no {name}"
+        node = inner[0]
+    return int(node.end_lineno - node.lineno + 1)
+
+
+def test_the_life_of_a_token_names_code_that_exists() -> None:
+    """And little enough of it to be read."""
+    page = TOKEN.read_text()
+    named = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:,\s+)?)+)", page)
+    lines = sum(lines_of(path, name) for path, names in named for name in re.findall(r"`([\w.]+)`", names))
+    stated = re.search(r"about ([\d,]+) lines", page)
+    assert stated, "the page says how many lines it names"
+    assert lines <= 1500, f"{shown(TOKEN)} names {lines} lines of code"
+    assert abs(lines - int(stated[1].replace(",", ""))) <= 100, f"{shown(TOKEN)} names {lines} lines of code"
 
 
 def test_readmes_first_recipe_is_one_that_learns() -> None:
