@@ -1,4 +1,4 @@
-"""Records of runs as the tables of docs/results.md."""
+"""Records of runs as the tables of docs/design/results.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of runs behind docs/results.md: what is run, and by which command."""
+"""The table of runs behind docs/design/results.md: what is run, and by which command."""
 
 from __future__ import annotations
 

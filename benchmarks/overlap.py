@@ -8,7 +8,7 @@ Settings: ``shared0`` and ``shared1`` train with lag 0 and 1 on weights that are
 them to an engine on the second card. Each runs in a process of its own for --limit seconds at most; those that share
 have one engine between them. All are given the same random model, the same prompts and answers of exactly so many
 tokens; steps are measured from beginning to beginning, medians without the first two. On one card start NVIDIA's MPS
-first (docs/engines.md), or the two take turns on it.
+first (docs/guide/engines.md), or the two take turns on it.
 
 Where there is no GPU, the engine gets one half of the cores and the trainer the other, for every setting. Generation
 alone is then what a step with lag 0 waits for its answers, and training alone the rest of that step, the publish

@@ -1,4 +1,4 @@
-"""Runs the table of runs behind docs/results.md, several beside each other, and sums each up in one record.
+"""Runs the table of runs behind docs/design/results.md, several beside each other, and sums each up in one record.
 
     python benchmarks/results.py --list
     python benchmarks/results.py --set matrix --devices 0,1 --beside 6 --gsm8k data/gsm8k --minutes 9 --out results

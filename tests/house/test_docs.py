@@ -26,8 +26,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?(?:python3? -m )?tandem (?P<rest>.+)$")
 OF_THE_PROJECT = re.compile(r"^(?:\.ci|benchmarks|docs|recipes|scripts|src|tests)/[\w./-]+$")
 OWN_PART = re.compile(r"[\w.]+:[A-Za-z]")
-GLOSSARY = ROOT / "docs/glossary.md"
-TOKEN = ROOT / "docs/life-of-a-token.md"
+GLOSSARY = ROOT / "docs/reference/glossary.md"
+TOKEN = ROOT / "docs/design/life-of-a-token.md"
 METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
 AREAS = tuple(
     f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "rate")
@@ -124,7 +124,7 @@ def test_files_and_links_exist(page: Path) -> None:
 
 def test_every_environment_is_in_its_table() -> None:
     kinds = {path.stem for path in (ROOT / "src/tandem/envs").glob("[a-z]*.py")} - {"base"}
-    page = (ROOT / "docs/environments.md").read_text()
+    page = (ROOT / "docs/guide/environments.md").read_text()
     assert not [kind for kind in kinds if f"| `{kind}` |" not in page]
     assert "kind: agent" in (ROOT / "README.md").read_text()
 
@@ -183,6 +183,15 @@ def test_the_life_of_a_token_names_code_that_exists() -> None:
     assert abs(lines - int(stated[1].replace(",", ""))) <= 100, f"{shown(TOKEN)} names {lines} lines of code"
 
 
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    named = {
+        (index.parent / link).resolve()
+        for link in re.findall(r"^- \[[^]]+\]\(([^)]+)\): ", index.read_text(), re.MULTILINE)
+    }
+    assert named == {page for page in PAGES if page.parent.parent == index.parent}
+
+
 def test_readmes_first_recipe_is_one_that_learns() -> None:
     """What README says of its share of groups with signal was measured with that recipe."""
     first = next(body for language, body in fences((ROOT / "README.md").read_text()) if language == "yaml")
@@ -209,10 +218,10 @@ def test_readmes_environment_tells_siblings_apart(tmp_path: Path, monkeypatch: p
 
 
 def test_the_page_on_python_names_every_public_name_and_no_other() -> None:
-    page = (ROOT / "docs/python.md").read_text()
+    page = (ROOT / "docs/guide/python.md").read_text()
     named = set(re.findall(r"\btandem\.([A-Za-z]\w*)", "\n".join(code(page))))
     assert named == {name for name in tandem.__all__ if not name.startswith("__")}
-    assert "(docs/python.md)" in (ROOT / "README.md").read_text()
+    assert "(docs/guide/python.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_rules_are_alive() -> None:

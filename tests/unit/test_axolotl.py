@@ -896,6 +896,6 @@ def test_show_prints_a_recipe_of_the_same_run(read: Read, tmp_path: Path, capsys
 
 
 def test_the_page_lists_every_option() -> None:
-    page = (Path(__file__).parents[2] / "docs/axolotl.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guide/axolotl.md").read_text()
     for name in [*TOP, *TRL, *VLLM, *DATASET]:
         assert f"`{name}`" in page, name

@@ -11,7 +11,7 @@ from tandem.compat.names import meant
 from tandem.config import loading as config
 from tandem.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
+PAGE = Path(__file__).parents[2] / "docs/guide/trl.md"
 RECIPE = "model: m\nsteps: 1\nenv: arithmetic\n"
 
 
@@ -58,7 +58,7 @@ def test_names_of_verl_are_told_one_by_one(tmp_path: Path) -> None:
         "recipe.yaml:8: unknown option 'actor_rollout_ref.rollout.n'",
         "command line: data.train_batch_size: unknown option 'data.train_batch_size'",
     ]
-    assert "from verl? here it is optimizer.lr (docs/trl.md)" in lines[0]
+    assert "from verl? here it is optimizer.lr (docs/guide/trl.md)" in lines[0]
 
 
 def test_a_name_within_a_part(tmp_path: Path) -> None:

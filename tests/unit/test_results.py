@@ -1,4 +1,4 @@
-"""The runs behind docs/results.md: each is a recipe that loads, and its folder is summed up and told rightly."""
+"""The runs behind docs/design/results.md: each is a recipe that loads, and its folder is summed up and told rightly."""
 
 from __future__ import annotations
 

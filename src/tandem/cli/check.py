@@ -43,7 +43,7 @@ _STATE = len("problem")
 
 _OPTIONAL = {"curriculum": "curricula", "reference": "references"}
 """Parts that a recipe may do without, and their slots."""
-_TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/engines.md)"
+_TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/guide/engines.md)"
 
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:

@@ -126,7 +126,7 @@ _VERL: Mapping[str, str] = {
 
 
 def meant(option: str) -> str | None:
-    """Whose name it is and what to write here, such as ``from TRL? here it is group_size (docs/trl.md)``.
+    """Whose name it is and what to write here, such as ``from TRL? here it is group_size (docs/guide/trl.md)``.
 
     Args:
         option: a name, or verl's dotted path.
@@ -138,7 +138,7 @@ def meant(option: str) -> str | None:
         if option in table:
             left_out = table[option].removeprefix("nothing: ")
             here = f"leave it out: {left_out}" if left_out != table[option] else f"here it is {left_out}"
-            return f"from {system}? {here} (docs/trl.md)"
+            return f"from {system}? {here} (docs/guide/trl.md)"
     return None
 
 
