@@ -117,6 +117,8 @@ def test_files_and_links_exist(page: Path) -> None:
     text = page.read_text()
     named = {word.rstrip(".,:;)") for line in code(text) for word in line.split()}
     missing = [w for w in named if OF_THE_PROJECT.match(w) and not (ROOT / w).exists()]
+    modules = [w for w in re.findall(r"`(\w+(?:/\w+)+\.py)`", text) if not (ROOT / w).exists()]
+    missing += [w for w in modules if not (ROOT / "src/tandem" / w).exists()]
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text))]
     missing += [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
     assert not missing, f"{shown(page)} names what does not exist: {sorted(missing)}"
