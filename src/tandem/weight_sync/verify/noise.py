@@ -3,8 +3,8 @@
 Both sides compute the same function of the same bytes with other kernels, so their logprobs of a token differ by
 rounding. An error dz of the logits changes the logprob of token t by dz_t - sum_j p_j dz_j: about (1 - p_t) times the
 error of one logit, over the temperature. Divided by that factor, residuals of all tokens have one scale (measured for
-SmolLM2-135M: 0.09 in bfloat16 and 0.005 in float32 on an H200; docs/design/proof.md), which is measured where the bytes of
-both sides were just found equal.
+SmolLM2-135M: 0.09 in bfloat16 and 0.005 in float32 on an H200; docs/design/proof.md), which is measured where the
+bytes of both sides were just found equal.
 
 Two questions are then asked of an answer, each with a bound on how often chance alone says yes:
 
