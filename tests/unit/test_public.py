@@ -20,7 +20,7 @@ from tandem.errors import ConfigError, Interrupted
 
 NAMES = [name for name in tandem.__all__ if not name.startswith("__")]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+PAGE = Path(__file__).parents[2] / "docs/guide/python.md"
 
 
 @pytest.fixture
