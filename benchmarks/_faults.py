@@ -17,7 +17,7 @@ from tandem.engines.base import Adapter
 from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError, UnsupportedPair
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Link
+from tandem.weight_sync.base import WeightSyncSession
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -131,7 +131,7 @@ async def _bind(bench: Any) -> None:
 
 
 def _stamped_first(bench: Any, move: Any) -> Any:
-    async def wrong(link: Link, version: PolicyVersion) -> int:
+    async def wrong(link: WeightSyncSession, version: PolicyVersion) -> int:
         await link.engine.stamp(version)
         return 0  # what was to follow comes after the proof
 
@@ -139,7 +139,7 @@ def _stamped_first(bench: Any, move: Any) -> Any:
 
 
 def _skipped(bench: Any, move: Any) -> Any:
-    async def wrong(link: Link, version: PolicyVersion) -> int:
+    async def wrong(link: WeightSyncSession, version: PolicyVersion) -> int:
         return 0
 
     return wrong
@@ -323,8 +323,8 @@ BROADCAST = (
         inject=inside("alter", name=EMBED, how="padding"),
     ),
     Fault(name="two publishes swapped: the last one arrives again", by="checksum", inject=inside("late")),
-    Fault(name="publish skipped", by="checksum", inject=instead(_sync, "move", _skipped)),
-    Fault(name="version stamped before the move", by="checksum", inject=instead(_sync, "move", _stamped_first)),
+    Fault(name="publish skipped", by="checksum", inject=instead(_sync, "transfer", _skipped)),
+    Fault(name="version stamped before the move", by="checksum", inject=instead(_sync, "transfer", _stamped_first)),
     Fault(
         name="sender goes silent in the middle",
         by="deadline",

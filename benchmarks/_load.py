@@ -223,7 +223,7 @@ def instrument(watch: Stopwatch, engine: Any, sync: Any) -> None:
     phases = {"pause": "pause", "checksums": "sum there", "probe": "probe there", "stamp": "stamp", "resume": "resume"}
     for method, name in phases.items():
         setattr(engine, method, watch.timed(name, getattr(engine, method)))
-    object.__setattr__(sync, "move", watch.timed("move", sync.move))  # a frozen dataclass
+    object.__setattr__(sync, "transfer", watch.timed("move", sync.transfer))  # a frozen dataclass
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.memory_plan.table import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
-from tandem.weight_sync.base import Commit, Link
+from tandem.weight_sync.base import Commit, WeightSyncSession
 
 
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
 
 def instrument(parts: Parts, lines: Path, work: Work) -> None:
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
-    take, pack, commit = RolloutBuffer.take, Packer.__call__, Link.commit
+    take, pack, commit = RolloutBuffer.take, Packer.__call__, WeightSyncSession.commit
     train, apply = Step.forward_backward, Step.apply
 
     async def timed_take(self: RolloutBuffer) -> Any:
@@ -101,7 +101,7 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
             return found
 
     @contextlib.asynccontextmanager
-    async def timed_commit(self: Link, step: int, **more: Any) -> AsyncIterator[Commit]:
+    async def timed_commit(self: WeightSyncSession, step: int, **more: Any) -> AsyncIterator[Commit]:
         before = parts.get("optimizer")
         with parts.timed("publish"):
             async with commit(self, step, **more) as update:
@@ -113,7 +113,7 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
         (Packer, "__call__"): timed_pack,
         (Step, "forward_backward"): timed_train,
         (Step, "apply"): timed_apply,
-        (Link, "commit"): timed_commit,
+        (WeightSyncSession, "commit"): timed_commit,
         (Checkpoints, "save"): _not_saved,
         (MemoryPlan, "require"): _told(MemoryPlan.require),
     }

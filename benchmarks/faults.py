@@ -40,7 +40,7 @@ from tandem.trainable.base import Trains
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import Completion, PolicyVersion, Sampling
-from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.base import WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
@@ -103,7 +103,7 @@ class Bench:
 
     def __init__(self, engine: Any, policy: Policy, trains: Trains, sync: WeightSync, folder: Path, *, nudge: float):
         self.engine, self.policy, self.trains = engine, policy, trains
-        self.link = Link(sync=sync, policy=policy, engine=engine, trains=trains, folder=folder)
+        self.link = WeightSyncSession(sync=sync, policy=policy, engine=engine, trains=trains, folder=folder)
         self.step = int(engine.version().step)
         self._random = torch.Generator().manual_seed(0)
         self._size = nudge
@@ -220,7 +220,9 @@ class Bench:
     async def opened(self) -> None:
         """Begin anew, as a resumed run does."""
         kept = self.link
-        self.link = Link(sync=kept.sync, policy=self.policy, engine=self.engine, trains=self.trains, folder=kept.folder)
+        self.link = WeightSyncSession(
+            sync=kept.sync, policy=self.policy, engine=self.engine, trains=self.trains, folder=kept.folder
+        )
         try:
             await self.link.bind(fresh=True)
             self.step += 1
@@ -228,7 +230,7 @@ class Bench:
                 pass
         finally:
             self.link = kept
-            self.engine.on_revival(kept._revived)
+            self.engine.on_revival(kept.recover)
 
     async def greet(self) -> None:
         """What a trainer asks of an engine that it finds."""

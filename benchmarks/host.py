@@ -51,7 +51,7 @@ from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.step import Step
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.base import WeightSync, WeightSyncSession
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = 2
@@ -79,9 +79,9 @@ class Nowhere(WeightSync):
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights"})
     port: ClassVar[type] = CanLend
-    pause: ClassVar[Literal["step", "move", "never"]] = "step"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
+    async def transfer(self, link: WeightSyncSession, version: PolicyVersion) -> int:
         return 0
 
 
@@ -171,16 +171,16 @@ def stub(rows: Rows) -> None:
         logprobs_N = micro.batch.behavior_logprobs_N
         return {"loss": Sum(0.0)}, logprobs_N, None
 
-    async def no_proof(self: Link, *given: Any) -> float:
+    async def no_proof(self: WeightSyncSession, *given: Any) -> float:
         return 0.0
 
     async def not_saved(self: Checkpoints, state: Any) -> bool:
         return False
 
-    commit = Link.commit
+    commit = WeightSyncSession.commit
 
     @contextlib.asynccontextmanager
-    async def lapped(self: Link, step: int, **more: Any) -> Any:
+    async def lapped(self: WeightSyncSession, step: int, **more: Any) -> Any:
         async with commit(self, step, **more) as update:
             yield update
         rows.lap()
@@ -188,8 +188,8 @@ def stub(rows: Rows) -> None:
     changed: dict[tuple[Any, str], Any] = {
         (Step, "_micro"): micro,
         (Step, "_apply"): lambda self, lr: torch.tensor([0.0]),
-        (Link, "_prove"): no_proof,
-        (Link, "commit"): lapped,
+        (WeightSyncSession, "_verify"): no_proof,
+        (WeightSyncSession, "commit"): lapped,
         (Checkpoints, "save"): not_saved,
     }
     for (owner, name), value in changed.items():

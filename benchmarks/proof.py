@@ -34,7 +34,7 @@ from tandem.trainable.base import Trains
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Link
+from tandem.weight_sync.base import WeightSyncSession
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.verify.probe import Reading
 
@@ -107,7 +107,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     logging.getLogger("tandem.weight_sync.verify.probe").setLevel(logging.INFO)
     seconds, gaps = list[float](), list[float]()
     async with spec.open(policy, context=1024, needs=needs) as engine:
-        link = Link(sync=Shared(), policy=policy, engine=engine, trains=trains, folder=folder)
+        link = WeightSyncSession(sync=Shared(), policy=policy, engine=engine, trains=trains, folder=folder)
         await link.bind(fresh=True)
         note(link, readings)
         async with link, link.open(PolicyVersion(step=0, digest="")):
@@ -148,7 +148,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def note(link: Link, readings: list[Reading]) -> None:
+def note(link: WeightSyncSession, readings: list[Reading]) -> None:
     """Keep what the proof reads."""
     behaviour = link._behaviour
     read = behaviour._read

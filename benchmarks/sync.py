@@ -50,7 +50,7 @@ from tandem.trainable.base import Trains
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.base import WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
@@ -166,7 +166,7 @@ class Change:
 class Live:
     """One way, bound."""
 
-    link: Link
+    link: WeightSyncSession
     engine: Any
     load: Load
     watch: Stopwatch
@@ -205,7 +205,9 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
             watch = compute.watch = Stopwatch()
             change = Change(trains, policy)
             load = Load(engine, args.requests, args.tokens, single=sync.pause == "never")
-            link = Link(sync=sync, policy=policy, engine=engine, trains=trains, folder=folder, versions=versions)
+            link = WeightSyncSession(
+                sync=sync, policy=policy, engine=engine, trains=trains, folder=folder, versions=versions
+            )
             live = Live(link, engine, load, watch, change, found, worker)
             if name == "plain":
                 yield live

@@ -30,10 +30,11 @@ from tandem.trainer import assemble as runs
 from tandem.transport import bridge, collective
 from tandem.transport.checksums import checksums, digest
 from tandem.types import PolicyVersion, Sampling
-from tandem.weight_sync.base import ATTEMPTS, Link, WeightSync
+from tandem.weight_sync.base import WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
+from tandem.weight_sync.session.recovery import ATTEMPTS
 from tandem.weight_sync.shared import Shared
 
 START = PolicyVersion(step=0, digest="")
@@ -75,17 +76,17 @@ class Pair:
         return digest(checksums(self.trains.source(self.policy.model)))
 
     @asynccontextmanager
-    async def open(self, start: PolicyVersion = START) -> AsyncIterator[Link]:
+    async def open(self, start: PolicyVersion = START) -> AsyncIterator[WeightSyncSession]:
         """As a run does; whatever happens, the engine never gave out tokens of other weights than it said."""
         try:
-            async with self.sync.open(self.policy, self.engine, start, self.trains, self.folder) as link:
-                yield link
+            async with self.sync.open(self.policy, self.engine, start, self.trains, self.folder) as session:
+                yield session
         finally:
             await self.engine.close()
 
-    async def step(self, link: Link, step: int) -> None:
+    async def step(self, session: WeightSyncSession, step: int) -> None:
         """One optimizer step, published: afterwards the engine gives out tokens of exactly these weights."""
-        async with link.commit(step) as commit:
+        async with session.commit(step) as commit:
             self.train()
         assert commit.published is not None
         version = commit.published.version
@@ -181,11 +182,11 @@ def test_an_honest_engine_serves_each_version(tiny_model: Path, tmp_path: Path, 
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 first = PolicyVersion(step=0, digest=pair.digest())
                 pair.agrees(first)
                 for step in (1, 2, 3):
-                    await pair.step(link, step)
+                    await pair.step(session, step)
                 assert len({found for _, found in pair.engine.given}) == 4
 
         run(work)
@@ -198,11 +199,11 @@ def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: P
     with paired(tiny_model, tmp_path, (NET, trains)) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
-                await pair.step(link, 1)
+            async with pair.open() as session:
+                await pair.step(session, 1)
                 pair.engine.dies["move"] = 1
-                await pair.step(link, 2)
-                await pair.step(link, 3)
+                await pair.step(session, 2)
+                await pair.step(session, 3)
 
         run(work)
 
@@ -213,9 +214,9 @@ def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> list[str]:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 pair.engine.events.clear()
-                await pair.step(link, 1)
+                await pair.step(session, 1)
                 return [event for event in pair.engine.events if event in ("pause", "drain")]
 
         stood = run(work)
@@ -233,9 +234,9 @@ def test_a_resumed_run_publishes_what_it_restored(
 
         async def work() -> None:
             start = PolicyVersion(step=7, digest=pair.digest())
-            async with pair.open(start) as link:
+            async with pair.open(start) as session:
                 pair.agrees(start)
-                await pair.step(link, 8)
+                await pair.step(session, 8)
 
         run(work)
 
@@ -262,13 +263,13 @@ def published_again(pair: Pair, asked: str) -> None:
     """It dies in the second of three publishes."""
 
     async def work() -> None:
-        async with pair.open() as link:
-            await pair.step(link, 1)
+        async with pair.open() as session:
+            await pair.step(session, 1)
             epoch = pair.engine.epoch
             pair.engine.dies[asked] = 1
-            await pair.step(link, 2)
+            await pair.step(session, 2)
             assert pair.engine.epoch > epoch
-            await pair.step(link, 3)
+            await pair.step(session, 3)
             steps = [step for step, _ in pair.engine.given]
             assert steps == [0, 1, 2, 3], "nothing was given out in between, and nothing twice"
 
@@ -307,9 +308,9 @@ def test_an_engine_that_dies_in_the_first_publish(
 
         async def work() -> None:
             pair.engine.dies[asked] = 1
-            async with pair.open() as link:
+            async with pair.open() as session:
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
-                await pair.step(link, 1)
+                await pair.step(session, 1)
 
         run(work)
 
@@ -336,10 +337,10 @@ def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
 
         async def work() -> None:
             pair.engine.dies[asked] = 1
-            async with pair.open() as link:
+            async with pair.open() as session:
                 assert pair.engine.epoch == 1
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
-                await pair.step(link, 1)
+                await pair.step(session, 1)
             assert [step for step, _ in pair.engine.given] == [0, 1]
 
         run(work)
@@ -372,9 +373,9 @@ def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 pair.engine.dies[asked] = ATTEMPTS - 1
-                await pair.step(link, 1)
+                await pair.step(session, 1)
                 assert pair.engine.dies[asked] == 0
                 assert pair.engine.serves
 
@@ -389,13 +390,13 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 before = list(pair.engine.given)
                 pair.engine.dies[asked] = 100
                 if asked == "drain":  # an engine started anew is paused as it is
                     pair.engine.dies["pause"] = 100
                 with pytest.raises(EngineError, match="died in (drain|pause)" if asked == "drain" else asked):
-                    await pair.step(link, 1)
+                    await pair.step(session, 1)
                 assert not pair.engine.serves
                 assert pair.engine.given == before
                 if asked not in ("pause", "drain"):  # which is asked for twice in one attempt
@@ -413,11 +414,11 @@ def test_an_engine_that_is_not_ours_to_start_ends_the_run(
     with paired(tiny_model, tmp_path, way, revivable=False) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 before = list(pair.engine.given)
                 pair.engine.dies[asked] = 1
                 with pytest.raises(EngineError, match=f"died in {asked}"):
-                    await pair.step(link, 1)
+                    await pair.step(session, 1)
                 assert pair.engine.given == before
 
         run(work)
@@ -430,8 +431,8 @@ def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
-                await pair.step(link, 1)
+            async with pair.open() as session:
+                await pair.step(session, 1)
                 pair.engine.die()
                 await pair.engine.revive()
                 pair.agrees(PolicyVersion(step=1, digest=pair.digest()))
@@ -439,7 +440,7 @@ def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
                 assert pair.engine._republish is not None
                 await pair.engine._republish()  # whoever else saw it die asks too
                 assert pair.engine.given == given
-                await pair.step(link, 2)
+                await pair.step(session, 2)
 
         run(work)
 
@@ -452,10 +453,10 @@ def test_an_engine_that_dies_during_the_optimizers_step(
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
-                await pair.step(link, 1)
+            async with pair.open() as session:
+                await pair.step(session, 1)
                 given = list(pair.engine.given)
-                async with link.commit(2):
+                async with session.commit(2):
                     pair.engine.die()
                     reviving = asyncio.create_task(pair.engine.revive())
                     for _ in range(20):
@@ -465,7 +466,7 @@ def test_an_engine_that_dies_during_the_optimizers_step(
                 await reviving
                 pair.agrees(PolicyVersion(step=2, digest=pair.digest()))
                 assert [step for step, _ in pair.engine.given] == [0, 1, 2]
-                await pair.step(link, 3)
+                await pair.step(session, 3)
 
         run(work)
 
@@ -492,14 +493,14 @@ def test_a_failed_proof_stops_the_engine_for_good(
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
-                await pair.step(link, 1)
+            async with pair.open() as session:
+                await pair.step(session, 1)
                 served = pair.engine.version()
                 for name, how in lie.items():
                     setattr(pair.engine, name, how)
                 pair.engine.events.clear()
                 with pytest.raises(kind, match=r"engine (one|two)"):
-                    await pair.step(link, 2)
+                    await pair.step(session, 2)
             assert pair.engine.version() == served
             assert not {"stamp", "resume", "recover"} & set(pair.engine.events)
             if sync.pause == "never":  # the last version lies beside the new one, untouched
@@ -524,11 +525,11 @@ def test_what_cannot_be_moved_stops_the_engine(
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 with monkeypatch.context() as patch:
                     patch.setattr(type(trains), "fold", broken)
                     with pytest.raises(OSError, match="No space"):
-                        await pair.step(link, 1)
+                        await pair.step(session, 1)
                 assert pair.engine.serves == (sync.pause == "never")
                 assert ("stop" in pair.engine.events) == (sync.pause != "never")
 
@@ -553,10 +554,10 @@ def test_steps_that_are_not_due_ask_nothing_of_the_engine(tiny_model: Path, tmp_
     with paired(tiny_model, tmp_path, EVERY[name]) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 for step in range(1, 6):
                     pair.engine.events.clear()
-                    async with link.commit(step, last=step == 5) as commit:
+                    async with session.commit(step, last=step == 5) as commit:
                         pair.train()
                     published = commit.published
                     assert published is not None
@@ -581,15 +582,15 @@ def test_an_engine_that_dies_while_it_is_behind_gets_the_policys_weights(
     with paired(tiny_model, tmp_path, EVERY[name]) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 for step in (1, 2):
-                    async with link.commit(step):
+                    async with session.commit(step):
                         pair.train()
                 assert pair.engine.version().step == 0
                 pair.engine.die()
                 await pair.engine.revive()
                 pair.agrees(PolicyVersion(step=2, digest=pair.digest()))
-                await pair.step(link, 3)
+                await pair.step(session, 3)
 
         run(work)
 
@@ -604,16 +605,16 @@ def test_the_way_is_left_however_it_ends(
     left: list[Any] = []
     unbind = type(way[0]).unbind
 
-    async def noted(self: WeightSync, link: Link) -> None:
-        await unbind(self, link)
-        left.append(link.member)
+    async def noted(self: WeightSync, session: WeightSyncSession) -> None:
+        await unbind(self, session)
+        left.append(session.member)
 
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            async with pair.open() as link:
+            async with pair.open() as session:
                 monkeypatch.setattr(type(way[0]), "unbind", noted)
-                await pair.step(link, 1)
+                await pair.step(session, 1)
             assert left == [None]
             pair.engine.probed = moved
             with pytest.raises(StaleWeights):
@@ -639,8 +640,10 @@ def borrowed(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trains]) -> 
         yield pair
 
 
-def entered(pair: Pair) -> Link:
-    return Link(sync=pair.sync, policy=pair.policy, engine=pair.engine, trains=pair.trains, folder=pair.folder)
+def entered(pair: Pair) -> WeightSyncSession:
+    return WeightSyncSession(
+        sync=pair.sync, policy=pair.policy, engine=pair.engine, trains=pair.trains, folder=pair.folder
+    )
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, engine: Scripted, asked: str, error: BaseException) -> None:
@@ -679,8 +682,8 @@ def test_an_engine_that_cannot_be_bound_serves_on(
         async def work() -> None:
             refusing(monkeypatch, pair.engine, asked, error)
             with pytest.raises(type(error)):
-                async with entered(pair) as link:
-                    await link.bind(fresh=False)
+                async with entered(pair) as session:
+                    await session.bind(fresh=False)
             serves_as_before(pair.engine, held)
             assert pair.engine._joining == [], "nobody is left in a group"
 
@@ -710,8 +713,8 @@ def test_an_engine_of_another_model_serves_on(
         async def work() -> None:
             monkeypatch.setattr(pair.engine, "lend", other)
             with pytest.raises(UnsupportedPair):
-                async with entered(pair) as link:
-                    await link.bind(fresh=False)
+                async with entered(pair) as session:
+                    await session.bind(fresh=False)
             assert pair.engine.events == ["pause", "lend", "release"]
             assert pair.engine.serves
             assert checksums((n, p.detach()) for n, p in pair.engine._base().items()) == held
@@ -733,8 +736,8 @@ def test_a_file_of_the_engines_that_cannot_be_read_is_found_before_it_is_paused(
 
         async def work() -> None:
             with pytest.raises(TransportError):
-                async with entered(pair) as link:
-                    await link.bind(fresh=False)
+                async with entered(pair) as session:
+                    await session.bind(fresh=False)
             assert pair.engine.events == []
             assert pair.engine.serves
 
@@ -750,8 +753,8 @@ def test_what_fails_between_bind_and_publish_leaves_an_engine_of_these_very_weig
         held = pair.engine.held()
 
         async def fails() -> None:
-            async with entered(pair) as link:
-                await link.bind(fresh=False)
+            async with entered(pair) as session:
+                await session.bind(fresh=False)
                 raise MemoryError
 
         async def work() -> None:
@@ -774,8 +777,8 @@ def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tm
                 theirs[3, 5] = 0.0
 
         async def fails() -> None:
-            async with entered(pair) as link:
-                await link.bind(fresh=False)
+            async with entered(pair) as session:
+                await session.bind(fresh=False)
                 assert pair.engine.held() == checksums(Full().source(pair.policy.model))
                 raise MemoryError("no room")
 
@@ -803,11 +806,11 @@ def test_a_first_publish_that_fails_serves_nothing_that_was_written(
         async def work() -> None:
             moves = {"hotswap": "swap", "broadcast": "receive", "shared": "adapt"}
             method = moves[name.split()[0].rstrip(",")] if asked == "move" else asked
-            async with entered(pair) as link:
-                await link.bind(fresh=False)
+            async with entered(pair) as session:
+                await session.bind(fresh=False)
                 refusing(monkeypatch, pair.engine, method, EngineError("refused"))
                 with pytest.raises((EngineError, TransportError), match="refused"):
-                    async with link.open(START):
+                    async with session.open(START):
                         raise AssertionError("it must not open")
                 never = sync.pause == "never"
                 assert pair.engine.serves == never
@@ -828,9 +831,9 @@ def test_an_optimizer_that_fails_leaves_the_last_version_or_nothing(
     with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
 
         async def fails() -> None:
-            async with pair.open() as link:
-                await pair.step(link, 1)
-                async with link.commit(2):
+            async with pair.open() as session:
+                await pair.step(session, 1)
+                async with session.commit(2):
                     raise MemoryError
 
         async def work() -> None:
@@ -856,10 +859,10 @@ def test_an_engine_that_is_paused_when_nothing_was_written_yet_serves_on(
             raise EngineError("the other does not answer")
 
         async def fails() -> None:
-            async with pair.open() as link:
-                await pair.step(link, 1)
+            async with pair.open() as session:
+                await pair.step(session, 1)
                 monkeypatch.setattr(pair.engine, "pause", half)
-                await pair.step(link, 2)
+                await pair.step(session, 2)
 
         async def work() -> None:
             with pytest.raises(EngineError, match="the other"):
@@ -877,10 +880,10 @@ def test_engines_leave_the_group_when_the_run_ends(tiny_model: Path, tmp_path: P
 
         async def work() -> None:
             with contextlib.suppress(MemoryError):
-                async with entered(pair) as link:
-                    await link.bind(fresh=False)
-                    async with link.open(START):
-                        await pair.step(link, 1)
+                async with entered(pair) as session:
+                    await session.bind(fresh=False)
+                    async with session.open(START):
+                        await pair.step(session, 1)
                         assert len(pair.engine._members) == 2
                         if fails:
                             raise MemoryError
@@ -897,10 +900,10 @@ def test_an_engine_that_cannot_be_told_to_leave_holds_nothing_up(
 
         async def work() -> None:
             with monkeypatch.context() as patch:
-                async with entered(pair) as link:
-                    await link.bind(fresh=False)
-                    async with link.open(START):
-                        await pair.step(link, 1)
+                async with entered(pair) as session:
+                    await session.bind(fresh=False)
+                    async with session.open(START):
+                        await pair.step(session, 1)
                     refusing(patch, pair.engine, "disconnect", EngineError("gone"))
             assert pair.engine.events[-1] == "disconnect"
             await pair.engine.close()

@@ -111,7 +111,7 @@ class Scene:
     async def compute(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """It never sleeps."""
 
     def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:

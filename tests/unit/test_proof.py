@@ -69,11 +69,11 @@ def answered(
         with scripted(model, trains, probed=lambda probe: probe if honest[0] else change(probe)) as engine:
             try:
                 honest[0] = after > 0
-                async with Shared(**options).open(policy, engine, START, trains, folder or new_folder()) as link:
+                async with Shared(**options).open(policy, engine, START, trains, folder or new_folder()) as session:
                     for step in range(1, max(after, 1) + 1):
                         honest[0] = step < after
                         engine.events.clear()
-                        async with link.commit(step, recent=recent) as commit:
+                        async with session.commit(step, recent=recent) as commit:
                             await policy.compute(update)
                     assert commit.published is not None
                     return commit.published.probe_gap, engine.events
@@ -154,11 +154,11 @@ def test_an_engine_that_was_started_again_is_measured_again(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Shared().open(policy, engine, START, Full(), new_folder()) as link:
+            async with Shared().open(policy, engine, START, Full(), new_folder()) as session:
                 for step in (1, 2, 3):
                     if step == 2:
                         engine.die()
-                    async with link.commit(step):
+                    async with session.commit(step):
                         pass
 
     monkeypatch.setattr(Scripted, "probe", noted)
@@ -300,13 +300,13 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: P
 
         with scripted(tiny_model, trains, probed=noted) as engine:
             await policy.compute(grow(trains, policy))  # as a resumed run has it: not the bare model
-            async with Shared(tolerance=50.0).open(policy, engine, START, trains, new_folder()) as link:
-                link._behaviour._noise[0].floor = 0.05  # as bfloat16 has it
-                async with link.commit(1):
+            async with Shared(tolerance=50.0).open(policy, engine, START, trains, new_folder()) as session:
+                session._behaviour._noise[0].floor = 0.05  # as bfloat16 has it
+                async with session.commit(1):
                     await policy.compute(grow(trains, policy))
                 engine.probed = stale
                 with pytest.raises(StaleWeights, match=f"answers a probe as {said} does"):
-                    async with link.commit(2):
+                    async with session.commit(2):
                         await policy.compute(grow(trains, policy))
 
     with live_policy(tiny_model, trains=trains) as policy:

@@ -36,7 +36,7 @@ from tandem.transport import collective
 from tandem.transport.checksums import checksums, digest
 from tandem.types import Completion, PolicyVersion, Sampling
 from tandem.weight_sync import base, broadcast
-from tandem.weight_sync.base import Link, Published, WeightSync
+from tandem.weight_sync.base import Published, WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import SPARE, Hotswap
 from tandem.weight_sync.restart import Restart
@@ -120,22 +120,22 @@ class Copied(WeightSync):
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights"})
     port: ClassVar[type] = CanLend
-    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     fault: Callable[[dict[str, Tensor]], None] = lambda held: None
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
-        engine = link.engine
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+        engine = session.engine
         assert isinstance(engine, Attesting)
         engine.events.append("move")
-        engine.held = {name: tensor.clone() for name, tensor in link.trains.source(link.policy.model)}
+        engine.held = {name: tensor.clone() for name, tensor in session.trains.source(session.policy.model)}
         self.fault(engine.held)
         return sum(tensor.nbytes for tensor in engine.held.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedAtRest(Copied):
-    pause: ClassVar[Literal["step", "move", "never"]] = "step"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class CopiedDrained(Copied):
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedLive(Copied):
-    pause: ClassVar[Literal["step", "move", "never"]] = "never"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "never"
 
 
 def run(policy: Policy, work: Callable[[Watched], Coroutine[Any, Any, Any]], **lies: Any) -> Any:
@@ -192,10 +192,10 @@ def refused(
 def test_an_honest_engine_is_published_to(policy: Policy) -> None:
     async def work(engine: Watched) -> None:
         source = Full().source(policy.model)
-        async with Shared().open(policy, engine, START, Full()) as link:
+        async with Shared().open(policy, engine, START, Full()) as session:
             first = engine.version()
             assert (first.step, first.digest) == (0, digest(checksums(source)))
-            async with link.commit(1) as commit:
+            async with session.commit(1) as commit:
                 with torch.no_grad():
                     policy.head.weight[3, 5] += 0.25
             assert commit.published is not None
@@ -217,8 +217,8 @@ def test_an_adapter_is_published(tiny_model: Path) -> None:
     with live_policy(tiny_model, trains=trains) as policy:
 
         async def work(engine: Watched) -> None:
-            async with Shared().open(policy, engine, START, trains) as link:
-                async with link.commit(1):
+            async with Shared().open(policy, engine, START, trains) as session:
+                async with session.commit(1):
                     pass
                 assert engine.version().step == 1
 
@@ -293,8 +293,8 @@ def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> N
         return kept[0]
 
     async def work(engine: Watched) -> None:
-        async with Shared().open(policy, engine, START, Full()) as link:
-            commit = link.commit(1)
+        async with Shared().open(policy, engine, START, Full()) as session:
+            commit = session.commit(1)
             await commit.__aenter__()
             with torch.no_grad():
                 policy.head.weight.mul_(1.05)
@@ -309,8 +309,8 @@ def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> N
 def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
     async def work(engine: Watched) -> float | None:
         sync = Shared(tolerance=10.0)
-        async with sync.open(policy, engine, START, Full()) as link:
-            return (await link.publish(START)).probe_gap
+        async with sync.open(policy, engine, START, Full()) as session:
+            return (await session.publish(START)).probe_gap
 
     found = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
     assert found == pytest.approx(0.5, abs=1e-4)
@@ -329,9 +329,9 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
     events: list[str] = []
 
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full()) as link:
+        async with sync().open(policy, engine, START, Full()) as session:
             events.clear()
-            async with link.commit(1, release=lambda: events.append("release")) as commit:
+            async with session.commit(1, release=lambda: events.append("release")) as commit:
                 events.append("optimizer")
                 with pytest.raises(RuntimeError, match="published nothing yet"):
                     commit.succeeded()
@@ -343,8 +343,8 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
 
 def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) -> None:
     async def work(engine: Watched) -> Any:
-        async with CopiedLive().open(policy, engine, START, Full()) as link:
-            return await link.publish(START), engine.events
+        async with CopiedLive().open(policy, engine, START, Full()) as session:
+            return await session.publish(START), engine.events
 
     published, events = run(policy, work, kind=Attesting)
     assert published.paused == 0.0
@@ -354,9 +354,9 @@ def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) ->
 @pytest.mark.parametrize("sync", [CopiedAtRest, Shared])
 def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: type[WeightSync]) -> None:
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full()) as link:
+        async with sync().open(policy, engine, START, Full()) as session:
             with pytest.raises(ZeroDivisionError):
-                async with link.commit(1):
+                async with session.commit(1):
                     raise ZeroDivisionError("half of the weights are written")
             assert await is_paused(engine)
             assert engine.version().step == 0
@@ -366,10 +366,10 @@ def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: 
 
 def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
     async def work(engine: Watched) -> list[bool]:
-        async with Shared(prove_every=3).open(policy, engine, START, Full()) as link:
+        async with Shared(prove_every=3).open(policy, engine, START, Full()) as session:
             proven = ["score" in engine.events]
             for step in range(1, 7):
-                async with link.commit(step) as commit:
+                async with session.commit(step) as commit:
                     pass
                 assert commit.published is not None
                 proven.append(commit.published.probe_gap is not None)
@@ -482,17 +482,17 @@ def test_requests_for_the_next_policy_are_taken_where_the_engine_stays_and_gets_
     engine = SimpleNamespace(sleeps=sleeps, ahead=lambda step: not took.append(step))  # type: ignore[func-returns-value]
     session: Any = SimpleNamespace(sync=sync, engine=engine)
     for step in (3, 4):
-        Link.accept_requests_for(session, step, partial(released.append, step))
+        WeightSyncSession.accept_requests_for(session, step, partial(released.append, step))
     assert released == took == takes
 
 
 @pytest.mark.parametrize(("sync", "told"), [(CopiedAtRest, [1, 1]), (Copied, [1]), (CopiedDrained, [1])])
 def test_the_engine_is_told_which_step_it_stands_still_for(policy: Policy, sync: type[Copied], told: list[int]) -> None:
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full()) as link:
+        async with sync().open(policy, engine, START, Full()) as session:
             assert set(engine.comes) == {0}
             engine.comes.clear()
-            async with link.commit(1):
+            async with session.commit(1):
                 pass
             assert engine.comes == told
 
@@ -510,13 +510,13 @@ def test_requests_in_flight_end_first_where_they_would_die_or_are_to() -> None:
 @pytest.mark.slow
 def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_another(policy: Policy) -> None:
     async def work(engine: Watched) -> tuple[list[Completion], list[str]]:
-        async with Shared(in_flight="finish").open(policy, engine, START, Full()) as link:
+        async with Shared(in_flight="finish").open(policy, engine, START, Full()) as session:
             engine.events.clear()
             sampling = Sampling(max_tokens=40, top_k=20)
             asked = [asyncio.create_task(engine.generate([72, 105, key], sampling, key)) for key in range(5)]
             while (await engine.health()).running == 0:
                 await asyncio.sleep(0)
-            async with link.commit(1):
+            async with session.commit(1):
                 under_way = sum(task.done() for task in asked)
                 assert 0 < under_way <= 2, "those of its two rows"
                 with torch.no_grad():
@@ -533,11 +533,11 @@ def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_
 
 def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None:
     async def work(engine: Watched) -> Completion:
-        async with Shared().open(policy, engine, START, Full()) as link:
+        async with Shared().open(policy, engine, START, Full()) as session:
             asked = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=60, top_k=20), 0))
             while (await engine.health()).running == 0:
                 await asyncio.sleep(0)
-            async with link.commit(1):
+            async with session.commit(1):
                 assert not asked.done()
             return await asked
 
@@ -548,12 +548,12 @@ def test_an_engine_that_was_started_again_is_proven_whatever_prove_every_says(po
     async def work() -> list[bool]:
         with scripted(tiny_model) as engine:
             proven = []
-            async with Shared(prove_every=100).open(policy, engine, START, Full()) as link:
+            async with Shared(prove_every=100).open(policy, engine, START, Full()) as session:
                 for step in range(1, 5):
                     engine.events.clear()
                     if step == 3:
                         engine.die()
-                    async with link.commit(step):
+                    async with session.commit(step):
                         pass
                     assert engine.serves
                     proven.append("probe" in engine.events)
@@ -571,9 +571,9 @@ def published_beside(folder: Path, policy: Policy, trains: Trains, **script: Any
 
     async def work() -> list[str]:
         with scripted(folder, trains, **script) as engine:
-            async with Shared(tolerance=100.0).open(policy, engine, START, trains) as link:
+            async with Shared(tolerance=100.0).open(policy, engine, START, trains) as session:
                 for step in (1, 2):
-                    await link.publish(PolicyVersion(step=step, digest=""))
+                    await session.publish(PolicyVersion(step=step, digest=""))
             return engine.events
 
     return asyncio.run(work())
@@ -707,8 +707,8 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
             await super().pause(finish=finish, step=step)
 
     async def work(engine: Watched) -> Published:
-        async with sync(fault=lambda held: later(20.0)).open(policy, engine, START, Full()) as link:
-            async with link.commit(1) as commit:
+        async with sync(fault=lambda held: later(20.0)).open(policy, engine, START, Full()) as session:
+            async with session.commit(1) as commit:
                 later(100.0)
             assert commit.published is not None
             assert commit.metrics()["seconds/sync"] == Sum(commit.published.seconds)
@@ -721,8 +721,8 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
 def test_what_the_engine_says_of_its_pause_is_told(policy: Policy, tiny_model: Path) -> None:
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Shared().open(policy, engine, START, Full()) as link:
-                async with link.commit(1) as commit:
+            async with Shared().open(policy, engine, START, Full()) as session:
+                async with session.commit(1) as commit:
                     pass
                 assert commit.published is not None
                 assert commit.published.paused == 0.5
@@ -754,11 +754,11 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
 
     async def work() -> None:
         with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as link:
+            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as session:
                 assert "move" not in engine.events, "it was started on these very weights"
                 assert not (tmp_path / "weights").exists()
                 for step in (1, 2):
-                    async with link.commit(step) as commit:
+                    async with session.commit(step) as commit:
                         with torch.no_grad():
                             for _, parameter in trains.parameters(policy.model):
                                 parameter += 0.02
@@ -784,12 +784,12 @@ def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew
 
     async def work() -> None:
         with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as link:
+            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as session:
                 assert engine.adapted
                 assert engine.epoch == 0, "the base that it was started on is the policy's own"
                 assert [event for event in engine.events if event in ("move", "load")] == ["load"]
                 engine.events.clear()
-                async with link.commit(1):
+                async with session.commit(1):
                     with torch.no_grad():
                         policy.model.get_parameter(trains.parameters(policy.model)[1][0]).add_(0.5)
                 assert engine.epoch == 1
@@ -807,9 +807,11 @@ def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew
 def test_restart_does_not_take_an_engine_for_fresh_that_was_started_by_others(tiny_model: Path, tmp_path: Path) -> None:
     async def work() -> None:
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
-            link = Link(sync=Restart(every=1), policy=policy, engine=engine, trains=Full(), folder=tmp_path)
-            await link.bind(fresh=False)
-            async with link.open(START):
+            session = WeightSyncSession(
+                sync=Restart(every=1), policy=policy, engine=engine, trains=Full(), folder=tmp_path
+            )
+            await session.bind(fresh=False)
+            async with session.open(START):
                 assert engine.epoch == 1
                 assert engine.serves
 
@@ -822,8 +824,8 @@ def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_pa
             (tmp_path / "weights" / leftover).mkdir(parents=True)
             (tmp_path / "weights" / leftover / "model.safetensors").write_bytes(b"half")
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
-            async with Restart(every=1).open(policy, engine, START, Full(), tmp_path) as link:
-                await link.publish(PolicyVersion(step=1, digest=""))
+            async with Restart(every=1).open(policy, engine, START, Full(), tmp_path) as session:
+                await session.publish(PolicyVersion(step=1, digest=""))
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-000001"]
 
     asyncio.run(work())
@@ -835,12 +837,12 @@ def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp
 
     async def work() -> None:
         with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Hotswap().open(policy, engine, START, trains, tmp_path) as link:
-                link.versions = 2
+            async with Hotswap().open(policy, engine, START, trains, tmp_path) as session:
+                session.versions = 2
                 kept: dict[str, Tensor] = {}
                 name = trains.parameters(policy.model)[1][0]
                 for step in range(1, 10):
-                    async with link.commit(step):
+                    async with session.commit(step):
                         with torch.no_grad():
                             policy.model.get_parameter(name).add_(0.5)
                     kept[f"step-{step:06d}"] = policy.model.get_parameter(name).detach().clone()
@@ -956,7 +958,7 @@ def test_a_broadcast_that_breaks_off_says_why(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Broadcast(seconds=5).open(policy, engine, START, Full()) as link:
+            async with Broadcast(seconds=5).open(policy, engine, START, Full()) as session:
                 receive = engine.receive
 
                 async def other(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:
@@ -966,7 +968,7 @@ def test_a_broadcast_that_breaks_off_says_why(
 
                 monkeypatch.setattr(engine, "receive", other)
                 with pytest.raises(TransportError, match=r"publish of version 1 broke off: .*left the group"):
-                    async with link.commit(1):
+                    async with session.commit(1):
                         pass
                 assert not engine.serves
                 assert engine.version().step == 0

@@ -26,7 +26,7 @@ from tandem.trainable.lora import Lora
 from tandem.trainer.assemble import check_pairs
 from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.base import WeightSync, WeightSyncSession
 
 START = PolicyVersion(step=0, digest="")
 
@@ -71,15 +71,15 @@ class Sent(WeightSync):
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights"})
     port: ClassVar[type] = CanReceive
-    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     some: Callable[[str], bool] = lambda name: True
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
-        engine = link.engine
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+        engine = session.engine
         assert isinstance(engine, Sleepy)
         engine._at("move")
-        return engine._take((n, t) for n, t in link.trains.source(link.policy.model) if self.some(n))
+        return engine._take((n, t) for n, t in session.trains.source(session.policy.model) if self.some(n))
 
 
 @contextmanager
@@ -88,17 +88,17 @@ def pair(folder: Path, trains: Trains, **script: Any) -> Any:
         yield policy, Sleepy(inner, trains, **script)
 
 
-async def steps(policy: Policy, engine: Sleepy, sync: WeightSync, trains: Trains, count: int = 2) -> Link:
+async def steps(policy: Policy, engine: Sleepy, sync: WeightSync, trains: Trains, count: int = 2) -> WeightSyncSession:
     """Steps as the loop takes them."""
-    async with sync.open(policy, engine, START, trains) as link:
+    async with sync.open(policy, engine, START, trains) as session:
         for step in range(1, count + 1):
-            await link.rest()
+            await session.sleep()
             assert engine.asleep == bool(engine.sleeps)
-            async with link.commit(step):
+            async with session.commit(step):
                 if trains == Full():
                     with torch.no_grad():
                         policy.head.weight[3, 5] += 0.25
-        return link
+        return session
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -129,11 +129,11 @@ def test_weights_that_were_not_brought_back_are_never_served(
     with pair(tiny_model, Full()) as (policy, engine):
 
         async def work() -> None:
-            async with Sent(prove_every=prove_every).open(policy, engine, START, Full()) as link:
-                link.sync = Sent(prove_every=prove_every, some=some)
-                await link.rest()
+            async with Sent(prove_every=prove_every).open(policy, engine, START, Full()) as session:
+                session.sync = Sent(prove_every=prove_every, some=some)
+                await session.sleep()
                 with pytest.raises(error):
-                    async with link.commit(1):
+                    async with session.commit(1):
                         pass
 
         asyncio.run(work())
@@ -153,11 +153,11 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
 
         async def work() -> None:
             nonlocal slept
-            async with Sent(prove_every=9).open(policy, engine, START, Full()) as link:
-                await link.rest()
+            async with Sent(prove_every=9).open(policy, engine, START, Full()) as session:
+                await session.sleep()
                 slept = True
                 with pytest.raises(StaleWeights, match="its logprobs of a probe differ"):
-                    async with link.commit(1):
+                    async with session.commit(1):
                         pass
 
         asyncio.run(work())
@@ -179,10 +179,10 @@ def test_one_that_dies_in_its_sleep_is_started_and_published_to(tiny_model: Path
     with pair(tiny_model, Full()) as (policy, engine):
 
         async def work() -> None:
-            async with Sent().open(policy, engine, START, Full()) as link:
+            async with Sent().open(policy, engine, START, Full()) as session:
                 engine.dies[point] = 1
-                await link.rest()
-                async with link.commit(1):
+                await session.sleep()
+                async with session.commit(1):
                     with torch.no_grad():
                         policy.head.weight[3, 5] += 0.25
 
@@ -195,10 +195,10 @@ def test_one_that_cannot_wake_serves_nothing(tiny_model: Path) -> None:
     with pair(tiny_model, Full(), revivable=False) as (policy, engine):
 
         async def work() -> None:
-            async with Sent().open(policy, engine, START, Full()) as link:
-                await link.rest()
+            async with Sent().open(policy, engine, START, Full()) as session:
+                await session.sleep()
                 engine.dies["wake"] = 1
-                async with link.commit(1):
+                async with session.commit(1):
                     pass
 
         with pytest.raises(EngineError):

@@ -45,7 +45,7 @@ from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.types import Json, PolicyVersion
-from tandem.weight_sync.base import Link
+from tandem.weight_sync.base import WeightSyncSession
 
 
 async def train(
@@ -152,10 +152,14 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
         needs = engine_needs(config, Path(folder))
         async with (
             config.engine.open(policy, context=context, needs=needs) as engine,
-            Link(sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder)) as link,
+            WeightSyncSession(
+                sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder)
+            ) as session,
         ):
-            await link.bind(fresh=_started_on_ours(config, engine, 0) and (fresh or config.trains.travels == "adapter"))
-            async with link.open(PolicyVersion(step=0, digest="")):
+            await session.bind(
+                fresh=_started_on_ours(config, engine, 0) and (fresh or config.trains.travels == "adapter")
+            )
+            async with session.open(PolicyVersion(step=0, digest="")):
                 yield engine
 
 
@@ -180,12 +184,12 @@ async def _assemble(
     context = memory.context(config, policy.config)
     with progress.under_way("starting the engine"):
         engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
-    link = Link(
+    session = WeightSyncSession(
         sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
     )
-    await stack.enter_async_context(link)
+    await stack.enter_async_context(session)
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
-    await link.bind(fresh=_started_on_ours(config, engine, state.step))
+    await session.bind(fresh=_started_on_ours(config, engine, state.step))
     stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
     checkpoints = _checkpoints(config, lock, policy, stepper, held, telemetry)
     await checkpoints.restore(state)
@@ -197,7 +201,7 @@ async def _assemble(
     run = loop.Run(
         steps=config.steps,
         policy=policy,
-        weight_sync=link,
+        weight_sync=session,
         source=_source(config, folder, policy, engine, streams, trained, telemetry, pace),
         pack=packer(config, policy),
         step=_step(config, policy, stepper, held),

@@ -40,7 +40,7 @@ from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Json
-from tandem.weight_sync.base import Commit, Link, Published
+from tandem.weight_sync.base import Commit, Published, WeightSyncSession
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Run:
     """Optimizer steps of the whole run."""
     policy: Policy
     """What is trained."""
-    weight_sync: Link
+    weight_sync: WeightSyncSession
     """How the engine gets the policy's weights; bound to both."""
     source: RolloutSource
     """Groups, in order of admission."""
@@ -107,7 +107,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             # What is evaluated has the engine to itself: then the next groups are requested after it.
             evaluates = step == run.steps or run.evaluates(step)
             release = None if evaluates else batch.release
-            await weight_sync.rest()
+            await weight_sync.sleep()
             with trace.span("seconds/pack"):
                 packed = run.pack(batch.groups, version=state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, release))
@@ -135,7 +135,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
     return state
 
 
-def _request_early(run: Run, weight_sync: Link, step: int, release: Callable[[], None] | None) -> None:
+def _request_early(run: Run, weight_sync: WeightSyncSession, step: int, release: Callable[[], None] | None) -> None:
     """On policy, have the next requests wait at the engine for this step's weights while the device computes them."""
     if release is not None and run.pace.on_policy:
         weight_sync.accept_requests_for(step, release)
@@ -151,7 +151,7 @@ async def _save(run: Run, buffer: RolloutSource, rollouts: _RolloutWriter, state
 @asynccontextmanager
 async def _commit(
     run: Run,
-    weight_sync: Link,
+    weight_sync: WeightSyncSession,
     state: TrainerState,
     batch: Batch,
     packed: StepBatch,

@@ -1,4 +1,4 @@
-"""How weights travel: one transaction, written once; a way of travelling writes only ``move``."""
+"""How weights travel: one transaction, written once; a way of travelling writes only ``transfer``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from tandem.engines.base import Adapter, Engine, EngineSpec
-from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
+from tandem.errors import StaleWeights, TandemError, TornWeights, UnsupportedPair
 from tandem.lazy import torch
 from tandem.observability import waits
 from tandem.transport.checksums import digest
 from tandem.types import PolicyVersion
+from tandem.weight_sync.session.recovery import Recovery
+from tandem.weight_sync.session.state import SyncState, SyncStateMachine
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
 from tandem.weight_sync.verify.published import Commit as Commit
 from tandem.weight_sync.verify.published import Published as Published
@@ -28,11 +30,6 @@ if TYPE_CHECKING:
     from tandem.model.policy import Policy
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-ATTEMPTS = 3
-"""How often one publish is tried where an engine dies under it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +48,8 @@ class WeightSync(ABC):
     """What it can carry: weights, adapter."""
     port: ClassVar[type]
     """The engine port it needs."""
-    pause: ClassVar[Literal["step", "move", "never"]]
-    """When the engine stands still: from before the optimizer, from before the move, or not at all."""
+    pause: ClassVar[Literal["step", "transfer", "never"]]
+    """When the engine is paused: from before the optimizer, from before the transfer, or not at all."""
 
     prove_every: int = 1
     """Publishes between two proofs; the first publish of a run is always proven."""
@@ -100,27 +97,27 @@ class WeightSync(ABC):
         if reason := engine.refuses(self.port):
             raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
 
-    async def bind(self, link: Link) -> None:  # noqa: B027 - most ways have nothing to bind
+    async def bind(self, session: WeightSyncSession) -> None:  # noqa: B027 - most ways have nothing to bind
         """Called once for every start of the engine, before anything is published to it.
 
-        One that lets it stand still does so by ``link.hold``, and sets ``link.written`` before it writes there.
+        One that pauses it does so by ``session.pause``, and calls ``session.state.write`` before it writes there.
         """
 
     @abstractmethod
-    async def move(self, link: Link, version: PolicyVersion) -> int:
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Make the engine hold the policy's weights; returns the bytes copied."""
 
-    async def unbind(self, link: Link) -> None:  # noqa: B027
+    async def unbind(self, session: WeightSyncSession) -> None:  # noqa: B027
         """Called when the run ends, however it does; again does nothing."""
 
-    async def compare(self, link: Link, mine: Checksums) -> None:
+    async def compare(self, session: WeightSyncSession, mine: Checksums) -> None:
         """Compare the trainer's checksums with those of the engine's own bytes.
 
         Raises:
             StaleWeights: none of the trained tensors agree.
             TornWeights: some do.
         """
-        mine, found = await link.trained.sums(link.engine, mine)
+        mine, found = await session.trained.sums(session.engine, mine)
         for name, theirs in found.items():
             if wrong := differing(mine, theirs):
                 kind = StaleWeights if len(wrong) == len(mine) else TornWeights
@@ -132,7 +129,7 @@ class WeightSync(ABC):
     @asynccontextmanager
     async def open(
         self, policy: Policy, engine: Engine, start: PolicyVersion, trains: Any, folder: Path = Path()
-    ) -> AsyncIterator[Link]:
+    ) -> AsyncIterator[WeightSyncSession]:
         """Bind, publish the starting version and prove it, so that a broken way fails before the first step.
 
         ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
@@ -140,14 +137,14 @@ class WeightSync(ABC):
         Raises:
             StaleWeights, TornWeights: the proof failed.
         """
-        async with Link(sync=self, policy=policy, engine=engine, trains=trains, folder=folder) as link:
-            await link.bind(fresh=True)
-            async with link.open(start):
-                yield link
+        async with WeightSyncSession(sync=self, policy=policy, engine=engine, trains=trains, folder=folder) as session:
+            await session.bind(fresh=True)
+            async with session.open(start):
+                yield session
 
 
 @dataclass(slots=True, kw_only=True)
-class Link:
+class WeightSyncSession:
     """A live way between one policy and one engine.
 
     Entered before it is bound: what ends it then leaves the old version serving, or an engine that gives out nothing.
@@ -171,18 +168,17 @@ class Link:
     """The trainer's place in a process group, where one is used."""
     fresh: bool = False
     """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
-    written: bool = False
-    """The engine may hold values that it does not serve yet, in memory that it samples from."""
-    _held: bool = False
+    state: SyncStateMachine = field(default_factory=SyncStateMachine)
+    """Where it stands with the engine."""
+    _recovery: Recovery = field(init=False)
     _current: PolicyVersion | None = None
     _publishes: int = 0
-    _bound: int = -1
-    _served: int = -1
     _behaviour: Behaviour = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.trained = Trained(self.trains, self.policy)
+        self._recovery = Recovery(self.engine)
         self._behaviour = Behaviour(self.policy, self.trains, self.sync.tolerance, self.folder)
 
     async def __aenter__(self) -> Self:
@@ -190,23 +186,25 @@ class Link:
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            await self._give_up(f"its trainer ended before it had published: {error or 'it was stopped'}")
+            await self.abort(f"its trainer ended before it had published: {error or 'it was stopped'}")
         finally:
             await self.sync.unbind(self)
 
-    async def _give_up(self, reason: str) -> None:
+    async def abort(self, reason: str) -> None:
         """Leave the old version serving; where values may have been written, an engine that gives out nothing."""
-        held, written = self._held, self.written
-        self._held = self.written = False
-        with contextlib.suppress(TandemError):  # what led here is the one to tell
-            if written:
-                await self.engine.stop(reason)
-            elif held:
-                await self.engine.release(reason)
+        match self.state.state:
+            case SyncState.WRITING:
+                self.state.become(SyncState.STOPPED)
+                with contextlib.suppress(TandemError):  # what led here is the one to tell
+                    await self.engine.stop(reason)
+            case SyncState.PAUSED:
+                self.state.become(SyncState.SERVING)
+                with contextlib.suppress(TandemError):
+                    await self.engine.release(reason)
 
-    async def hold(self, *, finish: bool = False, step: int | None = None) -> None:
-        """Have the engine stand still until a publish, of that policy step if it is known, succeeds or is given up."""
-        self._held = True
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        """Pause the engine until a publish, of that policy step if it is known, succeeds or is given up."""
+        self.state.pause()
         await self.engine.pause(finish=finish, step=step)
 
     def adapter(self) -> Adapter:
@@ -215,24 +213,24 @@ class Link:
 
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
-        await self._insist(lambda: self._bind(fresh=fresh), "the engine is bound again")
+        await self._recovery.repeat(lambda: self._bind(fresh=fresh), "the engine is bound again")
 
     async def _bind(self, *, fresh: bool) -> None:
         self._check_sleep()
         self.fresh = fresh
         await self.sync.bind(self)
-        self._bound = self.engine.epoch
+        self._recovery.bound()
 
     @asynccontextmanager
-    async def open(self, start: PolicyVersion) -> AsyncIterator[Link]:
+    async def open(self, start: PolicyVersion) -> AsyncIterator[WeightSyncSession]:
         """Publish the starting version and prove it.
 
         Raises:
             StaleWeights, TornWeights: the proof failed.
         """
-        self.engine.on_revival(self._revived)
+        self.engine.on_revival(self.recover)
         async with self._lock:
-            await self._persist(start, Commit())
+            await self._published(start, Commit())
         yield self
 
     def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
@@ -245,9 +243,9 @@ class Link:
     async def commit(
         self, step: int, *, release: Callable[[], None] | None = None, last: bool = False, recent: Rollouts = ()
     ) -> AsyncIterator[Commit]:
-        """``[pause: step] -> optimizer (the block) -> [pause: move] -> move -> prove -> stamp -> resume``.
+        """``[pause: step] -> optimizer (block) -> [pause: transfer] -> transfer -> verify -> set_version -> resume``.
 
-        If the block or the proof fails, the engine gives out nothing more: it never serves weights in doubt.
+        If the block or the verification fails, the engine gives out nothing more: it never serves weights in doubt.
 
         Args:
             step: of the policy that the block makes.
@@ -262,15 +260,15 @@ class Link:
             paused_at = None
             if self.sync.pause == "step":
                 paused_at = time.monotonic()
-                await self._insist(lambda: self._halt(step), "the engine is asked to stand still again")
-                self.written = True
+                await self._recovery.repeat(lambda: self._paused_for(step), "the engine is paused again")
+                self.state.write()
                 commit.accept_requests()
             optimizer_at = time.monotonic()
             yield commit
             optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
             version = PolicyVersion(step=step, digest="")
             if self.sync.due(step, last=last):
-                commit.published = await self._persist(version, commit, paused_at=paused_at, optimizer=optimizer)
+                commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self.policy.compute(self.trains.fold, self.policy.model)
                 found = digest(await self.policy.compute(self.trained.checksums))
@@ -278,14 +276,14 @@ class Link:
                 commit.published = Published(version=self._current, moved=False)
             commit.accept_requests()
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
         if self.engine.sleeps:
             async with self._lock:
-                await self._insist(self._rest, "the engine is put to sleep again")
+                await self._recovery.repeat(self._sleep, "the engine is put to sleep again")
 
-    async def _rest(self) -> None:
-        await self.hold(finish=True)
+    async def _sleep(self) -> None:
+        await self.pause(finish=True)
         await self.engine.sleep()
 
     async def _wake(self) -> None:
@@ -305,82 +303,69 @@ class Link:
                 )
 
     async def publish(self, version: PolicyVersion) -> Published:
-        """Move, prove, stamp and resume. A version without a digest gets that of the bytes.
+        """Transfer, verify, set the version and resume. A version without a digest gets that of the bytes.
 
         Raises:
             StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
         """
         async with self._lock:
-            return await self._persist(version, Commit())
+            return await self._published(version, Commit())
 
-    async def _revived(self) -> None:
+    async def recover(self) -> None:
         """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
-            if self._current is not None and self._served != self.engine.epoch:
-                await self._persist(self._current, Commit())
+            if self._current is not None and not self._recovery.is_published:
+                await self._published(self._current, Commit())
 
-    async def _persist(
+    async def _published(
         self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
         """Publish, and begin again where an engine died under it."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
-            return await self._insist(
-                lambda: self._publish(version, commit, paused_at=paused_at, optimizer=optimizer),
+            return await self._recovery.repeat(
+                lambda: self._transaction(version, commit, paused_at=paused_at, optimizer=optimizer),
                 f"version {version.step} is published again",
             )
 
-    async def _insist(self, work: Callable[[], Awaitable[T]], again: str) -> T:
-        """Do something with the engine, anew where it died under it and was started again."""
-        for _ in range(ATTEMPTS - 1):
-            epoch = self.engine.epoch
-            try:
-                return await work()
-            except EngineError as error:
-                if not await self._recovered(epoch):
-                    raise
-                log.warning("%s: %s", again, str(error).splitlines()[0])
-        return await work()
-
-    async def _recovered(self, epoch: int) -> bool:
-        """Whether the engine that died since ``epoch`` lives again; a request in flight may have seen to that."""
-        return await self.engine.recover() or self.engine.epoch != epoch
-
-    async def _halt(self, step: int) -> None:
+    async def _paused_for(self, step: int) -> None:
         async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
-            await self.hold(finish=self.sync.finishes, step=step)
-        if self._bound != self.engine.epoch:  # it was started again since, so its storage is another
+            await self.pause(finish=self.sync.finishes, step=step)
+        if not self._recovery.is_bound:  # it was started again since, so its storage is another
             await self._bind(fresh=False)
 
-    async def _publish(
+    async def _transaction(
         self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
     ) -> Published:
         start = time.monotonic()
         if self.sync.pause != "never":
-            await self._halt(version.step)
+            await self._paused_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
                 commit.accept_requests()
-        elif self._bound != self.engine.epoch:
+        elif not self._recovery.is_bound:
             await self._bind(fresh=False)
         # A way that never pauses lays the new version beside the old one, which is served on.
-        self._held, self.written = True, self.sync.pause != "never"
+        self.state.pause()
+        if self.sync.pause != "never":
+            self.state.write()
         try:
             await self._wake()
             await self.policy.compute(self.trains.fold, self.policy.model)
-            copied = await self.sync.move(self, version)
+            copied = await self.sync.transfer(self, version)
             mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))
             commit.unverified = version
-            prove = self._publishes % self.sync.prove_every == 0 or self._served != self.engine.epoch
+            prove = self._publishes % self.sync.prove_every == 0 or not self._recovery.is_published
             prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
-            found = await self._prove(version, mine) if prove else None
+            gap = await self._verify(version, mine) if prove else None
             await self.engine.stamp(version)
         except BaseException as error:
-            await self._give_up(f"the publish of version {version.step} failed: {error}")
+            await self.abort(f"the publish of version {version.step} failed: {error}")
             raise
         paused = await self.engine.resume()
-        self._held = self.written = False
-        self._current, self._served, self._bound = version, self.engine.epoch, self.engine.epoch
+        self.state.become(SyncState.SERVING)
+        self._current = version
+        self._recovery.published()
         self.fresh = False
         self._publishes += 1
         return Published(
@@ -388,7 +373,7 @@ class Link:
             seconds=time.monotonic() - (start if paused_at is None else paused_at) - optimizer,
             bytes=copied,
             paused=paused,
-            probe_gap=found,
+            probe_gap=gap,
         )
 
     @staticmethod
@@ -400,8 +385,8 @@ class Link:
             )
         return PolicyVersion(step=version.step, digest=found)
 
-    async def _prove(self, version: PolicyVersion, mine: Checksums) -> float:
-        if self._served != self.engine.epoch:
+    async def _verify(self, version: PolicyVersion, mine: Checksums) -> float:
+        if not self._recovery.is_published:
             names = self.trains.base_names(self.policy.model)
             await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
         await self.sync.compare(self, mine)

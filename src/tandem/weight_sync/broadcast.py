@@ -20,7 +20,7 @@ from tandem.transport.bridge import NcclBridge
 from tandem.transport.buckets import manifest
 from tandem.types import PolicyVersion
 from tandem.weight_sync._periodic import Periodic
-from tandem.weight_sync.base import Link
+from tandem.weight_sync.base import WeightSyncSession
 
 if TYPE_CHECKING:
     from tandem.transport.rendezvous import Rendezvous
@@ -37,7 +37,7 @@ class Broadcast(Periodic):
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     port: ClassVar[type] = CanReceive
-    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
@@ -66,21 +66,21 @@ class Broadcast(Periodic):
         """Whether requests in flight end first."""
         return self.in_flight == "finish"
 
-    async def bind(self, link: Link) -> None:
+    async def bind(self, session: WeightSyncSession) -> None:
         """Form the group.
 
         Raises:
             TransportError: names who did not join in time.
         """
-        await _leave(link)
-        engine = link.engine
+        await _leave(session)
+        engine = session.engine
         assert isinstance(engine, CanReceive)
         from tandem.transport.collective import Member  # which need torch
         from tandem.transport.rendezvous import Rendezvous, accelerator
 
         accelerators = await engine.workers()
         ranks = [len(those) for those in accelerators]
-        device = link.policy.device
+        device = session.policy.device
         backend = self.backend
         if backend == "auto":
             backend = _backend([accelerator(device), *chain.from_iterable(accelerators)])
@@ -89,11 +89,11 @@ class Broadcast(Periodic):
             port=self.port_number,
             world=1 + sum(ranks),
             backend=backend,
-            name=f"tandem-{_group(link)}",
+            name=f"tandem-{_group(session)}",
             seconds=self.seconds,
         )
-        member = link.member = Member.host(meeting, device)
-        self._record(link, member.rendezvous)
+        member = session.member = Member.host(meeting, device)
+        self._record(session, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
         late = 2 * self.seconds
         try:
@@ -108,36 +108,36 @@ class Broadcast(Periodic):
                 "reach it, name its address in sync.host, and a port that is let through in sync.port_number"
             ) from error
 
-    def _record(self, link: Link, meeting: Rendezvous) -> None:
+    def _record(self, session: WeightSyncSession, meeting: Rendezvous) -> None:
         """Write where the group meets and what will travel, for a person or a program that looks into the run."""
-        if link.folder == Path():
+        if session.folder == Path():
             return  # outside a run
-        entries = manifest(list(link.trains.source(link.policy.model)))
+        entries = manifest(list(session.trains.source(session.policy.model)))
         NcclBridge(
             nccl_init_method=f"tcp://{meeting.host}:{meeting.port}",
             world_size=meeting.world,
             param_metadata={e.name: {"shape": list(e.shape), "dtype": e.dtype} for e in entries},
             param_mappings={e.name: e.name.replace(".default.", ".") for e in entries},
             tandem={"backend": meeting.backend, "name": meeting.name},
-        ).write(link.folder)
+        ).write(session.folder)
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Send every tensor; the engines' workers write them where they sample from.
 
         Raises:
             TransportError: names the engine or rank that broke off.
         """
-        engine, source = link.engine, link.trains.source(link.policy.model)
+        engine, source = session.engine, session.trains.source(session.policy.model)
         assert isinstance(engine, CanReceive)
-        adapter = link.adapter() if link.trains.travels == "adapter" else None
+        adapter = session.adapter() if session.trains.travels == "adapter" else None
         named = list(source)
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
         receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
-        sending = asyncio.ensure_future(_on_daemon(self._send, link.member, named))
+        sending = asyncio.ensure_future(_on_daemon(self._send, session.member, named))
         async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=4 * self.seconds):
             await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
             if receiving.done() and receiving.exception() is not None:
-                link.member.abort()  # the other end is gone: do not wait for the group's own deadline
+                session.member.abort()  # the other end is gone: do not wait for the group's own deadline
             found = await asyncio.gather(receiving, sending, return_exceptions=True)
         for error in found:
             if isinstance(error, EngineError):
@@ -152,15 +152,15 @@ class Broadcast(Periodic):
             torch.cuda.synchronize(named[0][1].device)  # the optimizer's writes were made on another thread's stream
         member.send(named, self.bucket_mb << 20)
 
-    async def unbind(self, link: Link) -> None:
+    async def unbind(self, session: WeightSyncSession) -> None:
         """Leave the group, and have the engines leave it."""
-        if link.member is not None:
-            await asyncio.gather(_leave(link), _dismissed(link.engine))
+        if session.member is not None:
+            await asyncio.gather(_leave(session), _dismissed(session.engine))
 
 
-async def _leave(link: Link) -> None:
+async def _leave(session: WeightSyncSession) -> None:
     """The trainer leaves the group."""
-    member, link.member = link.member, None
+    member, session.member = session.member, None
     if member is not None:
         leaving = _on_daemon(member.close)
         await waits.wait(leaving, owner="trainer", reason="to leave it", on="process group", deadline=LEAVING)
@@ -194,9 +194,9 @@ def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
     return "nccl" if all(accelerators) and len(set(accelerators)) == len(accelerators) else "gloo"
 
 
-def _group(link: Link) -> str:
+def _group(session: WeightSyncSession) -> str:
     """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
-    return f"{id(link):x}-{link.engine.epoch}"
+    return f"{id(session):x}-{session.engine.epoch}"
 
 
 async def _on_daemon(function: Callable[..., T], *args: Any) -> T:

@@ -11,7 +11,7 @@ from tandem.engines.base import Adapter, CanSwap
 from tandem.transport.adapters import write_adapter
 from tandem.types import PolicyVersion
 from tandem.weight_sync._periodic import Periodic
-from tandem.weight_sync.base import Link
+from tandem.weight_sync.base import WeightSyncSession
 
 SPARE = 3
 """Folders kept beyond the versions that may be needed: an engine reads one again when it loads it back."""
@@ -23,20 +23,20 @@ class Hotswap(Periodic):
 
     carries: ClassVar[frozenset[str]] = frozenset({"adapter"})
     port: ClassVar[type] = CanSwap
-    pause: ClassVar[Literal["step", "move", "never"]] = "never"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "never"
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Save a PEFT folder and have it loaded under a name of its own; returns the bytes loaded."""
-        assert isinstance(link.engine, CanSwap)
-        folders = link.folder / "adapters"
+        assert isinstance(session.engine, CanSwap)
+        folders = session.folder / "adapters"
         folder = folders / f"step-{version.step:06d}"
         for later in folders.glob("step-*"):  # of a life of this run that got further than its last checkpoint
             if later.name >= folder.name:
                 shutil.rmtree(later)
-        adapter = link.adapter()
-        await link.policy.compute(_write, adapter, folder)
-        loaded = await link.engine.swap(folder, version, adapter)
-        for old in sorted(folders.iterdir())[: -(link.versions + SPARE)]:
+        adapter = session.adapter()
+        await session.policy.compute(_write, adapter, folder)
+        loaded = await session.engine.swap(folder, version, adapter)
+        for old in sorted(folders.iterdir())[: -(session.versions + SPARE)]:
             shutil.rmtree(old)
         return loaded
 

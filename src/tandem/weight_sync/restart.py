@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from tandem.engines.base import CanRelaunch
 from tandem.types import PolicyVersion
 from tandem.weight_sync._periodic import Periodic
-from tandem.weight_sync.base import Link
+from tandem.weight_sync.base import WeightSyncSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Restart(Periodic):
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     port: ClassVar[type] = CanRelaunch
-    pause: ClassVar[Literal["step", "move", "never"]] = "move"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     every: int = 3
     """Steps between two restarts; there is one after the last step too."""
@@ -29,34 +29,34 @@ class Restart(Periodic):
         """Requests in flight would die with the engine."""
         return True
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Save, restart; returns the bytes written. An engine that was just started on these weights is left alone."""
-        assert isinstance(link.engine, CanRelaunch)
-        adapter = link.trains.travels == "adapter"
-        if link.fresh and not adapter:
+        assert isinstance(session.engine, CanRelaunch)
+        adapter = session.trains.travels == "adapter"
+        if session.fresh and not adapter:
             return 0
-        folder = link.folder / "weights" / f"step-{version.step:06d}"
-        await link.policy.compute(_save, link, folder, adapter)
-        if not link.fresh:
-            await link.engine.relaunch(None if adapter else folder)
+        folder = session.folder / "weights" / f"step-{version.step:06d}"
+        await session.policy.compute(_save, session, folder, adapter)
+        if not session.fresh:
+            await session.engine.relaunch(None if adapter else folder)
         if adapter:
-            await link.engine.load(folder, link.adapter())
+            await session.engine.load(folder, session.adapter())
         for old in folder.parent.iterdir():
             if old != folder:
                 shutil.rmtree(old)
-        return sum(tensor.bytes for tensor in link.trains.source(link.policy.model).manifest())
+        return sum(tensor.bytes for tensor in session.trains.source(session.policy.model).manifest())
 
 
-def _save(link: Link, folder: Path, adapter: bool) -> None:
+def _save(session: WeightSyncSession, folder: Path, adapter: bool) -> None:
     """Write aside and rename: an engine must not start on half a folder."""
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    policy = link.policy
+    policy = session.policy
     if adapter:
-        link.trains.save(policy.model, policy.tokenizer, aside)
+        session.trains.save(policy.model, policy.tokenizer, aside)
     else:
-        weights = {name: p.detach() for name, p in link.trains.base_names(policy.model).items()}
+        weights = {name: p.detach() for name, p in session.trains.base_names(policy.model).items()}
         policy.causal.save_pretrained(aside, state_dict=weights)
         policy.tokenizer.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)

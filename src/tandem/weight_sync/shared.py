@@ -13,7 +13,7 @@ from tandem.errors import EngineError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Link, WeightSync
+from tandem.weight_sync.base import WeightSync, WeightSyncSession
 from tandem.weight_sync.verify.probe import Checksums, differing
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Shared(WeightSync):
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     port: ClassVar[type] = CanLend
-    pause: ClassVar[Literal["step", "move", "never"]] = "step"
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
@@ -53,69 +53,69 @@ class Shared(WeightSync):
         """Whether requests in flight end first."""
         return self.in_flight == "finish"
 
-    async def bind(self, link: Link) -> None:
+    async def bind(self, session: WeightSyncSession) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.
 
         Raises:
             UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
         """
-        if not isinstance(link.engine, CanAttest):
+        if not isinstance(session.engine, CanAttest):
             return  # in process: it samples from the very module
-        assert isinstance(link.engine, CanLend)
+        assert isinstance(session.engine, CanLend)
         if self.bridge is None:
-            await link.hold()
-            lent = await link.engine.lend()
+            await session.pause()
+            lent = await session.engine.lend()
         else:
             lent = VllmBridge.read(find(Path(self.bridge))).attach()
-            await link.hold()
-        await link.policy.compute(_attach, link, lent)
-        if link.fresh:  # else it may be one that was started again, and whose publish has begun
+            await session.pause()
+        await session.policy.compute(_attach, session, lent)
+        if session.fresh:  # else it may be one that was started again, and whose publish has begun
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
-                await self._rehearse(link)
+                await self._rehearse(session)
 
-    async def _rehearse(self, link: Link) -> None:
+    async def _rehearse(self, session: WeightSyncSession) -> None:
         """Do for nothing what publishes do, so that the first is as quick: kernels compile, slots and tables are made.
 
         The engine stands still, and its weights are published and proven before it goes on.
         """
-        if link.trains.travels == "adapter" and isinstance(link.engine, CanAdapt):
-            await link.engine.adapt(link.adapter())
-        await link.trained.sums(link.engine, await link.policy.compute(link.trained.checksums))
+        if session.trains.travels == "adapter" and isinstance(session.engine, CanAdapt):
+            await session.engine.adapt(session.adapter())
+        await session.trained.sums(session.engine, await session.policy.compute(session.trained.checksums))
 
-    async def move(self, link: Link, version: PolicyVersion) -> int:
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
 
         Raises:
             UnsupportedPair: names the first tensor that is not.
         """
-        if link.trains.travels == "adapter" and isinstance(link.engine, CanAdapt):
-            return await link.engine.adapt(link.adapter())
-        if isinstance(link.engine, CanAttest):
+        if session.trains.travels == "adapter" and isinstance(session.engine, CanAdapt):
+            return await session.engine.adapt(session.adapter())
+        if isinstance(session.engine, CanAttest):
             return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
-        assert isinstance(link.engine, CanLend)
-        lent = await link.engine.lend()
-        for name, tensor in link.trains.source(link.policy.model):
+        assert isinstance(session.engine, CanLend)
+        lent = await session.engine.lend()
+        for name, tensor in session.trains.source(session.policy.model):
             if name not in lent or lent[name].data_ptr() != tensor.data_ptr():
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
 
-    async def compare(self, link: Link, mine: Checksums) -> None:
-        """In process, that ``move`` saw the same addresses is the comparison; else of the engine's own bytes."""
-        if isinstance(link.engine, CanAttest):
-            await super().compare(link, mine)
+    async def compare(self, session: WeightSyncSession, mine: Checksums) -> None:
+        """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""
+        if isinstance(session.engine, CanAttest):
+            await super().compare(session, mine)
 
 
-def _attach(link: Link, lent: Mapping[str, Any]) -> None:
+def _attach(session: WeightSyncSession, lent: Mapping[str, Any]) -> None:
     """Point every parameter at the engine's storage, and bring what else the model has to the engine's device."""
-    model = link.policy.model
-    own: Mapping[str, nn.Parameter] = link.trains.base_names(model)
+    model = session.policy.model
+    own: Mapping[str, nn.Parameter] = session.trains.base_names(model)
     _check(own, lent)
     with torch.no_grad():
         for name, parameter in own.items():
             view: Tensor = lent[name]
-            if not link.fresh:  # an engine that was started anew, or that served on without us: it gets our values
+            if not session.fresh:  # an engine that was started anew, or that served on without us: it gets our values
                 if not _same_bits(view, parameter.to(view.device)):
-                    link.written = True
+                    session.state.write()
                     view.copy_(parameter)
             elif not torch.equal(view, parameter.to(view.device)):
                 raise UnsupportedPair(
