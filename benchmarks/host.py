@@ -244,7 +244,7 @@ def engine(args: argparse.Namespace, file: Path) -> Iterator[tuple[str, int]]:
     """The stand-in: its address and process."""
     port = free_port("127.0.0.1")
     command = [args.python or sys.executable, str(HERE / "_host_engine.py"), str(port), str(file), str(args.tokens)]
-    path = [str(Path(run.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(Path(run.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
     try:
         for _ in range(600):
