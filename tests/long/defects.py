@@ -346,7 +346,7 @@ DEFECTS = (
     Defect(
         "a restarted engine is not bound again",
         "src/tandem/weight_sync/base.py",
-        "if self._bound != self.engine.epoch:  # it was",
+        "if not self._recovery.is_bound:  # it was",
         "if False:  # it was",
         SYNC,
     ),
