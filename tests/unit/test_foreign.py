@@ -32,11 +32,12 @@ from tandem.rollout import foreign as foreigners
 from tandem.rollout.cursor import DataState
 from tandem.rollout.foreign import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.rollout.recorded import told
+from tandem.trainer.broker_source import broker_source
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
-from tandem.trainer.supply import StepCounter, foreign
+from tandem.trainer.supply import StepCounter
 from tandem.types import Group, PolicyVersion, Sampling
 
 T = TypeVar("T")
@@ -283,7 +284,7 @@ def test_a_run_looks_at_its_own_engine(tmp_path: Path) -> None:
     engine, template = Live.__new__(Live), SimpleNamespace(decode=None)
     engine.fleet = SimpleNamespace(failure=None)  # type: ignore[assignment]
     parts: dict[str, Any] = {"folder": tmp_path, "template": template, "trained": StepCounter(0), "telemetry": None}
-    source = foreign(config, context=64, vocabulary=9, engine=engine, **parts)
+    source = broker_source(config, context=64, vocabulary=9, engine=engine, **parts)
     assert source.options.sampling == config.sampling == Sampling(top_k=5)
     assert source.failure() is None
     engine.fleet.failure = EngineError("it is gone")

@@ -348,7 +348,9 @@ def _source(
 ) -> RolloutSource:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is not None:
-        return supply.foreign(
+        from tandem.trainer.broker_source import broker_source  # a run without a broker loads nothing of one
+
+        return broker_source(
             config,
             folder=folder,
             context=memory.context(config, policy.config),
