@@ -1,0 +1,232 @@
+"""Modules know one another in one direction, by public names; a class name means one thing in the whole tree."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+SRC = Path(__file__).parents[2] / "src"
+FACE = "tandem"
+"""It names what all others define, lazily: no module's import of it is a step of a cycle."""
+
+# Each list names what was there before its rule, and only shrinks: whoever mends one takes it out.
+SAME_NAME = frozenset(
+    [
+        "Adapter",
+        "Answer",
+        "Answers",
+        "Arguments",
+        "Asked",
+        "Batch",
+        "Board",
+        "Broker",
+        "Call",
+        "Chat",
+        "Completions",
+        "Countdown",
+        "Entry",
+        "Exact",
+        "Finding",
+        "Format",
+        "Generate",
+        "Grading",
+        "Grpo",
+        "Held",
+        "Histogram",
+        "History",
+        "Info",
+        "Layout",
+        "Lease",
+        "Length",
+        "Limits",
+        "Line",
+        "Lines",
+        "Link",
+        "Live",
+        "Loss",
+        "Modelled",
+        "Options",
+        "Pace",
+        "Part",
+        "Place",
+        "Plan",
+        "Probe",
+        "Reading",
+        "ReasoningGym",
+        "Recipe",
+        "Refused",
+        "Registered",
+        "Rollouts",
+        "Room",
+        "Row",
+        "Rows",
+        "Run",
+        "Sampling",
+        "Scheduler",
+        "Seen",
+        "Server",
+        "Siblings",
+        "Source",
+        "Spoken",
+        "Store",
+        "Stored",
+        "Tally",
+        "Token",
+        "TrainerState",
+        "Translated",
+        "Translation",
+        "Unreachable",
+        "Vllm",
+        "Waiting",
+        "Watch",
+        "Worker",
+        "_Guard",
+        "_Later",
+        "_Look",
+        "_Part",
+        "_Reading",
+        "_Said",
+        "_Slot",
+    ]
+)
+IN_CYCLES = frozenset(
+    {
+        "tandem.agents.server",
+        "tandem.compat._atropos_recipe",
+        "tandem.compat._axolotl_engine",
+        "tandem.compat._axolotl_logging",
+        "tandem.compat._axolotl_objective",
+        "tandem.compat._axolotl_recipe",
+        "tandem.compat.atropos",
+        "tandem.config.loading",
+        "tandem.config.objective",
+        "tandem.engines._embedded_engine",
+        "tandem.engines.embedded",
+        "tandem.optimizers._byte_moments",
+        "tandem.optimizers.adamw8bit",
+        "tandem.rollout.chat",
+    }
+)
+PRIVATE = frozenset(
+    {
+        "tandem.cli._commands -> tandem.compat._atropos_env",
+        "tandem.cli._commands -> tandem.compat._atropos_server",
+        "tandem.cli._commands -> tandem.compat._swift_arguments",
+        "tandem.cli.atropos -> tandem.compat._atropos_server",
+        "tandem.cli.atropos -> tandem.compat._atropos_services",
+        "tandem.cli.clean -> tandem.observability.loggers._lines",
+        "tandem.cli.env -> tandem.compat._atropos_env",
+        "tandem.cli.env -> tandem.compat._atropos_services",
+        "tandem.cli.why -> tandem.observability.loggers._lines",
+        "tandem.compat._axolotl_env -> tandem.envs._rows",
+        "tandem.compat._axolotl_env -> tandem.envs._split",
+        "tandem.compat._axolotl_rollout -> tandem.rewards._answers",
+        "tandem.compat._swift_rewards -> tandem.rewards._answers",
+        "tandem.compat.axolotl.datasets -> tandem.envs._rows",
+        "tandem.compat.axolotl.datasets -> tandem.envs._split",
+        "tandem.compat.axolotl.rollout -> tandem.rewards._answers",
+        "tandem.compat.swift -> tandem.observability.loggers._lines",
+        "tandem.compat.swift.completions -> tandem.observability.loggers._lines",
+        "tandem.compat.swift.rewards -> tandem.rewards._answers",
+        "tandem.observability.emit -> tandem.observability.loggers._lines",
+        "tandem.observability.report.folder -> tandem.observability.loggers._lines",
+        "tandem.observability.report.samples -> tandem.observability.loggers._lines",
+        "tandem.optimizers._fused -> tandem.model._compile",
+        "tandem.tools.certify.case -> tandem.model._compile",
+        "tandem.trainer.lifetime -> tandem.observability.loggers._lines",
+    }
+)
+
+
+def named(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {named(path): path for path in sorted((SRC / "tandem").rglob("*.py"))}
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:
+    """Modules of the tree that a module imports, in functions and under TYPE_CHECKING too."""
+    known, found = frozenset(modules), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            within = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full if full in known else node.module for full in within.values()}
+    return (found & known) - {FACE}
+
+
+def cyclic(graph: Mapping[str, set[str]]) -> set[str]:
+    """Modules that import themselves by way of others."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(graph[start])
+        while todo:
+            module = todo.pop()
+            if module not in seen:
+                seen.add(module)
+                todo += graph[module]
+        return seen
+
+    return {module for module in graph if module in reached(module)}
+
+
+def private(module: str, is_package: bool, imports: Iterable[str]) -> list[str]:
+    """Imports of a ``_private`` module by a module of another package."""
+    package = module if is_package else module.rpartition(".")[0]
+    hidden = [other for other in imports if other.rpartition(".")[2].startswith("_")]
+    return [f"{module} -> {other}" for other in hidden if not f"{package}.".startswith(f"{other.rpartition('.')[0]}.")]
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    return {module: imported(parsed(module), FILES) for module in FILES}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = Counter(
+        node.name for module in FILES for node in ast.walk(parsed(module)) if isinstance(node, ast.ClassDef)
+    )
+    again = {name for name, count in names.items() if count > 1}
+    assert not again - SAME_NAME, f"classes of one name; give each the field's own word: {sorted(again - SAME_NAME)}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = cyclic(imports())
+    new = {module: sorted(imports()[module] & found) for module in sorted(found - IN_CYCLES)}
+    assert not new, f"import cycles; move what both need below them: {new}"
+
+
+def test_no_module_imports_a_private_one_of_another_package() -> None:
+    found = [
+        each
+        for module, others in imports().items()
+        for each in private(module, FILES[module].name == "__init__.py", sorted(others))
+    ]
+    new = sorted(set(found) - PRIVATE)
+    assert not new, f"rename the module without its underscore, or ask its package's public modules: {new}"
+
+
+def test_the_rules_are_alive() -> None:
+    """The checks above see what they look for."""
+    source = (
+        "import tandem\nfrom tandem import a\nif TYPE_CHECKING:\n    from tandem.b import B\n"
+        "def f():\n    import tandem.c\n"
+    )
+    assert imported(ast.parse(source), ["tandem", "tandem.a", "tandem.b", "tandem.c", "tandem.d"]) == {
+        "tandem.a", "tandem.b", "tandem.c",
+    }  # fmt: skip
+    assert cyclic({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"b", "c"}
+    assert private("tandem.x.y", False, ["tandem.x._z", "tandem.w._z", "tandem.w.z"]) == ["tandem.x.y -> tandem.w._z"]
+    assert private("tandem.x.y.z", False, ["tandem.x._z"]) == []
+    assert len(FILES) > 200
