@@ -163,7 +163,7 @@ class Stalling(Embedded):
 
     @asynccontextmanager
     async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
-        engine = _Stalling(self, policy, context)
+        engine = _Stalling(policy, context, max_rows=self.max_rows, prefill_tokens=self.prefill_tokens)
         try:
             yield engine
         finally:

@@ -101,12 +101,6 @@ IN_CYCLES = frozenset(
         "tandem.compat._axolotl_objective",
         "tandem.compat._axolotl_recipe",
         "tandem.compat.atropos",
-        "tandem.config.loading",
-        "tandem.config.objective",
-        "tandem.engines._embedded_engine",
-        "tandem.engines.embedded",
-        "tandem.optimizers._byte_moments",
-        "tandem.optimizers.adamw8bit",
         "tandem.rollout.chat",
     }
 )

@@ -20,8 +20,7 @@ from torch import Tensor
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.base import Loss, MicroBatch
 from tandem.algorithms.losses.grpo import Grpo
-from tandem.config.loading import from_options
-from tandem.config.objective import only_by_advantage
+from tandem.config.loading import from_options, only_by_advantage
 from tandem.config.registry import find, names
 from tandem.metrics import flatten
 from tandem.model.policy import Policy

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tandem.engines.base import Engine, Health
-from tandem.engines.embedded import Embedded
 from tandem.errors import EngineError
 from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.model.penalties import Penalties, penalise_rows
@@ -61,8 +60,8 @@ class _Request:
 class EmbeddedEngine(Engine):
     """It, live."""
 
-    def __init__(self, spec: Embedded, policy: Policy, context: int):
-        self._spec = spec
+    def __init__(self, policy: Policy, context: int, *, max_rows: int, prefill_tokens: int):
+        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._policy = policy
         self._context = context
         self._version = PolicyVersion(step=0, digest="")
@@ -76,7 +75,7 @@ class EmbeddedEngine(Engine):
         self._paused_at: float | None = None
         self._admitting = True
         self._finished = asyncio.Event()
-        self._cache = _cache(policy, spec.max_rows)
+        self._cache = _cache(policy, max_rows)
         self._task = asyncio.create_task(self._run(), name="embedded engine")
 
     @property
@@ -222,9 +221,9 @@ class EmbeddedEngine(Engine):
     def _prefill(self) -> list[tuple[_Request, Finish]]:
         """Compute waiting prompts, each distinct one once, and sample every newcomer's first token."""
         rows_of: dict[tuple[int, ...], list[int]] = {}
-        budget = self._spec.prefill_tokens
+        budget = self._prefill_tokens
         first = len(self._running)
-        while self._waiting and len(self._running) < self._spec.max_rows:
+        while self._waiting and len(self._running) < self._max_rows:
             prompt = self._waiting[0].prompt
             cost = 0 if prompt in rows_of else len(prompt)
             if cost > budget and rows_of:

@@ -33,7 +33,7 @@ class Embedded(EngineSpec):
         """Start the sampling task; it ends with the block."""
         from tandem.engines._embedded_engine import EmbeddedEngine  # which needs torch
 
-        engine = EmbeddedEngine(self, policy, context)
+        engine = EmbeddedEngine(policy, context, max_rows=self.max_rows, prefill_tokens=self.prefill_tokens)
         try:
             yield engine
         finally:

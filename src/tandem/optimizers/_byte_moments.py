@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 from tandem.optimizers._fused import fused, number
 from tandem.optimizers._slots import Slot, Slots
-from tandem.optimizers.adamw8bit import BLOCK, LARGE_PIECE
+from tandem.optimizers.base import BLOCK, LARGE_PIECE
 
 if TYPE_CHECKING:
-    from tandem.optimizers.adamw8bit import AdamW8bit
+    from tandem.optimizers._adam import Adam
 
 SMALL = 4096
 """Tensors of fewer elements (norms, biases) keep float32 moments: they weigh nothing, and need it most."""
@@ -26,7 +26,7 @@ SMALL = 4096
 class ByteMoments(Slots):
     """AdamW8bit bound to parameters."""
 
-    def __init__(self, options: AdamW8bit, slots: Sequence[Slot]):
+    def __init__(self, options: Adam, slots: Sequence[Slot]):
         self._options = options
         super().__init__(slots)
 

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING
 
 from tandem.optimizers._adam import Adam
 from tandem.optimizers._slots import FLOAT, Precise
-from tandem.optimizers.base import PIECE, Stepper
+from tandem.optimizers.base import BLOCK, Stepper
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
-
-BLOCK = 256
-"""Elements that share a scale."""
-LARGE_PIECE = 4 * PIECE
-"""Elements that are float32 at once on a CUDA device: the host enters compiled code for each piece, which takes it as
-long as the device takes for some millions."""
 
 
 @dataclass(frozen=True, kw_only=True)

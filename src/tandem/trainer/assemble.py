@@ -15,8 +15,7 @@ from tandem import machine
 from tandem.algorithms.advantages.base import Advantage, Weighs
 from tandem.algorithms.references.base import Held
 from tandem.config import loading as recipes
-from tandem.config.loading import RunConfig
-from tandem.config.objective import only_by_advantage
+from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.engines.base import CanAttest, CanLend, Engine, Needs
 from tandem.envs.base import Split
 from tandem.model import float8, layers

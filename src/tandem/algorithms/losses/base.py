@@ -89,7 +89,7 @@ class Loss(Protocol):
     """The objective, per token; the step alone divides. A frozen dataclass whose fields are its options.
 
     It may say by class variables which of its options change nothing when, and that a sample without advantage has no
-    gradient; ``recipe/objective.py`` reads them.
+    gradient; ``RunConfig.inert`` reads them.
 
     Example:
         >>> import tandem, torch

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tandem.config import registry as resolve
-from tandem.optimizers.adamw8bit import LARGE_PIECE
-from tandem.optimizers.base import Optimizer
+from tandem.optimizers.base import LARGE_PIECE, Optimizer
 
 _PIECE = 1 << 22
 """Numbers of a weight that are widened at once."""
