@@ -124,6 +124,7 @@ def test_the_key_fixes_the_tokens(run: Callable[[Work], Any]) -> None:
     assert len({c.tokens for c in first}) == 6
 
 
+@pytest.mark.slow
 def test_neighbours_change_nothing(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         lonely = await alone(engine, ASKED)
@@ -135,6 +136,7 @@ def test_neighbours_change_nothing(run: Callable[[Work], Any]) -> None:
     run(work)
 
 
+@pytest.mark.slow
 def test_joining_late_changes_nothing(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         lonely = await alone(engine, ASKED)
@@ -222,6 +224,7 @@ def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) 
     run(work)
 
 
+@pytest.mark.slow
 def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> list[Completion]:
         await engine.stamp(PolicyVersion(step=1, digest=""))
@@ -238,6 +241,7 @@ def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work]
         assert (c.version_min, c.version_max) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_pause_holds_and_loses_nothing(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 3)
@@ -261,6 +265,7 @@ def test_every_other_engine_is_held_to_this() -> None:
     assert {name for name in files if not name.startswith("_")} == {*ENGINES, "vllm"}
 
 
+@pytest.mark.slow
 def test_a_pause_may_let_requests_end_first(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 3)
@@ -301,6 +306,7 @@ def test_a_pause_that_lets_requests_end_takes_no_time_when_idle_and_twice_is_onc
     run(work)
 
 
+@pytest.mark.slow
 def test_what_one_pause_holds_another_does_not_wait_for(run: Callable[[Work], Any]) -> None:
     """Its end would wait for the resume, which comes after the pause."""
 
@@ -351,6 +357,7 @@ def test_resume_tells_how_long_nothing_was_sampled(run: Callable[[Work], Any]) -
     run(work)
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_gives_out_nothing_until_it_is_resumed(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 1)
@@ -388,6 +395,7 @@ def test_an_engine_in_process_has_one_life(run: Callable[[Work], Any]) -> None:
     run(work)
 
 
+@pytest.mark.slow
 def test_cancelling_one_leaves_the_others(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 4)
@@ -405,6 +413,7 @@ def test_cancelling_one_leaves_the_others(run: Callable[[Work], Any]) -> None:
     run(work)
 
 
+@pytest.mark.slow
 def test_cancelling_during_a_pause(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 2)
@@ -438,6 +447,7 @@ def test_closing_fails_who_waits(run: Callable[[Work], Any], paused: bool) -> No
     run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drained", [False, True])
 def test_closing_fails_who_waits_to_begin(run: Callable[[Work], Any], drained: bool) -> None:
     """Whoever came while others were to end first, before they had ended and after."""
@@ -467,6 +477,7 @@ def test_score_is_one_logprob_less_than_tokens(run: Callable[[Work], Any]) -> No
     assert all(logprob <= 0 for logprob in scored)
 
 
+@pytest.mark.slow
 def test_health_counts(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         assert (await engine.health()).ok

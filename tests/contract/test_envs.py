@@ -112,6 +112,7 @@ def test_is_a_frozen_part_named_after_its_file(kind: str, env: Environment) -> N
         env.anything = 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_tasks_are_unique_and_the_same_every_time(kind: str, env: Environment, data: dict[str, str]) -> None:
     tasks = [*env.tasks("train"), *env.tasks("test")]
     assert len({task.id for task in tasks}) == len(tasks)
@@ -133,6 +134,7 @@ def test_meta_is_json(env: Environment) -> None:
         json.dumps(task.meta)
 
 
+@pytest.mark.slow
 def test_gold_replies_get_full_marks(kind: str, env: Environment) -> None:
     async def failures() -> list[str]:
         async with Graders(rewards_of(kind, env)) as graders:

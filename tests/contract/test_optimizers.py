@@ -216,6 +216,7 @@ def test_an_unfinished_step_is_forgotten_and_untouched_parameters_stay(case: Cas
     assert all(torch.equal(p, b) for (_, p), b in zip(named[1:], before[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_small_updates_are_not_lost(case: Case) -> None:
     """Two hundred steps of a fiftieth of the last bit each."""
     optimizer, dtype, device = case
@@ -230,6 +231,7 @@ def test_small_updates_are_not_lost(case: Case) -> None:
     assert moved == pytest.approx(4 * bit, rel=0.05)
 
 
+@pytest.mark.slow
 def test_it_descends(case: Case) -> None:
     """Least squares: towards a matrix of other random numbers."""
     optimizer, dtype, device = case

@@ -124,6 +124,7 @@ def test_gold_reply_gets_full_marks(kind: str, reward: Reward, task: Task) -> No
         assert value == reward.full_marks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", REPLIES)
 def test_any_reply_gets_a_finite_number_and_no_full_marks(reward: Reward, task: Task, reply: str) -> None:
     rollout = gold_rollout(task, reply)
@@ -135,6 +136,7 @@ def test_any_reply_gets_a_finite_number_and_no_full_marks(reward: Reward, task: 
         assert value < reward.full_marks
 
 
+@pytest.mark.slow
 def test_nothing_imports_torch() -> None:
     program = (
         f"import sys, importlib\nfor kind in {KINDS!r}: importlib.import_module('tandem.rewards.' + kind)\n"

@@ -241,6 +241,7 @@ def test_a_resumed_run_publishes_what_it_restored(
         run(work)
 
 
+@pytest.mark.slow
 def test_a_resume_from_other_weights_is_refused(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
 ) -> None:
@@ -662,6 +663,7 @@ def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
     assert not {"stop", "stamp", "resume"} & set(engine.events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [EngineError("refused"), TransportError("refused"), asyncio.CancelledError()])
 @pytest.mark.parametrize(
     ("name", "asked"),
@@ -744,6 +746,7 @@ def test_a_file_of_the_engines_that_cannot_be_read_is_found_before_it_is_paused(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_fails_between_bind_and_publish_leaves_an_engine_of_these_very_weights_serving(
     tiny_model: Path, tmp_path: Path, name: str
@@ -846,6 +849,7 @@ def test_an_optimizer_that_fails_leaves_the_last_version_or_nothing(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OTHERS if WAYS[name][0].pause != "never"])
 def test_an_engine_that_is_paused_when_nothing_was_written_yet_serves_on(
     tiny_model: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def recipe_problem(body: str) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_commands_exist(page: Path) -> None:
     problems = [f"tandem {' '.join(words)}: {what}" for words in commands(page.read_text()) if (what := problem(words))]
@@ -152,6 +153,7 @@ def metric_names(tree: ast.AST) -> Iterator[str]:
             yield name
 
 
+@pytest.mark.slow
 def test_every_metric_is_in_the_glossary() -> None:
     """A row names it, or has a placeholder where it varies."""
     rows = [line.split("|")[1] for line in GLOSSARY.read_text().splitlines() if line.startswith("| `")]
@@ -174,6 +176,7 @@ def lines_of(path: str, name: str) -> int:
     return int(node.end_lineno - node.lineno + 1)
 
 
+@pytest.mark.slow
 def test_the_life_of_a_token_names_code_that_exists() -> None:
     """And little enough of it to be read."""
     page = TOKEN.read_text()

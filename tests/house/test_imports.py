@@ -47,6 +47,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded(code) & HEAVY
 
 
+@pytest.mark.slow
 def test_a_run_of_an_own_recipe_loads_nothing_of_other_systems(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         f"{{model: {tiny_model}, steps: 1, env: arithmetic, engine: embedded, sync: shared, group_size: 2, "
@@ -71,6 +72,7 @@ def test_a_run_of_an_own_recipe_loads_nothing_of_other_systems(tiny_model: Path,
     assert done.stdout.splitlines()[-1].strip() == "foreign:"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCH_FREE)
 def test_light_modules_load_nothing_heavy(name: str) -> None:
     assert not loaded("\n".join(f"import {module}" for module in with_modules(name))) & HEAVY
@@ -84,6 +86,7 @@ READS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", READS.values(), ids=READS)
 def test_what_reads_options_alone_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (
@@ -92,12 +95,14 @@ def test_what_reads_options_alone_loads_nothing_heavy(arguments: list[str]) -> N
     assert not loaded(code) & HEAVY
 
 
+@pytest.mark.slow
 def test_every_part_is_found_without_torch() -> None:
     find = "[[resolve.find(slot, kind) for kind in resolve.names(slot)] for slot in resolve.SLOTS]"
     code = f"from tandem.config import registry as resolve\n{find}"
     assert not loaded(code) & HEAVY
 
 
+@pytest.mark.slow
 def test_help_answers_at_once() -> None:
     """Under 0.5 s of processor time: unlike time on the wall, it does not depend on what else the machine does."""
 

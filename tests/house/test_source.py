@@ -85,6 +85,7 @@ def undocumented_methods(path: Path, cls: ast.ClassDef) -> Iterator[str]:
             yield f"{cls.name}.{method.name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=shown)
 def test_everything_public_is_documented(path: Path) -> None:
     if path.name == "__init__.py" and not path.read_text().strip():
@@ -113,6 +114,7 @@ def test_the_rules_are_alive() -> None:
     assert len(FILES) > 20
 
 
+@pytest.mark.slow
 def test_functions_fit_a_screen() -> None:
     long = {}
     for path in FILES:
@@ -124,6 +126,7 @@ def test_functions_fit_a_screen() -> None:
     assert not long, f"longer than {MAX_FUNCTION} lines: {long}"
 
 
+@pytest.mark.slow
 def test_exceptions_to_lengths_are_still_needed() -> None:
     """An allowance for what no longer exists is removed."""
     known = {shown(path) for path in FILES}
@@ -139,6 +142,7 @@ def test_names_say_what_is_inside() -> None:
     assert not bad, f"a name that says nothing: {bad}"
 
 
+@pytest.mark.slow
 def test_nobody_prints() -> None:
     allowed = {"src/tandem/cli/app.py", "src/tandem/observability/loggers/console.py"}
     bad = [

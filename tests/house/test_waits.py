@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "tandem"
 
@@ -84,6 +86,7 @@ def _bare(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr in WAITING and not call.args and not call.keywords
 
 
+@pytest.mark.slow
 def test_every_wait_is_registered() -> None:
     found: dict[str, list[str]] = {}
     for path in sorted(SRC.rglob("*.py")):

@@ -346,6 +346,7 @@ def compiled(backend: str) -> Callable[..., Tensor]:
     return run
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 @pytest.mark.parametrize("bias", [True, False])
@@ -364,6 +365,7 @@ def test_compiled_it_is_as_eager_for_any_number_of_positions_and_any_layer(backe
     assert (second.up(x) - by_peft(second.up, x)).norm() <= 1e-6 * second.up(x).norm()
 
 
+@pytest.mark.slow
 @compiles
 @needs_compiler
 def test_compiled_code_copies_nothing_and_adds_nothing_wide() -> None:

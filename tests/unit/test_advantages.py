@@ -49,6 +49,7 @@ def test_by_hand() -> None:
     assert Grpo(std="population", eps=1e-12)(one_of_four) == pytest.approx([3**0.5, *[-1 / 3**0.5] * 3])
 
 
+@pytest.mark.slow
 @given(REWARDS, st.sampled_from(["sample", "population"]), st.sampled_from([1e-4, 0.1]))
 def test_grpo_is_numpys_standardisation(rewards: list[float], std: str, eps: float) -> None:
     x = np.array(rewards)
@@ -89,6 +90,7 @@ def rewarded(*each: dict[str, float], weights: dict[str, float] | None = None, p
     return replace(plain, rollouts=rollouts)
 
 
+@pytest.mark.slow
 @given(st.lists(REWARDS, min_size=1, max_size=4))
 def test_batch_std_divides_by_the_deviation_of_all_rewards(rewards: list[list[float]]) -> None:
     std = np.std([r for mine in rewards for r in mine], ddof=1)

@@ -18,6 +18,7 @@ SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_told_of_a_healthy_run(name: str, seed: int) -> None:
@@ -141,6 +142,7 @@ def test_advice_names_options_with_values() -> None:
     assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
 
 
+@pytest.mark.slow
 def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
     """64 × 8 a step, 0.1 for the last line: format 0.016 to 0.998, 166 to 4 tokens, solved 0.5 to 1.7 %, 75 steps."""
     made = Made(

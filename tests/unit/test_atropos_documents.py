@@ -58,6 +58,7 @@ def recipe(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     line = TRAINERS[name]
@@ -83,6 +84,7 @@ def test_engines(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert config.engine.enforce_eager == ("--enforce-eager" in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     played: list[Work] = []

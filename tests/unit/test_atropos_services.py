@@ -160,6 +160,7 @@ def test_a_broker_that_is_there_is_not_waited_for() -> None:
             require_broker(f"http://localhost:{port}", 0.0)
 
 
+@pytest.mark.slow
 def test_the_first_sigterm_ends_the_wait_for_a_broker(tmp_path: Path, tiny_model: Path) -> None:
     port = free_port()
     words = ["--model", str(tiny_model), "--atropos-url", f"http://localhost:{port}", "--vllm-port", str(free_port())]

@@ -131,6 +131,7 @@ def tree() -> tuple[list[list[int]], tuple[int | None, ...], list[int]]:
     return segments, (None, 0, 1, None, 3, None, 0, 4, 1), [len(s) for s in segments]
 
 
+@pytest.mark.slow
 def test_a_packed_tree_is_its_sequences(pair: tuple[Any, Any]) -> None:
     """Every token of every segment: its hidden state, and what a loss on it does to every weight."""
     plain, ours = pair
@@ -170,6 +171,7 @@ def test_a_neighbour_is_invisible(pair: tuple[Any, Any]) -> None:
     assert [i for i in range(len(segments)) if not torch.equal(first[i], second[i])] == [4, 7]
 
 
+@pytest.mark.slow
 def test_decoding_from_a_stored_prompt_is_the_whole_sequence(pair: tuple[Any, Any]) -> None:
     """Two prompts in one row, one stored for two rows; then rows go on alone, past the cache's first size."""
     plain, ours = pair
@@ -303,6 +305,7 @@ def test_without_a_plan_it_says_what_to_call(tiny_model: Path) -> None:
         policy.model(input_ids=torch.tensor([[1, 2]]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's tracer looks at it
 def test_compiled_layers_are_compiled_once_for_all_plans() -> None:
     """What attention is told differs from one micro-batch to the next; the graphs around it must not."""

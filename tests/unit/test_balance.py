@@ -51,6 +51,7 @@ def sizes(loads: Sequence[Load]) -> list[int]:
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(sequences=st.lists(tokens, min_size=1, max_size=8))
 def test_a_tree_has_every_beginning_once(sequences: list[list[int]]) -> None:
@@ -75,6 +76,7 @@ def test_a_tree_has_every_beginning_once(sequences: list[list[int]]) -> None:
         assert seen[: len(sequence)].tolist() == places[i].tolist(), "what its last token sees is the sequence"
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     groups=st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=6),

@@ -79,6 +79,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
 def test_what_the_payloads_know_and_the_ledger_does_not(tmp_path: Path, lose: Callable[[Path], object]) -> None:
     killed(tmp_path)
@@ -109,6 +110,7 @@ NONSENSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
 def test_rows_that_make_no_sense(tmp_path: Path, nonsense: str) -> None:
     killed(tmp_path)

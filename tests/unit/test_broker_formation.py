@@ -150,6 +150,7 @@ def test_minimums(batch: int, shares: dict[int, float], needs: dict[int, int]) -
     assert formation.minimums(batch, shares) == needs
 
 
+@pytest.mark.slow
 def test_many_sizes_in_a_large_batch_take_no_time() -> None:
     """Tens of thousands of candidates of sizes that do not fit well."""
     numbers = [3, 5, 7] * 20_000

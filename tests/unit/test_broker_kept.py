@@ -135,6 +135,7 @@ def test_a_payload_that_moves_while_it_is_looked_for_is_found(tmp_path: Path, mo
     files.close()
 
 
+@pytest.mark.slow
 def test_payloads_are_found_where_they_were_moved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage goes along, and is still known as such."""
     monkeypatch.setattr(payloads, "FILE_BYTES", 10_000)

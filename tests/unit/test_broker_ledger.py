@@ -268,6 +268,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
         assert [item.entry.id for item in two.store.waiting] == ["kept"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, 1 << 20])
 def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Many times what is held goes through; one old group among each file's worth stays and is moved."""
@@ -316,6 +317,7 @@ def kill_script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_nothing_promised_is_lost_by_kill_minus_nine(tmp_path: Path) -> None:
     """Eight kills at random moments under load; a child process answers as the broker would."""
     found = kill_script().against_a_child(tmp_path, kills=8, seed=0)

@@ -98,6 +98,7 @@ def bodies(draw: Any) -> bytes:
     return bytes(body)
 
 
+@pytest.mark.slow
 @given(bodies())
 @example(b'{"tokens":"x","tokens":[[1]],"masks":[[1]],"scores":[1]}')
 @example(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"group_overrides":{"tandem_version":3},"x":"\xff"}')
@@ -211,6 +212,7 @@ def test_what_is_no_number_is_found_at_every_place(gap: str) -> None:
             assert listed(before + gap + text + gap + "1", "inference_logprobs") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_every_byte_that_is_lost_or_changed_is_judged_alike(separators: tuple[str, str]) -> None:
     """A group in which each byte in turn goes, comes twice or becomes another, over the ends of words of 64 bytes."""

@@ -33,6 +33,7 @@ def weight(value: Any, encoding: str) -> int:
     return CONTAINER + entries + sum(weight(one, encoding) for one in inside)
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_it_is_what_walking_finds(value: Any) -> None:
     packed = msgspec.msgpack.encode(value)

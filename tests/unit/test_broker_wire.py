@@ -308,6 +308,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, VALUES)), st.sampled_from(ENCODINGS))
 def test_anything_is_taken_or_refused(change: dict[str, Any], encoding: wire.Encoding) -> None:
     try:

@@ -84,6 +84,7 @@ REPLY = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(turns=st.lists(st.tuples(TEXT, st.booleans(), REPLY), min_size=1, max_size=3), last=TEXT)
 def test_bridges_are_what_the_template_would_render(
     tokenizer: Any, turns: list[tuple[str, bool, list[Message]]], last: str

@@ -219,6 +219,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_the_cuda_kernel_computes_the_same() -> None:
     """Under triton's interpreter, which runs kernels on CPU tensors, in whichever environment has triton."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}

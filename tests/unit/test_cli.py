@@ -685,6 +685,7 @@ def test_eval_measures_a_runs_newest_checkpoint_or_another(run: Run, trainer: ty
     assert trainer.calls[0][0].evaluate.samples == 2
 
 
+@pytest.mark.slow
 def test_eval_measures_a_model_folder(run: Run, trainer: types.SimpleNamespace, tiny_model: Path) -> None:
     assert run("eval", str(tiny_model), "env=arithmetic")[0] == 0
     assert trainer.calls[0][0].model == str(tiny_model)
@@ -826,6 +827,7 @@ def test_export_merges_an_adapter_into_its_base(run: Run, tiny_model: Path) -> N
 # doctor and schema
 
 
+@pytest.mark.slow
 def test_doctor_finds_this_machine_fit(run: Run) -> None:
     code, out, _ = run("doctor")
     assert code == 0, out
@@ -895,6 +897,7 @@ def test_doctor_looks_for_vllm_here_and_in_the_environment_beside(run: Run) -> N
     assert re.search("^ok +vLLM +vLLM 0.1, torch 0.2, by .venv-engine/bin/python *$", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_doctor_looks_for_vllm_where_a_recipe_says(run: Run) -> None:
     Path("recipe.yaml").write_text(MINIMAL + "engine: {kind: vllm, python: ./has_none}\n")
     interpreter(Path("has_none"), "echo first >&2; echo 'ModuleNotFoundError: vllm' >&2; exit 1")

@@ -105,6 +105,7 @@ def axolotl(data: dict[str, Any], *, serving: bool = False) -> Result:
     return outcome(translate)
 
 
+@pytest.mark.slow
 def test_axolotls_files_come_to_what_they_did(here: Path, check: Check) -> None:
     (here / "axolotl_rewards.py").write_text(test_axolotl.REWARDS)
     rows = (here / "rows.jsonl").read_text().splitlines()
@@ -151,6 +152,7 @@ def served(line: str) -> Result:
     return outcome(translate)
 
 
+@pytest.mark.slow
 def test_ms_swifts_command_lines_come_to_what_they_did(here: Path, check: Check) -> None:
     swift_files(here)
     (here / "mine.py").write_text(

@@ -59,6 +59,7 @@ def assert_agrees(naive: Any, prompt: Sequence[int], completion: Completion, sam
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -119,6 +120,7 @@ def test_greedy_takes_the_likeliest(policy: Policy, naive: Any) -> None:
     assert list(done.tokens) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_with_their_probabilities(policy: Policy, naive: Any) -> None:
     """Over many keys the first token is distributed as its logprobs say."""
     n, sampling = 4000, Sampling(temperature=0.5, top_k=4, max_tokens=1)
@@ -132,6 +134,7 @@ def test_tokens_are_drawn_with_their_probabilities(policy: Policy, naive: Any) -
         assert abs(len(logprobs) / n - prob) < 4.5 * (prob * (1 - prob) / n) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_cache_grows_and_keeps_what_it_holds(policy: Policy, naive: Any) -> None:
     sampling = Sampling(max_tokens=220)
     asked = [(prompt, sampling, 10 + key) for key, prompt in enumerate(PROMPTS)]
@@ -152,6 +155,7 @@ def test_rows_close_up_as_neighbours_end(policy: Policy, naive: Any) -> None:
             assert len(completion.tokens) == sampling.max_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_rows": 1}, {"max_rows": 3}, {"max_rows": 64, "prefill_tokens": 5}])
 def test_more_requests_than_rows_or_prefill_tokens(policy: Policy, options: dict[str, int]) -> None:
     asked = [(PROMPTS[i % 6], Sampling(max_tokens=4 + 3 * (i % 5)), i) for i in range(14)]
@@ -372,6 +376,7 @@ def chain_model(folder: Path, tiny_model: Path, text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["def", "ß" * 20, "→" * 12], ids=["ascii", "two bytes", "three bytes"])
 def test_a_stop_text_ends_an_answer_and_stays_in_it(tmp_path: Path, tiny_model: Path, stop: str) -> None:
     """Also a long one whose characters take several tokens each."""

@@ -393,6 +393,7 @@ def test_a_line_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
         train(Dataset(path=path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_a_line_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.{suffix}"

@@ -30,6 +30,7 @@ def test_pass_at_equals_counting_every_choice() -> None:
                 assert pass_at(solved, n, k) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_interval_covers_the_truth_nineteen_times_in_twenty() -> None:
     draw = random.Random(1)
     covered = 0

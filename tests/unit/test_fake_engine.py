@@ -48,6 +48,7 @@ def test_logprobs_are_those_of_the_penalised_distribution(sampling: Sampling) ->
             assert told == pytest.approx(kept.log_softmax(-1)[token].item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_with_their_probabilities() -> None:
     sampling = Sampling(frequency_penalty=1.0, max_tokens=2, min_tokens=2)
     answers = drawn(sampling, 2000)

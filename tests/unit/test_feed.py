@@ -30,6 +30,7 @@ from tandem.types import Group, PolicyVersion, Task
 # Lag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [always_good, mixed])
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 3])
 def test_slots_bound_the_lag_and_use_all_of_it(max_lag: int, kind: Kind) -> None:
@@ -44,6 +45,7 @@ def test_slots_bound_the_lag_and_use_all_of_it(max_lag: int, kind: Kind) -> None
     assert worst == max_lag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [always_good, mixed])
 @pytest.mark.parametrize(("max_lag", "behind"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (5, 3)])
 def test_an_engine_that_is_behind_uses_up_some_of_the_lag(max_lag: int, behind: int, kind: Kind) -> None:
@@ -187,6 +189,7 @@ def test_a_wave_that_was_interrupted_is_played_again_whole() -> None:
 # Order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_batches_are_formed_in_order_of_admission(max_lag: int) -> None:
     orders = set()
@@ -386,6 +389,7 @@ def mostly_flat(task: Task) -> str:
     return "ok" if task.id in ("t1", "t9", "t09") else "flat"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_every_batch_is_mixed_as_the_timetable_says_whatever_is_dropped(max_lag: int) -> None:
     for seed in range(5):
@@ -519,6 +523,7 @@ def test_one_that_is_left_out_is_tried_at_once_if_the_last_fails() -> None:
     assert makeup(trained(trainer, 6, n=3, patience=4)) == [{"easy": 3}] * 3 + [{"hard": 3}] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_run_ends_when_all_give_nothing(max_lag: int) -> None:
     trainer = Mixture()

@@ -17,6 +17,7 @@ def run(code: str, path: Path | None = None) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_matplotlib_is_loaded_by_whoever_draws() -> None:
     pytest.importorskip("reasoning_gym")
     run(

@@ -69,6 +69,7 @@ def after_a_step(folder: Path, trains: Trains, **options: Any) -> tuple[dict[str
         return {name: p.detach().clone() for name, p in policy.model.named_parameters()}, logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", list(TRAINS))
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_computing_again_changes_no_bit_of_a_step(tiny_model: Path, how: Any, trains: str) -> None:
@@ -101,6 +102,7 @@ def kept(policy: Policy, plan: Packed) -> int:
     return sum(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", list(TRAINS))
 def test_each_way_keeps_less_than_the_one_before(tiny_model: Path, trains: str) -> None:
     bytes = []
@@ -268,6 +270,7 @@ def test_auto_compiles_where_a_gpu_has_what_it_needs_and_says_once_what_it_lacks
     assert not _compile.decide(False, gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("anywhere")
 def test_auto_falls_back_where_the_compiler_fails_and_true_does_not(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -306,6 +309,7 @@ def test_check_says_before_anything_is_loaded_that_true_cannot_be(monkeypatch: p
         layers.check(True)
 
 
+@pytest.mark.slow
 def test_trained_as_a_whole_and_tuned_twice_is_tuned_as_last_said(tiny_model: Path) -> None:
     with live_policy(tiny_model, trains=Full()) as policy:
         plan = Packed(lengths=(40,), parents=(None,))

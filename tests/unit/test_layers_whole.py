@@ -70,6 +70,7 @@ def test_one_code_for_all_layers_and_all_plans(tiny_model: Path) -> None:
         assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_what_the_kernel_cannot_take_is_computed_between_two_graphs(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def test_what_the_kernel_cannot_take_is_computed_between_two_graphs(
         assert not standing.calls
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_compiled_with_attention_are_compiled_without(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -181,6 +181,7 @@ def test_support_is_renormalised_as_it_was_sampled(limits: dict[str, float], fro
         assert relative(ours, theirs) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.02}])
 def test_the_edge_of_the_support_is_inside_whatever_the_tile(limits: dict[str, Any]) -> None:
     """The edge comes from products of another shape than the tiles', whose last bits may differ."""
@@ -203,6 +204,7 @@ def test_target_outside_the_recomputed_support_is_counted_in() -> None:
     assert relative(got[0], kept) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{}, {"top_k": 3}])
 @FROZEN
 def test_no_tensor_grows_with_tokens_times_vocabulary(limits: dict[str, int], frozen: bool) -> None:

@@ -331,6 +331,7 @@ def test_the_state_that_is_saved_is_the_same_either_way() -> None:
     assert [TrainerState.from_json(state).data_state.admitted for state in one.saved.values()] == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("asked", ["moved", "still", "early"])
@@ -353,6 +354,7 @@ def test_a_stop_in_between_loses_nothing(stop_at: str, asked: str, every: int, l
     assert len(set(ids(whole.batches))) == 2 * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("asked", ["moved", "still", "early"])
 def test_a_step_whose_proof_fails_is_saved_and_the_run_goes_on_from_it(asked: str, lag: int) -> None:

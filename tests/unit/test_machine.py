@@ -21,6 +21,7 @@ class Node:
         self.me = self
 
 
+@pytest.mark.slow
 def test_what_was_there_before_is_not_looked_at_and_is_collected_afterwards() -> None:
     node = Node()
     old = weakref.ref(node)
@@ -45,6 +46,7 @@ def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.reserved("cuda:1") == 7
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), machine.settled():
         _ = 1 / 0
@@ -112,6 +114,7 @@ print(ask().used - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(getattr(ctypes.CDLL(None), "mallinfo2", None) is None, reason="asks glibc what is allocated")
 def test_products_of_ever_other_shapes_take_no_more_memory() -> None:
     """Without the bound 400 shapes take 222 MB that stay."""

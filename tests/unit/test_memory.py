@@ -75,6 +75,7 @@ def test_an_adapter_trains_rank_times_in_plus_out_of_each_linear_layer(model_con
     assert counts.largest == 3 * FEED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
 def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width: int) -> None:
     found = config(dtype=dtype, micro_batch_tokens=512)
@@ -88,6 +89,7 @@ def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width:
     assert by["slack"] == int(memory.lines.SLACK * (by["activations"] + by["logprobs"] + by["gradients"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_what_is_made_again_leaves_holes_too(model_config: Any, how: Any) -> None:
     kept, less = (lines(planned(config(checkpointing=each), model_config, LARGE)) for each in ("none", how))
@@ -97,6 +99,7 @@ def test_what_is_made_again_leaves_holes_too(model_config: Any, how: Any) -> Non
     assert holds + less["slack"] < held + kept["slack"]
 
 
+@pytest.mark.slow
 def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any) -> None:
     turns = planned(config(), model_config, LARGE)
     auto = config(max_lag="auto", rate=Rate(max_lag=1))
@@ -109,12 +112,14 @@ def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any)
     assert both.total == always + sampling + training
 
 
+@pytest.mark.slow
 def test_an_adapter_needs_less_than_full_training(model_config: Any) -> None:
     full, adapter = (planned(config(trains=trains), model_config, LARGE) for trains in (config().trains, lora(2)))
     assert lines(adapter)["optimizer"] < lines(full)["optimizer"] / 10
     assert adapter.total < full.total
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_table_and_what_to_change(model_config: Any) -> None:
     wide = type(model_config)(
         **{**model_config.to_dict(), "hidden_size": 4096, "intermediate_size": 8192, "head_dim": 64}
@@ -180,6 +185,7 @@ def test_an_engine_of_its_own_takes_its_share_of_a_card_and_what_it_lends_is_in_
     }
 
 
+@pytest.mark.slow
 def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
     by = lines(planned(apart("broadcast"), model_config, CARD, LARGE))
     assert by["weights"] == BOTH
@@ -190,6 +196,7 @@ def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
     assert "loading" not in by
 
 
+@pytest.mark.slow
 def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
     found = apart("shared", trains=lora(2))
     trained = memory.planner(found, model_config).modelled.counts.trainable
@@ -198,6 +205,7 @@ def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
     assert by["adapter"] == 2 * trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base_on", "beside"), [("device", False), ("host", True)])
 def test_what_merged_keeps_is_counted_where_it_is(model_config: Any, base_on: str, beside: bool) -> None:
     trains = resolve.find("trains", "lora")(rank=2, merged=True, base_on=base_on)
@@ -209,6 +217,7 @@ def test_what_merged_keeps_is_counted_where_it_is(model_config: Any, base_on: st
     assert [line.beside for line in on_a_host.lines if line.name == "frozen base"] == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "adamw_cpu"])
 def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any, kind: str) -> None:
     optimizer = resolve.find("optimizers", kind)()
@@ -225,6 +234,7 @@ def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any,
             small.require()
 
 
+@pytest.mark.slow
 def test_on_a_host_lent_weights_are_there_once_but_for_the_start(model_config: Any) -> None:
     plan = planned(apart("shared"), model_config, LARGE)
     by = lines(plan)
@@ -238,6 +248,7 @@ def test_on_a_host_lent_weights_are_there_once_but_for_the_start(model_config: A
     assert heavy.total == always + by["loading"] + 10**9
 
 
+@pytest.mark.slow
 def test_each_replica_has_a_copy_and_each_slice_a_cache(model_config: Any) -> None:
     engine = vllm(replicas=2, tensor_parallel_size=3, kv_cache_gb=0.5)
     by = lines(planned(apart("broadcast", engine), model_config, LARGE))
@@ -250,6 +261,7 @@ def test_each_replica_has_a_copy_and_each_slice_a_cache(model_config: Any) -> No
     assert on_a_card["engine's copy"] == 2 * (BOTH // 3)
 
 
+@pytest.mark.slow
 def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     engine = vllm(replicas=2, devices=("1", "2,3"))
@@ -262,6 +274,7 @@ def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatc
     assert lines(planned(apart("broadcast", engine), model_config, CARD, LARGE))["engine"] == 5 * 10**10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [0.0, 7.0])
 def test_an_engine_that_sleeps_and_the_training_pass_take_turns_on_a_card(model_config: Any, cache: float) -> None:
     awake, light, deep = (
@@ -277,6 +290,7 @@ def test_an_engine_that_sleeps_and_the_training_pass_take_turns_on_a_card(model_
     assert light.total_beside == deep.total_beside + BOTH
 
 
+@pytest.mark.slow
 def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config: Any, tmp_path: Path) -> None:
     import os
 
@@ -296,6 +310,7 @@ def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config
     assert by["programs"] == memory.LIBRARIES + GRADERS
 
 
+@pytest.mark.slow
 def test_a_share_that_leaves_too_little_is_refused_with_what_to_lower(model_config: Any) -> None:
     with pytest.raises(DoesNotFit) as caught:
         planned(apart("shared", vllm(gpu_memory_utilization=0.95)), model_config, CARD, LARGE).require()

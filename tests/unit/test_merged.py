@@ -113,6 +113,7 @@ def test_gradient_is_that_of_the_explicit_sum(bias: bool) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("options", [{}, {"layers": (1,)}, {"target_modules": ("q_proj", "down_proj")}])
 @pytest.mark.parametrize("bias", [True, False])
@@ -240,6 +241,7 @@ def test_fold_on_a_host_holds_a_few_rows_of_the_sum(monkeypatch: pytest.MonkeyPa
     assert {shape for shape in seen.shapes if shape[-1] == 24} == {(7, 24), (5, 24)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_folds_do_not_drift(dtype: torch.dtype) -> None:
     trains = Lora(rank=4, merged=True)

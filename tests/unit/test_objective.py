@@ -269,6 +269,7 @@ def test_recipes_survive_being_written_down(options: dict[str, Any], tmp_path: P
     assert config.digest(again) == config.digest(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", ["full", "lora", {"kind": "lora", "merged": True}], ids=str)
 def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trains: Any) -> None:
     """To the byte: a copy of what training changes; and of it what a checkpoint holds."""

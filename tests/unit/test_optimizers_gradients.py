@@ -108,6 +108,7 @@ def test_beside_weights_and_states_two_bytes_are_held(kind: Any, precision: Any)
     assert wide.state_bytes(1000, 4) == options.state_bytes(1000, 4), "float32 weights have float32 gradients"
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("rows", [64, 9000])
 def test_an_update_takes_what_is_told(kind: Any, precision: Any, rows: int) -> None:
@@ -236,6 +237,7 @@ def learned(options: Precise, batches: int) -> tuple[float, float]:
     return losses[0], sum(losses[-5:]) / 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_as_with_float32_gradients(kind: Any) -> None:
     first, wide = learned(kind(), 8)

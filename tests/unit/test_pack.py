@@ -123,6 +123,7 @@ def test_a_sample_knows_where_its_answers_begin() -> None:
     assert [sample.begins for sample in found] == [(5, 8), (2,)]
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(groups=groups_of(), budget=st.sampled_from([1, 7, 16, 40, 1000]), least=st.sampled_from([1, 2, 4, 16]))
 def test_every_trained_token_appears_once_after_what_it_was_sampled_after(

@@ -115,6 +115,7 @@ def test_every_penalty_changes_something(name: str) -> None:
     assert (case.ours(SAMPLINGS[name])[0] - plain).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["repetition", "frequency", "all"])
 def test_gradients_are_finite_differences(name: str) -> None:
     case, sampling = Case(hidden=4, vocabulary=90), SAMPLINGS[name]

@@ -93,6 +93,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Sequence[Tensor]
 CASES = [("full", name, 1) for name in OBJECTIVES] + [("lora", "grpo", 2), ("merged", "corrections", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trains", "objective", "updates"), CASES)
 def test_a_step_asks_for_numbers_once_for_each_pass_and_once_for_the_norms(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, trains: str, objective: str, updates: int

@@ -175,6 +175,7 @@ def test_one_token_that_is_off_is_asked_about_again_and_ends_nothing(
     assert events.count("probe") == 1 + 1 + 7
 
 
+@pytest.mark.slow
 def test_recent_rollouts_are_asked_about_too(policy: Policy, tiny_model: Path) -> None:
     _, events = answered(
         policy,
@@ -188,6 +189,7 @@ def test_recent_rollouts_are_asked_about_too(policy: Policy, tiny_model: Path) -
 # Engines that are not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_model: Path, after: int) -> None:
     """Scored at temperature 1 all is well; those of sampled tokens are of another distribution than was drawn from."""
@@ -195,6 +197,7 @@ def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_m
         answered(policy, tiny_model, lambda probe: raw(policy, probe), after=after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
 def test_every_sampled_token_off_is_seen(policy: Policy, tiny_model: Path, after: int) -> None:
     def lied(probe: Probe) -> Probe:
@@ -205,6 +208,7 @@ def test_every_sampled_token_off_is_seen(policy: Policy, tiny_model: Path, after
         answered(policy, tiny_model, lied, after=after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie",
     [lambda logprobs: logprobs[1:], lambda logprobs: [*logprobs[:-1], math.nan], lambda logprobs: [-math.inf] * 4],
@@ -233,6 +237,7 @@ def test_a_sampled_token_that_the_model_does_not_have_is_no_lookup(policy: Polic
     assert all(math.isnan(value) for value in policy.score([1, -1, 2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -249,6 +254,7 @@ def test_scores_of_other_weights_are_seen(
         answered(policy, tiny_model, lambda probe: scored(probe, tokens))
 
 
+@pytest.mark.slow
 def test_noise_above_the_tolerance_is_refused_and_the_recipe_may_allow_it(policy: Policy, tiny_model: Path) -> None:
     def noisy(probe: Probe) -> Probe:
         return scored(probe, lambda i, x: x + 0.5 * (-1) ** i)
@@ -259,6 +265,7 @@ def test_noise_above_the_tolerance_is_refused_and_the_recipe_may_allow_it(policy
         answered(policy, tiny_model, noisy, after=0)
 
 
+@pytest.mark.slow
 def test_a_failed_proof_leaves_its_evidence(policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(StaleWeights, match=r"It was asked 9 times.*000001\.json") as caught:
         answered(policy, tiny_model, lambda probe: scored(probe, lambda i, x: x * 1.1), folder=tmp_path)
@@ -280,6 +287,7 @@ def grow(trains: Trains, policy: Policy) -> Callable[[], None]:
     return update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behind", "said"),
     [(2, "the first version published"), (1, "the version before")],
@@ -313,6 +321,7 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: P
         asyncio.run(work(policy))
 
 
+@pytest.mark.slow
 def test_an_engine_that_leaves_the_adapter_out_is_seen(tiny_model: Path) -> None:
     trains = Lora(rank=4, alpha=8)
     with live_policy(tiny_model, trains=trains) as policy:
@@ -397,6 +406,7 @@ def test_the_scale_is_robust() -> None:
     assert scale([]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growth", [1.0, 1.5])
 @pytest.mark.parametrize("tails", ["normal", "heavy"])
 def test_noise_is_rarely_doubted_and_never_refused(growth: float, tails: str) -> None:
@@ -426,6 +436,7 @@ def answer_of(trainer: Sequence[float], residuals: Sequence[float]) -> Answer:
     return Answer(engine, tuple(trainer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effect", [0.0, 1e-4, 0.01, 0.03, 0.1])
 @pytest.mark.parametrize("rounded", ["the engine alone", "all three"])
 @pytest.mark.parametrize("heavy", [False, True])

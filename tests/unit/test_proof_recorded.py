@@ -151,6 +151,7 @@ def test_logprobs_without_the_temperature_are_doubted_by_four_tokens_and_refused
     assert doubted > 0.98 * seen
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused_where_they_differ_by_the_noise(recorded: list[Publish]) -> None:
     """The engine's rounding around logprobs of weights that differ by twice the noise of each token."""
     noise = measured(recorded[0], floor_of(recorded))

@@ -44,6 +44,7 @@ def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", *NAMES])
 def test_the_example_of_every_public_name_runs(
     name: str, recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -61,6 +62,7 @@ def test_the_example_of_every_public_name_runs(
     assert not failed, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_and_each_name_only_its_own() -> None:
     code = (
         "import sys, tandem\n"
@@ -77,6 +79,7 @@ def test_a_name_that_is_not_there_lists_those_that_are() -> None:
         tandem.trian  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_cell_trains_beside_the_loop_of_its_notebook(recipe: dict[str, Any]) -> None:
     seen: list[tuple[int, float]] = []
 
@@ -97,6 +100,7 @@ def test_a_cell_trains_beside_the_loop_of_its_notebook(recipe: dict[str, Any]) -
     assert tandem.evaluate(run, {"evaluate.tasks": 2, "evaluate.samples": 2})["tasks"] == 2
 
 
+@pytest.mark.slow
 def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(recipe: dict[str, Any]) -> None:
     async def cell() -> tandem.Run:
         return tandem.train(recipe, {"steps": 100}, on_step=lambda step, metrics: _thread.interrupt_main())
@@ -116,6 +120,7 @@ def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(recipe: dict[str, An
     assert run.resume({"steps": int(stopped) + 1}).metrics[-1]["step"] == stopped + 1
 
 
+@pytest.mark.slow
 def test_what_on_step_raises_ends_the_run(recipe: dict[str, Any]) -> None:
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         raise ZeroDivisionError("mine")

@@ -140,6 +140,7 @@ seen = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(seen, max_size=80), st.integers(0, 40), st.integers(0, 79))
 def test_it_never_leaves_its_budget_and_a_state_that_was_saved_goes_on_alike(

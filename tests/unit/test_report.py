@@ -37,6 +37,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "arithmetic-smollm2-0601")
 
 
+@pytest.mark.slow
 def test_whole_run_becomes_one_self_contained_page(run_folder: Path) -> None:
     path = build(run_folder)
     text = path.read_text()
@@ -179,6 +180,7 @@ def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
     assert [columns["values"][name][0] for name in ("loss", "lag/max", "lag/min")] == [2.5, 4.0, 1.0]
 
 
+@pytest.mark.slow
 def test_two_thousand_steps_stay_small(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=2000, rollouts_every=25)
     path = build(folder)

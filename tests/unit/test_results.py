@@ -78,6 +78,7 @@ def summed(folder: Path, **about: Any) -> dict[str, Any]:
     return {**given, **module("folder").record(folder), **about}
 
 
+@pytest.mark.slow
 def test_every_run_is_a_recipe_that_loads(tmp_path: Path) -> None:
     runs = planned(tmp_path)
     assert len({run.name for run in runs}) == len(runs)

@@ -311,6 +311,7 @@ def test_countdown_needs_its_columns() -> None:
 # math_verify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "gold"),
     [

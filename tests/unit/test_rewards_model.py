@@ -140,6 +140,7 @@ def test_one_without_a_template_reads_question_and_answer_as_a_pair(tmp_path: Pa
     assert max(expected) - min(expected) > 0.1
 
 
+@pytest.mark.slow
 def test_the_model_grades_in_a_process_of_its_own(folder: Path) -> None:
     rollouts = group(*REPLIES)
     rollouts[3] = replace(rollouts[3], status="error", error="the engine gave up")

@@ -160,6 +160,7 @@ def played(exact: Any, sampling: Sampling) -> list[Group]:
     return groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "sampling"),
     [
@@ -209,6 +210,7 @@ def test_each_sign_at_each_ratio(policy: Policy, exact: Any, ratio: float, bette
     assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalties", [{}, PENALISED], ids=["plain", "penalised"])
 @pytest.mark.parametrize("mask", [False, True])
 def test_micro_batches_packing_and_order_change_nothing(

@@ -167,6 +167,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return off / math.sqrt(sum(float(g.double().square().sum()) for g in b.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_how_a_step_is_cut_changes_nothing(tiny_model: Path, groups: list[Group], name: str) -> None:
     objective = OBJECTIVES[name]

@@ -81,6 +81,7 @@ def test_the_places_of_a_stream_are_spread_over_its_batch() -> None:
 SHARES = st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 25)), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @given(shares=SHARES, places=st.integers(1, 20))
 def test_any_shares_fill_every_batch_keep_least_shares_and_add_up(
     shares: Sequence[tuple[float, int]], places: int

@@ -250,6 +250,7 @@ def test_whatever_of_ms_swift_a_plug_in_imports() -> None:
             plugin(REAL, name).called().call(completions=["a"])
 
 
+@pytest.mark.slow
 def test_ms_swift_itself_is_used_where_it_is_installed() -> None:
     """By a grading process, which finds modules in the working directory; only some module of its is there."""
     Path("swift").mkdir()

@@ -142,6 +142,7 @@ def test_weights_that_were_not_brought_back_are_never_served(
         assert [step for step, _ in engine.given] == [0]
 
 
+@pytest.mark.slow
 def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
     """Buffers and the like, which a sleep may lose as well."""
     slept = False

@@ -503,6 +503,7 @@ def test_a_lent_slot_is_written_by_its_borrower(tmp_path: Path) -> None:
     assert all(torch.equal(h.tensor, expected(adapter(2))[h.name]) for h in slots.stored(7))
 
 
+@pytest.mark.slow
 def test_a_slot_has_one_borrower_and_leaves_no_file(tmp_path: Path) -> None:
     slots, _ = engine()
     first = slots.lend(7, CONFIG, meta(adapter()), tmp_path)["key"]
