@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 import pickle
-import pkgutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 import tandem.envs
-from tandem.config.registry import SLOTS
+from tandem.config import registry
 from tandem.envs.base import Environment
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.workers import Graders
@@ -53,11 +52,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 REWARDS = {"agent": {"exact": 1.0}, "dataset": {"exact": 1.0}}
 """Rewards of environments that have none of their own."""
 
-KINDS = sorted(m.name for m in pkgutil.iter_modules(tandem.envs.__path__) if m.name != "base" and m.name[0] != "_")
+KINDS = registry.names("envs")
 
 
 def part(slot: str, kind: str) -> type[Any]:
-    module = importlib.import_module(f"{SLOTS[slot]}.{kind}")
+    module = importlib.import_module(f"{registry.SLOTS[slot]}.{kind}")
     public = [
         thing
         for name, thing in vars(module).items()

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import math
 import pickle
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 import tandem.rewards
+from tandem.config import registry
 from tandem.rewards.base import Reward
 from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
@@ -68,7 +68,7 @@ REPLIES = [
 ]
 """What a policy may say."""
 
-KINDS = sorted(m.name for m in pkgutil.iter_modules(tandem.rewards.__path__) if m.name != "base" and m.name[0] != "_")
+KINDS = registry.names("rewards")
 
 
 def part(kind: str) -> type[Any]:
