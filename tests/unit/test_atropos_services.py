@@ -81,6 +81,7 @@ def test_the_engine_of_another_trainer_is_not_taken() -> None:
         assert running_engine(flags(port), {}) is None
 
 
+@pytest.mark.slow
 def test_what_is_no_engine_is_left_to_whoever_starts_one() -> None:
     with listening(404, {}) as port:
         assert running_engine(flags(port), {}) is None
@@ -134,6 +135,7 @@ def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
 # The engine of an environment
 
 
+@pytest.mark.slow
 def test_an_environment_takes_the_engine_s_model() -> None:
     with listening(200, INFO) as port:
         assert served_model(f"http://localhost:{port}/v1") == "m"

@@ -44,6 +44,7 @@ def by_hand(numbers: Sequence[int], total: int) -> list[int] | None:
     return list(max(exact, key=lambda pick: [k in pick for k in range(len(numbers))])) if exact else None
 
 
+@pytest.mark.slow
 @given(SIZES, st.integers(1, 24))
 def test_earliest_is_what_trying_everything_finds(numbers: list[int], total: int) -> None:
     assert orders(formation.earliest(items(numbers), total)) == by_hand(numbers, total)

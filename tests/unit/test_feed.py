@@ -505,6 +505,7 @@ def test_an_environment_that_becomes_useful_is_back_in_its_share(
     assert caplog.text.count("hard gives groups that can be trained on again; it has its share as before") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_lag_is_bounded_whoever_is_left_out(max_lag: int) -> None:
     for seed in range(4):

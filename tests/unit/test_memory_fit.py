@@ -21,6 +21,8 @@ from tandem.trainer.memory_plan import fitting
 from tandem.trainer.memory_plan.fitting import CHECKPOINTING, ROOM, budgets
 from tandem.types import Sampling
 
+pytestmark = pytest.mark.slow
+
 HOST = Machine(name="this machine", free=10**12, total=10**13, is_host=True)
 CARD = Machine(name="a card", free=10**12, total=10**13, is_host=False)
 NARROW = {"precision": "kahan", "gradients": "bfloat16"}
@@ -77,7 +79,6 @@ def chosen(config: RunConfig) -> tuple[Any, ...]:
     return kind, *options, config.checkpointing, config.micro_batch_tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [True, False])
 def test_it_chooses_what_a_search_through_everything_finds(planners: Any, on_host: bool) -> None:
     planner, own = planners[on_host], recipe()
@@ -183,7 +184,6 @@ def test_what_does_not_fit_at_all_is_refused_without_advice_that_was_tried(plann
         with_free(planners[False], 605 * 10**6).plan(recipe(micro_batch_tokens=3584)).require()
 
 
-@pytest.mark.slow
 def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_path: Path) -> None:
     from tandem.api.targets import resumed
     from tandem.trainer import assemble as run

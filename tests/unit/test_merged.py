@@ -340,6 +340,7 @@ def test_bytes_beside_the_model() -> None:
 
 
 # PEFT asks transformers for a property by a name that transformers has since deprecated.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("options", [{}, {"layers": (1,), "target_modules": ("q_proj", "down_proj")}])

@@ -24,6 +24,8 @@ from tandem.trainer.record import records
 from tandem.trainer.step import StepStats
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 
@@ -74,7 +76,6 @@ def faults(found: Mismatch) -> list[str]:
     return [part.name for part in found.parts if part.fault]
 
 
-@pytest.mark.slow
 def test_a_run_without_fault_has_nothing_to_explain(plain: Path) -> None:
     found = looked(plain)
     assert found.dominant is None
@@ -85,14 +86,12 @@ def test_a_run_without_fault_has_nothing_to_explain(plain: Path) -> None:
     assert (found.step, found.rollouts, dict(found.versions)) == (STEPS, 8, {STEPS - 1: found.tokens})
 
 
-@pytest.mark.slow
 def test_float64_formulas_agree_where_there_is_no_fault(plain: Path, tmp_path: Path) -> None:
     found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1)))
     assert found.dominant is None
     assert found.gap["rms"] < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "category", "name"),
     [
@@ -117,7 +116,6 @@ def test_an_injected_fault_dominates(
     assert found.dominant.advice in found.verdict
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("held", [0, 1, 2])
 def test_an_engine_that_holds_older_weights_than_it_stamps(plain: Path, tmp_path: Path, held: int) -> None:
     base = Path(config.load(plain / "config.yaml").config.model)
@@ -129,7 +127,6 @@ def test_an_engine_that_holds_older_weights_than_it_stamps(plain: Path, tmp_path
     assert found.dominant.fault
 
 
-@pytest.mark.slow
 def test_an_engine_that_never_took_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
     folder = trained(tiny_model, tmp_path, "lora", trains={"kind": "lora", "rank": 4}, optimizer={"lr": 0.02})
     assert looked(folder).dominant is None
@@ -138,7 +135,6 @@ def test_an_engine_that_never_took_the_adapter(tiny_model: Path, tmp_path: Path)
     assert found.dominant.name == f"the engine sampled from version 0, stamped {STEPS - 1}"
 
 
-@pytest.mark.slow
 def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +153,6 @@ def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
     assert not found.breaks, "the record says what the engine should have been given"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_temperature_alone(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
     folder = trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12, "temperature": 0.5}, dtype=dtype)
@@ -168,7 +163,6 @@ def test_temperature_alone(tiny_model: Path, tmp_path: Path, dtype: str) -> None
     assert len(faults(found)) == 1, "the rest is rounding"
 
 
-@pytest.mark.slow
 def test_penalties_that_the_engine_left_out_of_its_logprobs(tiny_model: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 12}
     folder = trained(tiny_model, tmp_path, "run", sampling=asked)
@@ -184,7 +178,6 @@ def test_penalties_that_the_engine_left_out_of_its_logprobs(tiny_model: Path, tm
         assert (found.dominant.category, found.dominant.name) == ("sampling", name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("held", "fault", "names"),
     [
@@ -206,7 +199,6 @@ def test_two_faults_are_both_named_the_larger_one_first(
     assert found.parts[0].rms > found.parts[1].rms > 3 * max(part.rms for part in found.parts[2:])
 
 
-@pytest.mark.slow
 def test_staleness_that_the_recipe_allows_is_no_fault(lagged: Path) -> None:
     found = looked(lagged, step=STEPS)
     assert len(found.versions) > 1
@@ -219,7 +211,6 @@ def test_staleness_that_the_recipe_allows_is_no_fault(lagged: Path) -> None:
     assert all(part.rms < 1e-5 for part in found.parts if part.category == "numerics")
 
 
-@pytest.mark.slow
 def test_without_the_weights_that_sampled_nothing_is_guessed(lagged: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(lagged, folder)
@@ -235,7 +226,6 @@ def test_without_the_weights_that_sampled_nothing_is_guessed(lagged: Path, tmp_p
     assert set(found.stand_ins) == set(gone)
 
 
-@pytest.mark.slow
 def test_on_policy_no_checkpoint_of_the_version_is_needed(plain: Path, tmp_path: Path) -> None:
     folder = altered(
         plain, tmp_path / "run", STEPS, told_by(exact(weights(plain, STEPS - 1), temperature=False), SAMPLING)
@@ -249,7 +239,6 @@ def test_on_policy_no_checkpoint_of_the_version_is_needed(plain: Path, tmp_path:
     assert any(part.name.endswith("by the weights of another version") for part in found.parts)
 
 
-@pytest.mark.slow
 def test_what_nobody_can_explain_is_said_to_be_that(plain: Path, tmp_path: Path) -> None:
     noise = random.Random(0)
 
@@ -261,7 +250,6 @@ def test_what_nobody_can_explain_is_said_to_be_that(plain: Path, tmp_path: Path)
     assert (found.dominant.category, found.dominant.name) == ("unexplained", "none of what was tried")
 
 
-@pytest.mark.slow
 def test_a_gap_as_large_as_another_type_makes_is_numerics(plain: Path, tmp_path: Path) -> None:
     found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), head="bfloat16", body="bfloat16"))
     assert found.dominant is not None
@@ -285,7 +273,6 @@ def history_kept_in_part(row: dict[str, Any]) -> None:
     row["prompts"][1] = [kept - 2, [65, *added]]
 
 
-@pytest.mark.slow
 def test_a_turn_that_does_not_continue_the_one_before_is_shown(plain: Path, tmp_path: Path) -> None:
     folder = altered(plain, tmp_path / "run", STEPS, history_kept_in_part)
     found = looked(folder, step=STEPS)
@@ -297,7 +284,6 @@ def test_a_turn_that_does_not_continue_the_one_before_is_shown(plain: Path, tmp_
     assert f"{found.rollouts} later turns do not continue what was sampled" in found.verdict
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["opening", "reply"])
 def test_a_prompt_that_is_not_the_templates_is_shown(plain: Path, tmp_path: Path, kind: str) -> None:
     def change(row: dict[str, Any]) -> None:
@@ -361,7 +347,6 @@ def test_what_cannot_be_looked_at_is_an_error_of_one_line(
     assert raised.value.exit_code == (2 if step == 9 else 1), "a step that is not there is the asker's mistake"
 
 
-@pytest.mark.slow
 def test_the_verb_prints_it(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,7 +410,6 @@ def narrow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tiny_model, tmp_path_factory.mktemp("runs"), "narrow", **options)
 
 
-@pytest.mark.slow
 def test_older_weights_show_beneath_rounding(narrow: Path, tmp_path: Path) -> None:
     assert looked(narrow).dominant is None
     found = injected(narrow, tmp_path, exact(weights(narrow, 1), body="bfloat16", head="bfloat16"), Sampling())
@@ -434,7 +418,6 @@ def test_older_weights_show_beneath_rounding(narrow: Path, tmp_path: Path) -> No
     assert "the engine sampled from version 1" in found.verdict
 
 
-@pytest.mark.slow
 def test_the_trainers_own_rounding_is_no_evidence_against_the_engine(narrow: Path, tmp_path: Path) -> None:
     noise, sound = random.Random(0), exact(weights(narrow, STEPS - 1), body="bfloat16", head="bfloat16")
 
@@ -446,7 +429,6 @@ def test_the_trainers_own_rounding_is_no_evidence_against_the_engine(narrow: Pat
     assert faults(found) == ["none of what was tried"]
 
 
-@pytest.mark.slow
 def test_older_stamps_whose_weights_are_gone_are_not_put_down_to_others(plain: Path, tmp_path: Path) -> None:
     def change(row: dict[str, Any]) -> None:
         told_by(exact(weights(plain, 1)), SAMPLING)(row)

@@ -109,6 +109,7 @@ def test_no_group_is_twice_in_a_batch_nor_in_flight_twice(max_lag: int) -> None:
         assert all(len({group.id for group in batch}) == len(batch) == 6 for batch in batches)
 
 
+@pytest.mark.slow
 def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
     def group(n: int, version: int, name: str = "fake") -> tuple[Draw, Group]:
         trainer = Trainer(step=version)

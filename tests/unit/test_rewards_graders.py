@@ -368,6 +368,7 @@ def test_prints_do_not_disturb_and_end_in_the_log(tmp_path: Path) -> None:
     assert "ValueError: no such luck" in text
 
 
+@pytest.mark.slow
 def test_killed_grader_takes_its_children_along() -> None:
     graded({"f": "sample_graders:by_text"}, group("child", "7"), 0.5)
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -469,6 +470,7 @@ def test_full_marks_are_known_for_parts() -> None:
     assert Graders(specs).full_marks == {"number": 1.0, "loop": None, "f": None}
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
@@ -541,6 +543,7 @@ def test_what_was_answered_before_a_crash_is_not_asked_again() -> None:
     assert metrics["grading/restarts"] == 1
 
 
+@pytest.mark.slow
 def test_a_reward_that_may_take_long_hides_no_other_that_hangs() -> None:
     import sample_graders
 

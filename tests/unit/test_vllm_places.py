@@ -111,6 +111,7 @@ def test_who_gives_up_as_its_turn_comes_gives_the_place_back(when: str) -> None:
     run(body)
 
 
+@pytest.mark.slow
 def test_no_place_is_lost_or_given_twice() -> None:
     """Requests of any size come, leave and give up in any order."""
 

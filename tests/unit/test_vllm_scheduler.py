@@ -228,6 +228,7 @@ def test_who_wants_other_logprobs_than_its_own_gets_each_with_its_token(made: An
     assert logprobs["b"][-1].logprobs.shape == (2, 1)
 
 
+@pytest.mark.slow
 @given(
     turns=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 3), min_size=5, max_size=5)), max_size=60),
     wanted=st.lists(

@@ -159,6 +159,7 @@ def test_an_engine_that_is_away_is_left_alone_while_another_is_there() -> None:
     run(go())
 
 
+@pytest.mark.slow
 def test_all_of_them_that_others_run_are_not_waited_for_in_vain() -> None:
     """Who brings weights waits for one of them for as long as the recipe says, and then that is told."""
 

@@ -318,6 +318,7 @@ def test_an_interrupted_wait_was_cancelled_and_did_not_fail(monkeypatch: pytest.
     assert states == {"ended": "cancelled", "failing": "failed", "thread": "cancelled"}
 
 
+@pytest.mark.slow
 def test_each_of_several_waits_is_told_of_when_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG", 0.2)
     heard: dict[str, float] = {}

@@ -83,6 +83,7 @@ def test_what_goes_on_is_not_given_up(capsys: pytest.CaptureFixture[str]) -> Non
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_who_waits_for_one_that_waits_is_not_to_blame() -> None:
     async def scene(dog: Watchdog) -> None:
         engine = waits.waiting("rollouts group 3", "an answer", on="engine", deadline=2.0)
@@ -158,6 +159,7 @@ def test_while_the_event_loop_stands_still_it_is_to_blame_alone(capsys: pytest.C
     assert "held up" in said
 
 
+@pytest.mark.slow
 def test_a_call_that_is_known_to_be_slow_may_hold_it_up() -> None:
     # A busy machine may hold a loop up for a few tenths of a second by itself, before the call and after it.
     patience = Patience(wait_seconds=60.0, loop_seconds=1.0, end_seconds=60.0)
