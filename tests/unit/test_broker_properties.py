@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,6 +21,8 @@ from tandem.broker.queue import formation
 from tandem.broker.queue.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
 from tandem.broker.queue.store import Store
 from tandem.broker.queue.tenants import Item
+
+pytestmark = pytest.mark.slow
 
 OPTIONS = Options(
     max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,

@@ -192,6 +192,7 @@ def test_json_of_other_stock_routes_is_sound_too() -> None:
 # Who joins what
 
 
+@pytest.mark.slow
 def test_a_large_list_of_what_comes_takes_little_more_than_itself() -> None:
     """It was made objects of, several times over, before anybody looked at it."""
     shapes = ",".join(f'"a{i}":{{"shape":[],"dtype":"bool"}}' for i in range(200_000))
