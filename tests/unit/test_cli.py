@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import typer.main
 
-import tandem
+import tandem.trainer
 from tandem.api.targets import weights_of
 from tandem.cli import app as cli
 from tandem.cli.export import export
@@ -74,7 +74,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     fake.train, fake.evaluate = train, evaluate
     monkeypatch.setitem(sys.modules, "tandem.trainer.assemble", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(tandem, "run", fake, raising=False)
+    monkeypatch.setattr(tandem.trainer, "assemble", fake, raising=False)
     return fake
 
 

@@ -17,10 +17,17 @@ import pytest
 
 import tandem
 from tandem.errors import ConfigError, Interrupted
+from tandem.observability import progress
 
 NAMES = [name for name in tandem.__all__ if not name.startswith("__")]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PAGE = Path(__file__).parents[2] / "docs/guide/python.md"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consoles that other tests of this process left open print nothing into these examples."""
+    monkeypatch.setattr(progress, "_listeners", {})
 
 
 @pytest.fixture
@@ -102,8 +109,12 @@ def test_a_cell_trains_beside_the_loop_of_its_notebook(recipe: dict[str, Any]) -
 
 @pytest.mark.slow
 def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(recipe: dict[str, Any]) -> None:
+    def pressed(step: int, metrics: Mapping[str, float]) -> None:
+        if step == 1:  # once: a second time would end the run at once
+            _thread.interrupt_main()
+
     async def cell() -> tandem.Run:
-        return tandem.train(recipe, {"steps": 100}, on_step=lambda step, metrics: _thread.interrupt_main())
+        return tandem.train(recipe, {"steps": 100}, on_step=pressed)
 
     loop = asyncio.new_event_loop()  # a notebook's: unlike asyncio.run it leaves Ctrl-C to Python
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
