@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 ENGINE = """
 import signal, sys, time
-from tandem.engines import _vllm_watch as watch
+from tandem.engines.vllm.server import watch
 watch.GRACE = 0.5
 ignored, adopted = sys.argv[1:]
 if ignored:
@@ -32,7 +32,7 @@ time.sleep(60)
 
 SERVER = """
 import multiprocessing, os, signal, sys, time
-from tandem.engines import _vllm_watch as watch
+from tandem.engines.vllm.server import watch
 watch.ORPHAN_GRACE = 0.5
 
 def schedule(ignored):

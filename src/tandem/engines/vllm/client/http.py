@@ -128,7 +128,7 @@ class Server:
 
         Args:
             path: the route.
-            body: a struct of ``_vllm_wire`` or plain data.
+            body: a struct of ``protocol.messages`` or plain data.
             kind: type of the answer.
             seconds: deadline; by default that of control messages.
 

@@ -1,6 +1,6 @@
 """Routes of ours on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
 
-Everything else passes through untouched, but for four things (``_vllm_stock``): what no engine can be asked is refused;
+Everything else passes through untouched, but for four things (``stock``): what no engine can be asked is refused;
 requests get a cache salt, so that no prefix outlives the weights it was computed with; replies wait while weights are
 being proven; and adapters that vLLM's own route is told to load must lie where adapters may come from.
 """
