@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,13 @@ PAGE = Path(__file__).parents[2] / "docs/guide/python.md"
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consoles that other tests of this process left open print nothing into these examples."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Consoles that other tests of this process left open print nothing here, and modules made here are no others'."""
     monkeypatch.setattr(progress, "_listeners", {})
+    yield
+    for name, module in tuple(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture
