@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SRC = Path(__file__).parents[2] / "src"
 FACE = "tandem"
 """It names what all others define, lazily: no module's import of it is a step of a cycle."""

@@ -24,6 +24,8 @@ from tandem.rollout.cursor import DataState, Draw
 from tandem.rollout.replay import Store
 from tandem.types import Group, Task
 
+pytestmark = pytest.mark.slow
+
 
 def mostly_flat(task: Task) -> str:
     """Four in five groups have no signal, and half of those nobody solved."""
@@ -85,7 +87,6 @@ def test_a_replayed_group_is_the_group_that_was_trained_token_for_token() -> Non
     assert indices == sorted(set(indices)), "it has the place of the flat group in the order of admission"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "behind"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])
 def test_the_age_of_what_is_replayed_is_bounded_by_its_own_bound_and_reaches_it(max_lag: int, behind: int) -> None:
     worst = 0
@@ -101,7 +102,6 @@ def test_the_age_of_what_is_replayed_is_bounded_by_its_own_bound_and_reaches_it(
     assert worst == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_no_group_is_twice_in_a_batch_nor_in_flight_twice(max_lag: int) -> None:
     for seed in range(5):
@@ -109,7 +109,6 @@ def test_no_group_is_twice_in_a_batch_nor_in_flight_twice(max_lag: int) -> None:
         assert all(len({group.id for group in batch}) == len(batch) == 6 for batch in batches)
 
 
-@pytest.mark.slow
 def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
     def group(n: int, version: int, name: str = "fake") -> tuple[Draw, Group]:
         trainer = Trainer(step=version)
@@ -190,7 +189,6 @@ async def until(trainer: Trainer, steps: int, moment: int, /, **options: Any) ->
         return DataState.from_json(json.loads(json.dumps(buffer.data_state().to_json())))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_on_policy_a_run_that_is_ended_anywhere_goes_on_as_if_it_had_not_been(way: str) -> None:
     options, kind = WAYS[way].options, WAYS[way].kind
@@ -223,7 +221,6 @@ def test_a_data_state_survives_json_with_all_that_is_in_it() -> None:
     assert DataState.from_json(old) == DataState(taken=1, drawn={"fake": 3}, admitted=3, again=(Draw("fake", 2),))
 
 
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000), max_lag=st.integers(0, 3), n=st.integers(1, 4), size=st.integers(0, 6),
@@ -348,7 +345,6 @@ def shares(trainer: Trainer, good: Callable[[str], bool]) -> float:
     return sum(good(id.partition("@")[0]) for id in trainer.started) / len(trainer.started)
 
 
-@pytest.mark.slow
 def test_tasks_near_one_half_are_drawn_more_often() -> None:
     """Of 50 tasks ten have signal. Once all were tried, they are most of what is played."""
 

@@ -20,6 +20,8 @@ from tandem.rewards.function import Function
 from tandem.rewards.grading.workers import Graders
 from tandem.types import TEXT, Completion, Message, Rollout, Task, Turn
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = '''
 import functools, json, sys
 

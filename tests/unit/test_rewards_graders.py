@@ -29,6 +29,8 @@ from tandem.rewards.repetition import Repetition
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Group, Message, Rollout, Task
 
+pytestmark = pytest.mark.slow
+
 GRADERS = '''
 import asyncio, os, signal, subprocess, sys, time
 
@@ -210,7 +212,6 @@ def test_trl_function_that_misses_a_column_says_which() -> None:
     assert all("'colour'" in rollout.error and rollout.status == "error" for rollout in got)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("culprit", "said"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than")]
 )
@@ -262,7 +263,6 @@ def _children() -> set[int]:
     return {int(child) for task in tasks for child in task.read_text().split()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "reason", "said"),
     [
@@ -307,7 +307,6 @@ def test_the_text_of_an_error_is_cut(tmp_path: Path) -> None:
     assert log.stat().st_size < 100_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("leaving", ["left", "fork", "multi"])
 def test_what_a_reward_started_ends_with_its_process(leaving: str, capfd: pytest.CaptureFixture[str]) -> None:
     """And a forked child that comes back from the reward neither answers nor keeps the run waiting."""
@@ -328,7 +327,6 @@ def test_what_a_reward_started_ends_with_its_process(leaving: str, capfd: pytest
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_many_failures_in_one_group() -> None:
     got, metrics = graded({"f": "sample_graders:by_text"}, group("die", "7", "raise", "hang", "8", "nan", "die"), 0.5)
     assert [rollout.reward for rollout in got] == [None, 1.0, None, None, 1.0, None, None]
@@ -368,20 +366,17 @@ def test_prints_do_not_disturb_and_end_in_the_log(tmp_path: Path) -> None:
     assert "ValueError: no such luck" in text
 
 
-@pytest.mark.slow
 def test_killed_grader_takes_its_children_along() -> None:
     graded({"f": "sample_graders:by_text"}, group("child", "7"), 0.5)
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
     assert "sleep 61.25" not in running
 
 
-@pytest.mark.slow
 def test_math_verify_runs_in_the_workers_main_thread() -> None:
     got, _ = graded({"math": MathVerify(timeout=1)}, group("#### 7", "#### 9^9^9^9", "8"))
     assert [rollout.reward for rollout in got] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.slow
 def test_workers_import_no_torch() -> None:
     got, _ = graded({"f": "sample_graders:cwd_and_modules", "n": Number(), "m": MathVerify()}, group("7"))
     assert got[0].rewards["f"] == 0.0
@@ -470,7 +465,6 @@ def test_full_marks_are_known_for_parts() -> None:
     assert Graders(specs).full_marks == {"number": 1.0, "loop": None, "f": None}
 
 
-@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
@@ -543,7 +537,6 @@ def test_what_was_answered_before_a_crash_is_not_asked_again() -> None:
     assert metrics["grading/restarts"] == 1
 
 
-@pytest.mark.slow
 def test_a_reward_that_may_take_long_hides_no_other_that_hangs() -> None:
     import sample_graders
 

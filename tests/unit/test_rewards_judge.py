@@ -21,6 +21,8 @@ from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Message, Rollout, Task
 
+pytestmark = pytest.mark.slow
+
 
 class FakeServer:
     """Answers with the score that the reply names, after what ``script`` says of the same question's first tries."""
@@ -130,7 +132,6 @@ def test_null_takes_a_field_out_of_the_request() -> None:
     }
 
 
-@pytest.mark.slow
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
     server = FakeServer()
@@ -141,7 +142,6 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         judged(group("7"), server, key_variable="JUDGE_KEY")
 
 
-@pytest.mark.slow
 def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> None:
     server = FakeServer()
     server.script = says("5")
@@ -176,7 +176,6 @@ def test_a_conversation_is_shown_with_its_roles() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -205,7 +204,6 @@ def test_own_pattern_and_scale() -> None:
     assert got[0].reward == pytest.approx(0.8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -278,7 +276,6 @@ def status(code: int, times: int, **headers: str) -> Callable[[str, int], Any]:
     return lambda reply, asked: web.Response(status=code, headers=headers) if asked <= times else None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 529])
 def test_busy_servers_are_asked_again(code: int) -> None:
     server = FakeServer()
@@ -302,7 +299,6 @@ def test_a_request_that_takes_too_long_is_asked_again() -> None:
     assert got[0].reward == pytest.approx(0.7)
 
 
-@pytest.mark.slow
 def test_a_server_that_names_a_pause_gets_it() -> None:
     server = FakeServer()
     server.script = status(429, 1, **{"Retry-After": "60"})
@@ -311,7 +307,6 @@ def test_a_server_that_names_a_pause_gets_it() -> None:
     assert len(server.asked) == 1  # the minute is not over
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("away", "expected"),
     [("leave_out", ("error", None)), ("none", ("ok", 0.0))],
@@ -350,7 +345,6 @@ def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
     assert "grading/restarts" not in metrics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [401, 403, 404])
 def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
     server = FakeServer()

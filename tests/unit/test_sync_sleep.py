@@ -28,6 +28,8 @@ from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import WeightSync, WeightSyncSession
 
+pytestmark = pytest.mark.slow
+
 START = PolicyVersion(step=0, digest="")
 
 
@@ -142,7 +144,6 @@ def test_weights_that_were_not_brought_back_are_never_served(
         assert [step for step, _ in engine.given] == [0]
 
 
-@pytest.mark.slow
 def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
     """Buffers and the like, which a sleep may lose as well."""
     slept = False
