@@ -427,6 +427,7 @@ def test_cancelling_during_a_pause(run: Callable[[Work], Any]) -> None:
     run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paused", [False, True])
 def test_closing_fails_who_waits(run: Callable[[Work], Any], paused: bool) -> None:
     async def work(engine: Engine) -> None:

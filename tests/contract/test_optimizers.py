@@ -120,6 +120,7 @@ def test_weights_may_move_between_steps(case: Case) -> None:
         assert not larger[..., -3:].any(), "and nowhere else"
 
 
+@pytest.mark.slow
 def test_resume_is_exact_to_the_bit(case: Case) -> None:
     optimizer, dtype, device = case
     straight = parameters(dtype, device)
@@ -147,6 +148,7 @@ def test_state_of_another_run_is_refused(case: Case) -> None:
         optimizer.bind(named[:1]).load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(case: Case, bad: float) -> None:
     optimizer, dtype, device = case

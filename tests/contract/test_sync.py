@@ -692,6 +692,7 @@ def test_an_engine_that_cannot_be_bound_serves_on(
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared weights", "shared adapter"])
 @pytest.mark.parametrize("lie", ["dtype", "shape", "missing", "more"])
 def test_an_engine_of_another_model_serves_on(
@@ -769,6 +770,7 @@ def test_what_fails_between_bind_and_publish_leaves_an_engine_of_these_very_weig
         run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["one value", "a zero's sign"])
 def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tmp_path: Path, change: str) -> None:
     """By its bytes, for a checksum sees every bit."""

@@ -58,6 +58,7 @@ def test_grpo_is_numpys_standardisation(rewards: list[float], std: str, eps: flo
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @given(REWARDS)
 def test_rloo_leaves_the_rollout_out_of_its_own_baseline(rewards: list[float]) -> None:
     want = [r - np.mean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]

@@ -63,6 +63,7 @@ def test_what_is_planted_in_a_recorded_run_is_named(alarm: str, metrics: dict[st
     assert all(notice.step >= 20 for notice in notices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", SICK)
 def test_what_goes_wrong_is_named_within_twenty_steps(name: str, seed: int) -> None:

@@ -72,6 +72,7 @@ def test_trainers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert config.engine.require_api_key == bool(config.engine.urls), "environments have no key of a started engine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     line = ENGINES[name]

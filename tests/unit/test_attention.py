@@ -159,6 +159,7 @@ def test_a_packed_tree_is_its_sequences(pair: tuple[Any, Any]) -> None:
         assert (parameter.grad - expected[name].grad).norm() <= 1e-5 * norm, name
 
 
+@pytest.mark.slow
 def test_a_neighbour_is_invisible(pair: tuple[Any, Any]) -> None:
     """Changing one sibling changes nothing but it and what continues it, not in the last bit."""
     _, ours = pair

@@ -376,6 +376,7 @@ BEFORE = {
 """Files without the option, where the least file would do as the option says."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", CHANGES)
 def test_it_changes_the_recipe(option: str, read: Read) -> None:
     changes, expected = CHANGES[option]
@@ -471,6 +472,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p, o in every() if o.refused and not p.startswith("datasets.")])
 def test_it_is_refused_by_name(path: str, read: Read) -> None:
     option = dict(every())[path]
@@ -481,6 +483,7 @@ def test_it_is_refused_by_name(path: str, read: Read) -> None:
         assert read({path: off}).options is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p, o in every() if o.idle])
 def test_it_is_told_to_change_nothing(path: str, read: Read) -> None:
     option = dict(every())[path]
@@ -578,6 +581,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_is_refused(what: str, read: Read) -> None:
     changes, message = REFUSED[what]

@@ -120,6 +120,7 @@ def test_the_verdict_is_that_of_the_typed_decoder(body: bytes) -> None:
     same(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEAVY)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_number_in_every_list(name: str, number: str) -> None:
@@ -170,6 +171,7 @@ NUMBER = {
 """What JSON has for numbers, less an exponent without a minus, and reals from 10,000 on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokens", "masks", "inference_logprobs"])
 def test_every_short_text_is_a_number_or_none(name: str) -> None:
     """Of up to five bytes, in the middle of a row, at places that differ: each word of 64 bytes is looked at alike."""
@@ -180,6 +182,7 @@ def test_every_short_text_is_a_number_or_none(name: str) -> None:
         assert (listed(f"{before},{text},3", name) is not None) == is_number, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [",", ", "])
 def test_what_is_no_number_is_found_at_every_place(gap: str) -> None:
     fine = {

@@ -77,6 +77,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
 @pytest.mark.parametrize("fields", HEAVY.values(), ids=HEAVY)
 def test_bodies_that_would_become_gigabytes_are_refused(

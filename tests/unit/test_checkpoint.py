@@ -478,6 +478,7 @@ def more_tokens(path: Path) -> None:
     path.write_text(path.read_text().replace('"tokens_seen": 102', '"tokens_seen": 103'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

@@ -74,6 +74,7 @@ def test_scalars_and_nothing() -> None:
         checksum(torch.zeros(4), first=(0, 2))
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 24),
     columns=st.integers(1, 24),

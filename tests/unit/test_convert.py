@@ -177,6 +177,7 @@ def test_owners_that_are_none_leave_every_sequence_a_rollout(owners: Any) -> Non
     assert [r.id for r in rollouts(scored(group_overrides={"tandem_rollouts": owners}))] == ["g/0", "g/1"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=2, max_size=40))
 def test_every_run_of_trained_tokens_is_a_turn_after_all_before_it(mask: list[bool]) -> None:
     tokens = list(range(50, 50 + len(mask)))

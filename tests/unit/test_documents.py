@@ -271,6 +271,7 @@ def written(what: str) -> str:
     return yaml.safe_dump(laid(yaml.safe_load(file), yaml.safe_load(block) or {}), sort_keys=False) if file else block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BLOCKS)
 def test_axolotls_examples(what: str, here: Path) -> None:
     text = written(what)

@@ -339,6 +339,7 @@ def test_transform_mistakes(transforms: str, transform: str, said: str) -> None:
         train(Dataset(path=transforms, transform=transform, test_share=0.0))
 
 
+@pytest.mark.slow
 def test_hub_rows_come_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

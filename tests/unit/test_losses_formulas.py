@@ -90,6 +90,7 @@ def drawn(seed: int, *, per_token: bool) -> tuple[Array, Array, Array]:
     return tuple(x.astype(np.float32).astype(np.float64) for x in (now, old, advantage))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "formula"), CASES, ids=lambda x: getattr(x, "__name__", repr(x)))
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])

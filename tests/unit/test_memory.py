@@ -138,6 +138,7 @@ def test_what_does_not_fit_is_refused_with_the_table_and_what_to_change(model_co
     planned(config(), wide, LARGE).require()
 
 
+@pytest.mark.slow
 def test_an_accelerator_holds_no_programs(model_config: Any) -> None:
     card = replace(LARGE, is_host=False)
     plan = planned(config(), model_config, card, LARGE)

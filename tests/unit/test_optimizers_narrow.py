@@ -182,6 +182,7 @@ def test_stochastic_does_not_hang_on_threads_or_the_global_generator() -> None:
     assert not torch.equal(name, one), "each parameter has its stream"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["kahan", "stochastic"])
 @pytest.mark.parametrize("kind", [AdamW, AdamW8bit, Adafactor])
 def test_large_tensors_go_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind: type[AdamW], precision: str) -> None:

@@ -100,6 +100,7 @@ class Case:
         return [logprobs.detach(), torch.stack(entropies), *(t.grad for t in leaves if t.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("tile", [22 * 64, 22 * 128, None])
 def test_values_and_gradients_are_those_of_the_definition(name: str, tile: int | None) -> None:

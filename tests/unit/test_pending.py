@@ -117,6 +117,7 @@ def test_a_step_asks_for_numbers_once_for_each_pass_and_once_for_the_norms(
         assert len(asked) == updates + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
 def test_a_pass_on_a_cpu_reads_no_number_but_all_at_once(tiny_model: Path, objective: str) -> None:
     """Python's own questions, those of the backward pass and of the optimizer included."""

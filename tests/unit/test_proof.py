@@ -166,6 +166,7 @@ def test_an_engine_that_was_started_again_is_measured_again(
     assert asked == [512 - 32 - 1, 64, 512 - 32 - 1, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [lambda x: [x[0] - 0.01, *x[1:]], lambda x: [*x[:-1], x[-1] + 0.01]])
 def test_one_token_that_is_off_is_asked_about_again_and_ends_nothing(
     policy: Policy, tiny_model: Path, lie: Callable[[Sequence[float]], list[float]]
@@ -337,6 +338,7 @@ def test_an_engine_that_leaves_the_adapter_out_is_seen(tiny_model: Path) -> None
             answered(policy, tiny_model, bare, after=2, trains=trains, update=grow(trains, policy))
 
 
+@pytest.mark.slow
 def test_each_of_several_engines_is_probed(policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Scripted.probe
 

@@ -95,6 +95,7 @@ def test_residuals_of_all_tokens_have_one_scale(recorded: list[Publish]) -> None
     assert scale(plain["rare"]) > 4 * scale(plain["sure"])
 
 
+@pytest.mark.slow
 def test_no_good_publish_is_refused_and_few_are_doubted(recorded: list[Publish]) -> None:
     first, *others = recorded
     noise, before, chances = measured(first, floor_of(recorded)), first, list[float]()

@@ -88,6 +88,7 @@ def test_import_object_takes_a_colon_or_a_dot_and_looks_in_the_working_directory
     assert resolve.import_object("outside_c:Box.inner") == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "message"),
     [

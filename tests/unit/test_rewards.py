@@ -381,6 +381,7 @@ def test_a_gold_answer_that_cannot_be_read_is_tried_again(monkeypatch: pytest.Mo
     assert MathVerify()(said("88.750", answer="88.75")) == 1.0
 
 
+@pytest.mark.slow
 def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:
     reward = MathVerify(timeout=1)
     reward.prepare()

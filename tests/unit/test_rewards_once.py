@@ -118,6 +118,7 @@ def test_a_function_of_the_group_gets_each_answer_once() -> None:
     assert [one.reward for one in marked] == [2.0, 2.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

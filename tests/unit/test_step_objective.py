@@ -222,6 +222,7 @@ def test_a_step_with_everything_is_the_float64_formula(tiny_model: Path, groups:
         assert flatten(stats.metrics)["loss"] == pytest.approx(total.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [Full(), Lora(rank=3), Lora(rank=3, merged=True)], ids=["full", "lora", "merged"])
 def test_the_reference_is_the_model_as_it_was_loaded(tiny_model: Path, groups: list[Group], trains: Trains) -> None:
     """By the packed pass, after training has moved the weights; nothing of theirs is touched."""
@@ -268,6 +269,7 @@ def test_the_average_follows_every_so_many_steps(tiny_model: Path, groups: list[
             assert not torch.equal(parameter, first[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gspo", "direct", "reference"])
 def test_two_updates_are_two_steps_on_the_same_batch(tiny_model: Path, groups: list[Group], name: str) -> None:
     """Bit for bit, against the sampler's logprobs."""

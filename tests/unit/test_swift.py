@@ -268,6 +268,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "changes"), CHANGES)
 def test_every_argument_changes_the_recipe(line: str, changes: dict[str, Any]) -> None:
     recipe = options(line)
@@ -278,6 +279,7 @@ def test_every_argument_changes_the_recipe(line: str, changes: dict[str, Any]) -
         assert {name: recipe[name] for name in rest if name in recipe} == {n: v for n, v in rest.items() if n in recipe}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", ["", *(line for line, _ in CHANGES if "adafactor" not in line and "sleep_level 2" not in line)]
 )

@@ -53,6 +53,7 @@ def test_a_pause_does_not_forget_what_was_written() -> None:
             standing(before).write()
 
 
+@pytest.mark.slow
 def test_sessions_walk_every_transition_of_the_table(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

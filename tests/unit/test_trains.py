@@ -353,6 +353,7 @@ def test_adapter_config_names_what_vllm_reads(tmp_path: Path, tokenizer: Any) ->
     assert config["peft_type"] == "LORA"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"layers": (1,)}, {"target_modules": ("v_proj", "q_proj")}, {"rank": 3, "alpha": 5}]

@@ -191,6 +191,7 @@ def part(whole: Tensor, place: Place) -> Tensor:
     return rows if whole.dim() < 2 else rows[:, column : column + size[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "options"), MODELS)
@@ -218,6 +219,7 @@ def shares(place: Place, fake: nn.Module) -> bool:
     return place.tensor.untyped_storage().data_ptr() == storage.data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[str, Any], world: int) -> None:

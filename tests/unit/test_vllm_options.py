@@ -240,6 +240,7 @@ def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwi
     assert Vllm()._environment(Needs(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("turns", "changes", "told"),
     [

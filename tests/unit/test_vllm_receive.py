@@ -101,6 +101,7 @@ def receive(receiver: Receiver, named: dict[str, Tensor], bucket: int, slot: int
     receiver.tandem_receive(entries, bucket, slot, json.dumps(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [1 << 20, 10 << 20, 1 << 30])
 def test_weights_land_in_their_places(bucket: int) -> None:
     with group() as (trainer, receiver, pool):
@@ -152,6 +153,7 @@ def test_an_adapter_is_put_whole() -> None:
             assert all(torch.equal(tensors[name], tensor) for name, tensor in named.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "bias"])
 @pytest.mark.parametrize("how", ["shape", "type"])
 def test_a_tensor_that_does_not_fit_is_refused(name: str, how: str) -> None:
