@@ -460,7 +460,8 @@ def test_groups_that_take_too_long_again_and_again_end_the_work() -> None:
             worker_of(made).gate.clear()
             with pytest.raises(Deadline, match=r"<- a gate; group_seconds is 0\.05"):
                 await started(made, asyncio.Event())
-            assert made.tally.groups["failed"] == IN_A_ROW * made.pace.n
+            # The first late group of the last wave ends the work, with or without the others of that wave.
+            assert (IN_A_ROW - 1) * made.pace.n < made.tally.groups["failed"] <= IN_A_ROW * made.pace.n
 
     async def mixed() -> None:
         async with FakeBroker(ours=True) as broker:
