@@ -217,7 +217,15 @@ class Rollout:
     @property
     def text(self) -> str:
         """Everything the policy said, turns joined by a newline."""
-        return "\n".join(m.content for m in self.messages[len(self.task.prompt) :] if m.role == "assistant")
+        return "\n".join(self._replies())
+
+    @property
+    def final_message(self) -> str:
+        """The policy's last message; empty if it never spoke."""
+        return next(iter(reversed(self._replies())), "")
+
+    def _replies(self) -> list[str]:
+        return [m.content for m in self.messages[len(self.task.prompt) :] if m.role == "assistant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,42 +99,13 @@ SAME_NAME = frozenset(
 IN_CYCLES = frozenset(
     {
         "tandem.agents.server",
-        "tandem.compat._atropos_recipe",
-        "tandem.compat._axolotl_engine",
-        "tandem.compat._axolotl_logging",
-        "tandem.compat._axolotl_objective",
-        "tandem.compat._axolotl_recipe",
-        "tandem.compat.atropos",
         "tandem.rollout.chat",
     }
 )
 PRIVATE = frozenset(
     {
-        "tandem.cli._commands -> tandem.compat._atropos_env",
-        "tandem.cli._commands -> tandem.compat._atropos_server",
-        "tandem.cli._commands -> tandem.compat._swift_arguments",
-        "tandem.cli.atropos -> tandem.compat._atropos_server",
-        "tandem.cli.atropos -> tandem.compat._atropos_services",
-        "tandem.cli.clean -> tandem.observability.loggers._lines",
-        "tandem.cli.env -> tandem.compat._atropos_env",
-        "tandem.cli.env -> tandem.compat._atropos_services",
-        "tandem.cli.why -> tandem.observability.loggers._lines",
-        "tandem.compat._axolotl_env -> tandem.envs._rows",
-        "tandem.compat._axolotl_env -> tandem.envs._split",
-        "tandem.compat._axolotl_rollout -> tandem.rewards._answers",
-        "tandem.compat._swift_rewards -> tandem.rewards._answers",
-        "tandem.compat.axolotl.datasets -> tandem.envs._rows",
-        "tandem.compat.axolotl.datasets -> tandem.envs._split",
-        "tandem.compat.axolotl.rollout -> tandem.rewards._answers",
-        "tandem.compat.swift -> tandem.observability.loggers._lines",
-        "tandem.compat.swift.completions -> tandem.observability.loggers._lines",
-        "tandem.compat.swift.rewards -> tandem.rewards._answers",
-        "tandem.observability.emit -> tandem.observability.loggers._lines",
-        "tandem.observability.report.folder -> tandem.observability.loggers._lines",
-        "tandem.observability.report.samples -> tandem.observability.loggers._lines",
         "tandem.optimizers._fused -> tandem.model._compile",
         "tandem.tools.certify.case -> tandem.model._compile",
-        "tandem.trainer.lifetime -> tandem.observability.loggers._lines",
     }
 )
 

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.compat.axolotl.datasets import AxolotlDatasets, TransformOptions
 from tandem.compat.axolotl.options import DATASET
-from tandem.envs import _rows
+from tandem.envs.data import rows as data_rows
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Message
 
@@ -145,9 +145,9 @@ def test_what_is_read_differs(option: str, write: Write, monkeypatch: pytest.Mon
     rows("r.jsonl", 2), rows("s.jsonl", 2, 7)
 
     def read(*words: Any) -> Any:
-        return iter([_rows.Row(where="hub", number=1, columns={"prompt": f"{words}"})])
+        return iter([data_rows.Row(where="hub", number=1, columns={"prompt": f"{words}"})])
 
-    monkeypatch.setattr(_rows, "_read_hub", read)
+    monkeypatch.setattr(data_rows, "_read_hub", read)
     before, after = (
         [
             task.prompt[0].content

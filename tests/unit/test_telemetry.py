@@ -17,10 +17,9 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.metrics import Histogram, Mean, Sum
-from tandem.observability import trace, waits
+from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import Watch
 from tandem.observability.emit import Telemetry, activity, evaluation_scalars
-from tandem.observability.loggers import _lines
 from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
@@ -391,7 +390,7 @@ def test_telemetry_outside_its_block_is_a_mistake(tmp_path: Path) -> None:
 def test_broken_rows_in_the_middle_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"step": 3')
-    assert [row["step"] for row in _lines.read(path)] == [1, 2]
+    assert [row["step"] for row in json_lines.read(path)] == [1, 2]
     assert f"{path}:2" in caplog.text
     assert f"{path}:3" in caplog.text
     assert f"{path}:5" not in caplog.text
@@ -400,7 +399,7 @@ def test_broken_rows_in_the_middle_are_skipped_and_named(tmp_path: Path, caplog:
 def test_a_torn_tail_longer_than_a_page_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"a": 1}\n{"b": "' + "x" * 10_000)
-    lines = _lines.Lines(path)
+    lines = json_lines.JsonLinesFile(path)
     lines.append({"c": 3})
     lines.close()
     assert rows(path) == [{"a": 1}, {"c": 3}]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem import machine
 from tandem.errors import ConfigError
-from tandem.observability.loggers import _lines
+from tandem.observability import json_lines
 from tandem.observability.report.summary import last_mark
 from tandem.trainer import digests
 from tandem.trainer.lock import Lock
@@ -46,7 +46,7 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
 
 
 def _finished(run: Path) -> bool:
-    last = last_mark(list(_lines.read(run / "events.jsonl")))
+    last = last_mark(list(json_lines.read(run / "events.jsonl")))
     return last is not None and last["event"] == "run_done"
 
 

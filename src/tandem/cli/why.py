@@ -19,8 +19,7 @@ from rich.text import Text
 
 from tandem.api.targets import recipe_of
 from tandem.cli.show import duration
-from tandem.observability import vitals, waits
-from tandem.observability.loggers import _lines
+from tandem.observability import json_lines, vitals, waits
 from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
 from tandem.processes import alive_after
@@ -145,7 +144,7 @@ def read(run: Path, *, now: float) -> Story:
         now: seconds since 1970.
     """
     signs = vitals.read(run)
-    events = list(_lines.read(run / "events.jsonl"))
+    events = list(json_lines.read(run / "events.jsonl"))
     last = tuple(_last_words(run, events, now))
     if signs is None:
         ending = next((event for event in reversed(events) if event.get("event") in _ENDS), None)

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from tandem import gym_library
-from tandem.envs._split import Tasks, check_share, digest, opening, some, split_of
 from tandem.envs.base import Environment, Split
+from tandem.envs.data.split import Tasks, check_share, digest, opening, some, split_of
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Json, Task
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tandem.envs._split import split_of
 from tandem.envs.base import Split
+from tandem.envs.data.split import split_of
 from tandem.errors import ConfigError
 from tandem.expression import as_text, evaluate
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.envs._split import Tasks, check_share, opening, some
 from tandem.envs._sums import Sums, worth
 from tandem.envs.base import Environment, Split
+from tandem.envs.data.split import Tasks, check_share, opening, some
 from tandem.errors import ConfigError
 from tandem.types import Json, Message, Task
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.envs._split import Tasks, check_share, opening, some
 from tandem.envs._sums import Sums, worth
 from tandem.envs.base import Chat, Environment, Split
+from tandem.envs.data.split import Tasks, check_share, opening, some
 from tandem.errors import ConfigError
 from tandem.expression import BadExpression, as_text, evaluate
 from tandem.types import Json, Message, Task

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tandem.envs._split import Tasks, check_share, opening, some, split_of
 from tandem.envs.base import Environment, Split
+from tandem.envs.data.split import Tasks, check_share, opening, some, split_of
 from tandem.errors import ConfigError
 from tandem.types import Json, Task
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.envs._rows import Row, Source
-from tandem.envs._split import opening, some
 from tandem.envs.base import Environment, Split
+from tandem.envs.data.rows import Row, Source
+from tandem.envs.data.split import opening, some
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Json, Message, Task
 

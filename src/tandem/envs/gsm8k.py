@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.envs._rows import Row, Source
-from tandem.envs._split import opening, some
 from tandem.envs.base import Environment, Split
+from tandem.envs.data.rows import Row, Source
+from tandem.envs.data.split import opening, some
 from tandem.errors import EnvError
 from tandem.types import Json, Task
 

@@ -14,9 +14,8 @@ from typing import Self
 
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
-from tandem.observability import trace, waits
+from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import Watch
-from tandem.observability.loggers import _lines
 from tandem.observability.loggers.base import Activity, RunInfo, Sink, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
@@ -73,16 +72,16 @@ class Telemetry:
             OSError: the run folder cannot be written.
         """
         self._drop_later_rollouts()
-        _lines.rewind(self._info.folder / "dropped.jsonl", self._info.resumed_step)
+        json_lines.rewind(self._info.folder / "dropped.jsonl", self._info.resumed_step)
         with ExitStack() as undo:
             with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
                 self._folder_writer = Jsonl().open(self._info)
             undo.callback(self._folder_writer.close)
-            rows = list(_lines.read(self._info.folder / "eval.jsonl"))
+            rows = list(json_lines.read(self._info.folder / "eval.jsonl"))
             self._evaluated = {row["step"] for row in rows}
             if self._alarms is not None:
                 seen = [{"step": row["step"], "scalars": evaluation_scalars(row)} for row in rows]
-                self._alarms.replay(_lines.read(self._info.folder / "metrics.jsonl"), seen)
+                self._alarms.replay(json_lines.read(self._info.folder / "metrics.jsonl"), seen)
             for sink in self._sinks:
                 name = _name(sink, taken=self._writers)
                 with waits.blocking("trainer", "it to open", on=f"sink {name}"):
@@ -161,7 +160,7 @@ class Telemetry:
 
         def write(_: Writer) -> None:
             path.parent.mkdir(exist_ok=True)
-            _lines.replace(path, records)
+            json_lines.replace(path, records)
 
         self._to_folder("rollouts", write)
 
@@ -169,7 +168,7 @@ class Telemetry:
         """Append a group that is not trained on to dropped.jsonl; the record has the ``step`` it was sampled for."""
 
         def write(_: Writer) -> None:
-            lines = _lines.Lines(self._info.folder / "dropped.jsonl")
+            lines = json_lines.JsonLinesFile(self._info.folder / "dropped.jsonl")
             try:
                 lines.append(record)
             finally:

@@ -6,18 +6,10 @@ import re
 from collections import deque
 from decimal import Decimal
 
-from tandem.types import Rollout
-
 _NUMBER = re.compile(
     r"(?:\$(?P<inner>[-−])|(?P<sign>(?<![\w.)\]}])[-−])?\$?)"  # a minus after a digit or a bracket subtracts
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
-
-
-def final_message(rollout: Rollout) -> str:
-    """The policy's last message; empty if it never spoke."""
-    said = [m.content for m in rollout.messages[len(rollout.task.prompt) :] if m.role == "assistant"]
-    return said[-1] if said else ""
 
 
 def last_tag(text: str, tag: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from tandem.errors import ConfigError
 from tandem.expression import BadExpression, evaluate
-from tandem.rewards._answers import final_message, last_tag
+from tandem.rewards._answers import last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -38,7 +38,7 @@ class Countdown(Reward):
                 f"task {rollout.task.id} needs meta['numbers'] and meta['target']; it has: {', '.join(meta)}"
             )
         try:
-            found = evaluate(self._written(final_message(rollout)), "+-*/")
+            found = evaluate(self._written(rollout.final_message), "+-*/")
         except BadExpression:
             return 0.0
         given, allowed = Counter(found.numbers), Counter(map(Fraction, meta["numbers"]))

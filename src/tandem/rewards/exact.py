@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tandem.rewards._answers import final_message, last_tag
+from tandem.rewards._answers import last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -22,7 +22,7 @@ class Exact(Reward):
     """Treat capital and small letters as the same."""
 
     def __call__(self, rollout: Rollout) -> float:
-        reply = final_message(rollout)
+        reply = rollout.final_message
         given = last_tag(reply, self.tag) if self.tag else reply
         if given is None:
             return 0.0

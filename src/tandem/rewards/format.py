@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tandem.errors import ConfigError
-from tandem.rewards._answers import final_message
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -32,7 +31,7 @@ class Format(Reward):
             raise ConfigError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
 
     def __call__(self, rollout: Rollout) -> float:
-        reply = final_message(rollout).strip()
+        reply = rollout.final_message.strip()
         return float(re.search(self.pattern, reply) is not None if self.pattern else self._tagged(reply))
 
     def _tagged(self, reply: str) -> bool:

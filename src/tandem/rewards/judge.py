@@ -13,7 +13,6 @@ from typing import Any, Literal
 import aiohttp
 
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._answers import final_message
 from tandem.rewards._questions import Answer, Server
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout
@@ -148,7 +147,7 @@ class Judge(GroupReward):
         fields = {
             **rollout.task.meta,
             "prompt": "\n\n".join(texts),
-            "reply": final_message(rollout),
+            "reply": rollout.final_message,
             "answer": rollout.task.answer,
             "lowest": f"{self.lowest:g}",
             "highest": f"{self.highest:g}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._answers import final_message, last_tag
+from tandem.rewards._answers import last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -52,9 +52,9 @@ class MathVerify(Reward):
         _equal(_parsed(r"$\frac{1}{2}$", self._seconds()), "0.5", self._seconds())  # its parsers load on first use
 
     def __call__(self, rollout: Rollout) -> float:
-        if not self._worked(final_message(rollout)):
+        if not self._worked(rollout.final_message):
             return 0.0
-        gold, reply = self._relevant(rollout.task.answer), self._relevant(final_message(rollout))
+        gold, reply = self._relevant(rollout.task.answer), self._relevant(rollout.final_message)
         if reply == gold:
             return 1.0
         if _WHOLE.fullmatch(gold) and _WHOLE.fullmatch(reply):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tandem.errors import ConfigError
-from tandem.rewards._answers import final_message, last_number, same_number
+from tandem.rewards._answers import last_number, same_number
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -30,7 +30,7 @@ class Number(Reward):
         gold = last_number(rollout.task.answer)
         if gold is None:
             raise ValueError(f"the gold answer {rollout.task.answer!r} of task {rollout.task.id} holds no number")
-        reply = final_message(rollout)
+        reply = rollout.final_message
         if self.after:
             _, marker, reply = reply.rpartition(self.after)
             if not marker:

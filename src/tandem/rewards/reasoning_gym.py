@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from tandem import gym_library
 from tandem.errors import RewardError
-from tandem.rewards._answers import final_message, is_number, last_number, last_tag
+from tandem.rewards._answers import is_number, last_number, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Json, Rollout
 
@@ -46,7 +46,7 @@ class ReasoningGym(Reward):
         if "task" not in task.meta or "metadata" not in task.meta:
             raise ValueError(f"task {task.id} is not from reasoning-gym: it needs meta['task'] and meta['metadata']")
         gold = None if task.meta.get("unsolved") else task.answer
-        answer = self._extracted(final_message(rollout), task.answer)
+        answer = self._extracted(rollout.final_message, task.answer)
         entry = {"question": task.meta["question"], "answer": gold, "metadata": task.meta["metadata"]}
         score = _verifier(task.meta["task"], json.dumps(task.meta.get("config", {})))(answer, entry)
         return float(score) if self.partial or score >= 1 else 0.0

@@ -18,10 +18,9 @@ from tandem.config import loading as recipes
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError
+from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
-from tandem.observability import report, vitals, waits
 from tandem.observability.alarms.watch import Notice
-from tandem.observability.loggers import _lines
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ def failing(folder: Path) -> Iterator[None]:
         log.error("the run failed: %s", told, exc_info=True, extra=logs.FILE_ONLY)
         row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": told}
         with contextlib.suppress(OSError):  # of a full disk the error itself tells
-            lines = _lines.Lines(folder / "events.jsonl")
+            lines = json_lines.JsonLinesFile(folder / "events.jsonl")
             try:
                 lines.append(row)
             finally:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config import registry as resolve
-from tandem.envs._rows import Row, Source
-from tandem.envs._split import some
 from tandem.envs.base import Environment, Split
+from tandem.envs.data.rows import Row, Source
+from tandem.envs.data.split import some
 from tandem.envs.dataset import Dataset
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Json, Message, Task

@@ -18,7 +18,6 @@ from tandem.config import registry as resolve
 from tandem.envs.base import Chat, Split
 from tandem.errors import ConfigError, EnvError
 from tandem.lazy import torch
-from tandem.rewards._answers import final_message
 from tandem.rewards.function import Function
 from tandem.rewards.grading.calls import Called
 from tandem.types import Json, Message, Rollout, Task
@@ -95,7 +94,7 @@ class ReturnedText(Function):
 
 
 def _returned(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    return {"completions": [final_message(rollout) for rollout in rollouts]}
+    return {"completions": [rollout.final_message for rollout in rollouts]}
 
 
 class FunctionTokenizer:

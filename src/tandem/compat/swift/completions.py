@@ -21,16 +21,16 @@ class CompletionsFile(Sink):
 
 class _CompletionsWriter:
     def __init__(self, info: RunInfo) -> None:
-        from tandem.observability.loggers import _lines
+        from tandem.observability import json_lines
 
         self._folder = info.folder
         self._model, self._template = info.config["model"], info.config.get("chat_template")
         self._tokenizer: Any = None
         path = info.folder / "completions.jsonl"
-        kept = [row for row in _lines.read(path) if int(row["step"][0]) <= info.resumed_step]
+        kept = [row for row in json_lines.read(path) if int(row["step"][0]) <= info.resumed_step]
         if path.exists():
-            _lines.replace(path, kept, durable=True)
-        self._lines = _lines.Lines(path)
+            json_lines.replace(path, kept, durable=True)
+        self._lines = json_lines.JsonLinesFile(path)
         self._written = int(kept[-1]["step"][0]) if kept else 0
         self._reached = info.resumed_step
 
@@ -46,9 +46,9 @@ class _CompletionsWriter:
             self._written = later
 
     def _append(self, step: int) -> None:
-        from tandem.observability.loggers import _lines
+        from tandem.observability import json_lines
 
-        rows = list(_lines.read(self._folder / "rollouts" / f"{step:06d}.jsonl"))
+        rows = list(json_lines.read(self._folder / "rollouts" / f"{step:06d}.jsonl"))
         if not rows:
             return
         names = dict.fromkeys(name for row in rows for name in row["rewards"])

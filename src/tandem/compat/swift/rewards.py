@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from tandem.errors import ConfigError
-from tandem.rewards._answers import final_message
 from tandem.rewards.base import Reward
 from tandem.types import Json, Rollout
 
@@ -31,7 +30,7 @@ class SwiftFormat(Reward):
     pure: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> float:
-        return float(_TAGGED.fullmatch(final_message(rollout)) is not None)
+        return float(_TAGGED.fullmatch(rollout.final_message) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

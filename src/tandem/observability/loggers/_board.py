@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.observability.loggers import _answers, _lines
+from tandem.observability import json_lines
+from tandem.observability.loggers import _answers
 from tandem.observability.loggers.base import RunInfo, kind, phases
 from tandem.types import Json
 
@@ -65,11 +66,11 @@ class Board:
         self.lock = threading.Lock()
         self._history: dict[str, list[float]] = {row.metric: [] for row in ROWS}
         self._ends: deque[float] = deque(maxlen=21)
-        for line in _lines.read(info.folder / "metrics.jsonl"):
+        for line in json_lines.read(info.folder / "metrics.jsonl"):
             self._remember({name: value for name, value in line["metrics"].items() if value is not None})
-        self.evaluations += _lines.read(info.folder / "eval.jsonl")
+        self.evaluations += json_lines.read(info.folder / "eval.jsonl")
         if info.resumed_step:
-            for line in _lines.read(info.folder / "events.jsonl"):
+            for line in json_lines.read(info.folder / "events.jsonl"):
                 if line.get("event") in _ALARMS and line["step"] <= info.resumed_step:
                     self._alarm(line["event"], line)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.observability.loggers._lines import Lines, rewind
+from tandem.observability.json_lines import JsonLinesFile, rewind
 from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
@@ -29,9 +29,9 @@ class Jsonl(Sink):
 
 class _JsonlWriter:
     def __init__(self, folder: Path) -> None:
-        self._metrics = Lines(folder / "metrics.jsonl")
-        self._evaluations = Lines(folder / "eval.jsonl")
-        self._events = Lines(folder / "events.jsonl")
+        self._metrics = JsonLinesFile(folder / "metrics.jsonl")
+        self._evaluations = JsonLinesFile(folder / "eval.jsonl")
+        self._events = JsonLinesFile(folder / "events.jsonl")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._metrics.append({"step": step, "time": time.time(), "metrics": scalars})

@@ -9,8 +9,7 @@ from typing import Literal
 import yaml
 
 from tandem.errors import TandemError
-from tandem.observability import vitals
-from tandem.observability.loggers import _lines
+from tandem.observability import json_lines, vitals
 from tandem.types import Json
 
 Row = dict[str, Json]
@@ -44,7 +43,7 @@ class RunFolder:
 
     def rollouts(self, step: int) -> list[Row]:
         """The rollouts that a step trained on."""
-        return list(_lines.read(self.rollout_file(step)))
+        return list(json_lines.read(self.rollout_file(step)))
 
     def rollout_file(self, step: int) -> Path:
         """Where the rollouts of a step are."""
@@ -73,7 +72,7 @@ def load(path: Path) -> RunFolder:
         config_text=text,
         config=_values(text),
         metrics=[metrics[step] for step in sorted(metrics)],
-        events=list(_lines.read(path / "events.jsonl")),
+        events=list(json_lines.read(path / "events.jsonl")),
         evaluations=sorted(evaluations.values(), key=lambda row: row["step"]),
         rollout_steps=sorted(
             int(file.stem) for file in path.glob("rollouts/*.jsonl") if file.stem.isdecimal() and len(file.stem) >= 6
@@ -82,7 +81,7 @@ def load(path: Path) -> RunFolder:
 
 
 def _with_step(path: Path) -> list[Row]:
-    return [row for row in _lines.read(path) if isinstance(row.get("step"), int)]
+    return [row for row in json_lines.read(path) if isinstance(row.get("step"), int)]
 
 
 def _values(text: str) -> Row:

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import msgspec
 
-from tandem.observability.loggers import _lines
+from tandem.observability import json_lines
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.types import Json
 
@@ -228,7 +228,7 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
 
 def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
     """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
-    rows = list(_lines.read(run.path / "dropped.jsonl"))
+    rows = list(json_lines.read(run.path / "dropped.jsonl"))
     out: list[Json] = [rows[i] for i in evenly(range(len(rows)), most)]
     while out and len(msgspec.json.encode(out)) > most_bytes:
         out = out[::2] if len(out) > 1 else []

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem import clone, hub
-from tandem.envs._split import check_share, split_of
 from tandem.envs.base import Split
+from tandem.envs.data.split import check_share, split_of
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Json
 

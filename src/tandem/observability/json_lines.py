@@ -93,7 +93,7 @@ def rewind(path: Path, step: int) -> None:
         replace(path, rows, durable=True)
 
 
-class Lines:
+class JsonLinesFile:
     """A file that grows by whole lines: one system call each, so a reader never sees half of one."""
 
     def __init__(self, path: Path) -> None:
