@@ -16,6 +16,11 @@ Json = Any
 UNKNOWN = math.inf
 """Stands for a logprob that the sampler did not tell; no probability has this one. The policy's own stands in."""
 
+MASKED = -100
+"""In masks of Atropos' wire, a position that is not trained."""
+NO_LOGPROB = 1.0
+"""In logprobs of Atropos' wire, a position that was not sampled."""
+
 TEXT = "text"
 """The role of a prompt that is no conversation: the policy goes on with the text itself, without a chat template."""
 

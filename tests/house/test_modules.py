@@ -35,7 +35,6 @@ SAME_NAME = frozenset(
         "Exact",
         "Finding",
         "Format",
-        "Generate",
         "Grading",
         "Grpo",
         "Held",

@@ -23,13 +23,13 @@ ALLOWED = {
     "cli/serve_broker.py:_serve": "a server serves until it is stopped",
     # Beside something that is registered.
     "trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
-    "rollout/produce.py:run": "a stop, beside the playing",
+    "broker/producer.py:run": "a stop, beside the playing",
     "compat/atropos/checkpoints.py:_finish": "a sink's own thread; what a sink does is registered",
     "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "engines/fake.py:generate": "within whoever asks it",
     "engines/fake.py:_sample": "within whoever asks it",
     "broker/connection.py:_wait": "a pause, within the question's wait",
-    "rollout/remote.py:_found": "a pause; its deadline is the caller's patience",
+    "broker/remote_engine.py:_found": "a pause; its deadline is the caller's patience",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
     "engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
@@ -45,7 +45,7 @@ ALLOWED = {
     "engines/vllm/client/fleet.py:_first_of": "it is done",
     "rewards/judge.py:_verdict": "it is done",
     "rewards/grading/process.py:_heard": "it is done",
-    "rollout/produce.py:_unless": "it is done",
+    "broker/producer.py:_unless": "it is done",
     "transport/collective.py:connect": "it is done",
     "transport/lane.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     # What tells of waits.

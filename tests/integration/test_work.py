@@ -20,6 +20,7 @@ from fake_engine import END, FakeEngine
 
 from tandem.broker.client import Connection, Taken, TrainerClient
 from tandem.broker.journal.ledger import opened
+from tandem.broker.producer import Tally
 from tandem.broker.protocol.convert import group_from_wire
 from tandem.broker.protocol.messages import RunParameters, ScoredGroup
 from tandem.broker.queue.records import Options
@@ -27,7 +28,6 @@ from tandem.broker.server.app import Broker
 from tandem.broker.server.serving import serving
 from tandem.cli import _work_recipe, work
 from tandem.errors import ConfigError
-from tandem.rollout.produce import Tally
 
 RUN = RunParameters(
     wandb_group="", wandb_project="", batch_size=8, max_token_len=256, checkpoint_dir="", save_checkpoint_interval=1,

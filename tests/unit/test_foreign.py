@@ -18,19 +18,19 @@ from brokers import Client, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.broker import source as sources
 from tandem.broker.client import Connection, NotRegistered, Taken, TrainerClient
 from tandem.broker.protocol.convert import Rules, group_from_wire
 from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
 from tandem.broker.queue.records import Batch, Entry, Run
 from tandem.broker.queue.store import Store
+from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import Vllm as Live
 from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
-from tandem.rollout import foreign as foreigners
 from tandem.rollout.cursor import DataState
-from tandem.rollout.foreign import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.rollout.recorded import told
 from tandem.trainer.broker_source import broker_source
 from tandem.trainer.pack import StepBatch
@@ -459,7 +459,7 @@ def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_environments_without_end_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreigners, "MOST_ENVS", 3)
+    monkeypatch.setattr(sources, "MOST_ENVS", 3)
     broker = Local()
     for place in range(8):
         broker.put(sent(f"g{place}", group_overrides={"tandem_env": f"e{place % 6}", "tandem_task": "\x1bt"}))

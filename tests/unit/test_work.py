@@ -16,7 +16,9 @@ from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
 from tandem.broker.client import Connection, EnvClient, Status
+from tandem.broker.producer import IN_A_ROW, Pace, Producer
 from tandem.broker.protocol.messages import EnvRegistration, Info
+from tandem.broker.remote_engine import Remote, RemoteEngine, native
 from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
 from tandem.cli.work import mask_truncated
@@ -25,8 +27,6 @@ from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.observability import waits
 from tandem.rollout.judges import as_is
-from tandem.rollout.produce import IN_A_ROW, Pace, Producer
-from tandem.rollout.remote import Remote, RemoteEngine, native
 from tandem.types import Group, Message, Sampling, Task
 
 T = TypeVar("T")

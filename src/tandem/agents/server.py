@@ -23,13 +23,12 @@ from aiohttp import web
 from tandem.agents.replies import Answer, chat_body, streamed, text_body
 from tandem.agents.schema import Asked, Chat, Text, Wrong
 from tandem.agents.tool_calls import Offer, Spoken, alike, as_text, read
-from tandem.broker.protocol.messages import MASKED, NO_LOGPROB
 from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.observability import waits
 from tandem.rollout.chat import Template, answered
 from tandem.rollout.recorded import unkept, why_not
-from tandem.types import Json, Message, Sampling, Turn
+from tandem.types import MASKED, NO_LOGPROB, Json, Message, Sampling, Turn
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.broker.client import Connection, EnvClient
+from tandem.broker.producer import Pace, Producer, Tally
 from tandem.broker.protocol.messages import EnvRegistration
+from tandem.broker.remote_engine import Remote, RemoteEngine
 from tandem.cli._work_recipe import Work, load
 from tandem.config.sources import Source
 from tandem.errors import BrokerError, ConfigError
@@ -27,8 +29,6 @@ from tandem.rollout import prompts
 from tandem.rollout.chat import Template
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.judges import Judge, as_is, penalise_truncated
-from tandem.rollout.produce import Pace, Producer, Tally
-from tandem.rollout.remote import Remote, RemoteEngine
 from tandem.rollout.worker import Worker
 from tandem.trainer import players
 from tandem.types import Group, Sampling

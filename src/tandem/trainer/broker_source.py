@@ -9,13 +9,13 @@ from pathlib import Path
 from tandem.broker.client import Connection, TrainerClient
 from tandem.broker.protocol.convert import Rules
 from tandem.broker.protocol.messages import RunParameters
+from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import RunConfig
 from tandem.engines.base import CanAttest, Engine
 from tandem.errors import ConfigError
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.chat import Template
-from tandem.rollout.foreign import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.trainer.supply import StepCounter, dropped
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any, get_args
 
-from tandem.broker.protocol.messages import LEAST_LOGPROB, MASKED, MOST, NO_LOGPROB, ScoredGroup
+from tandem.broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
 from tandem.broker.protocol.sequences import Wired, sequences
 from tandem.errors import BrokerError
 from tandem.printable import named
-from tandem.types import UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
+from tandem.types import MASKED, NO_LOGPROB, UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
 
 LEAST_SCORE = 1.1754943508222875e-38
 """Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""

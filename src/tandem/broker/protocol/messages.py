@@ -17,10 +17,6 @@ LEAST_LOGPROB = -1e4
 """Lowest logprob of a token that was sampled; vLLM writes minus infinity as -9999."""
 MOST_STEP = 2**53
 """Policy steps are below this: within the ints of SQLite, which have a sign, and of JSON readers that have floats."""
-MASKED = -100
-"""In ``masks``, a position that is not trained."""
-NO_LOGPROB = 1.0
-"""In ``inference_logprobs``, a position that was not sampled."""
 
 Real = Annotated[float, Meta(ge=-MOST, le=MOST)]
 Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=MOST)]

@@ -13,15 +13,14 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import msgspec
 
-from tandem.broker.client import NotRegistered, Taken
+from tandem.broker.client import NotRegistered, Taken, TrainerClient
 from tandem.broker.protocol.convert import Notes, Rules, group_from_wire
-from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
+from tandem.broker.protocol.messages import RunParameters, ScoredGroup
 from tandem.broker.protocol.sequences import sequences
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
@@ -41,32 +40,6 @@ MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
 _MENDED = {"advantages": "; broker.given_advantages: true trains on them"}
 """By field of the wire: how to have it read."""
-
-
-class Broker(AbstractAsyncContextManager[Any], Protocol):
-    """What is asked of a broker: a ``broker.client.TrainerClient``, or what a test makes of it."""
-
-    async def info(self) -> Info:
-        """What a trainer registered."""
-        ...
-
-    async def register(self, run: RunParameters) -> int:
-        """Begin, perhaps anew: batches that were leased to this trainer before go back to the queue."""
-        ...
-
-    async def batch(
-        self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
-    ) -> Taken | None:
-        """The next batch, if there is one."""
-        ...
-
-    async def acknowledge(self, batch: str) -> bool:
-        """It need not be served again; False if it has been."""
-        ...
-
-    async def renew(self, batch: str) -> bool:
-        """Its lease begins anew; False if it has run out."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +75,7 @@ class BrokerSourceOptions:
 class BrokerSource:
     """Batches of groups from a broker. ``version`` tells the policy step that training has reached."""
 
-    broker: Broker
+    broker: TrainerClient
     """Where they come from; opened with the source."""
     run: RunParameters
     """What the broker is told of the run, but for its step."""
