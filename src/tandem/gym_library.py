@@ -1,69 +1,59 @@
-"""reasoning-gym, loaded without the drawing library that one of its hundred tasks brings.
+"""reasoning-gym, of which only what one task needs is loaded.
 
-Its game of life imports cellpylib, which imports matplotlib to draw what nobody here draws: half of the processor time
-of ``import reasoning_gym``, in the run's process and in each grading process.
+``import reasoning_gym`` loads all of its hundred tasks, and with them sympy and matplotlib: 2 s of processor time, in
+the run's process and in each grading process. Nearly every task is a file of its name in one of a dozen folders.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import random
 import sys
-from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_DRAWING = (
-    "matplotlib",
-    "matplotlib.pyplot",
-    "matplotlib.animation",
-    "matplotlib.collections",
-    "mpl_toolkits",
-    "mpl_toolkits.mplot3d",
-)
-"""Modules that cellpylib imports and does not use before it draws."""
+LIBRARY = "reasoning_gym"
 
 
-def load() -> ModuleType:
-    """The library.
+@cache
+def factory(task: str) -> Any:
+    """The library's ``factory`` module, in which this task is registered if the library has it.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
-    with contextlib.suppress(ImportError, AttributeError), _drawing_later():
-        return importlib.import_module("reasoning_gym")
-    return importlib.import_module("reasoning_gym")  # a version that asks the drawing library for more
-
-
-@contextlib.contextmanager
-def _drawing_later() -> Iterator[None]:
-    """Have the drawing library stood in for while the block imports; whoever draws afterwards gets the real one."""
-    if "reasoning_gym" in sys.modules or any(name in sys.modules for name in _DRAWING):
-        yield
-        return
-    stand_ins = {name: _Later(name) for name in _DRAWING}
-    stand_ins["mpl_toolkits.mplot3d"].Axes3D = None  # named by an import that is for its effect alone
-    sys.modules.update(stand_ins)
+    state = random.getstate()
     try:
-        yield
+        with contextlib.suppress(ImportError):  # of a task that needs others beside itself
+            if LIBRARY not in sys.modules and (file := _file(task)) is not None:
+                return _factory_of(file)
+        importlib.import_module(LIBRARY)  # which registers every task
+        return importlib.import_module(f"{LIBRARY}.factory")
     finally:
-        for name, stand_in in stand_ins.items():
-            if sys.modules.get(name) is stand_in:
-                del sys.modules[name]
-            stand_in.ready = True
+        random.setstate(state)  # some of its modules draw while they are imported
 
 
-class _Later(ModuleType):
-    """Stands for a module, and hands its attributes on once the real one may be imported."""
+def _file(task: str) -> Path | None:
+    """The file of a task; None where it is called otherwise, or there is no such task."""
+    spec = importlib.util.find_spec(LIBRARY)
+    places = (spec and spec.submodule_search_locations) or ()
+    found = [file for place in places for file in sorted(Path(place).glob("*/*.py")) if file.stem == task]
+    return found[0] if found else None
 
-    ready = False
-    Axes3D: Any
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-
-    def __getattr__(self, attribute: str) -> Any:
-        if not self.ready:
-            raise AttributeError(attribute)
-        return getattr(importlib.import_module(self.__name__), attribute)
+def _factory_of(file: Path) -> Any:
+    """The factory with the tasks of one file, imported from packages without what their ``__init__`` imports."""
+    family = f"{LIBRARY}.{file.parent.name}"
+    try:
+        for name, folder in ((LIBRARY, file.parents[1]), (family, file.parent)):
+            package = sys.modules[name] = ModuleType(name)
+            package.__path__ = [str(folder)]
+        importlib.import_module(f"{family}.{file.stem}")
+        return importlib.import_module(f"{LIBRARY}.factory")
+    finally:  # whoever imports the library itself gets all of it
+        for name in [name for name in sys.modules if name.partition(".")[0] == LIBRARY]:
+            del sys.modules[name]

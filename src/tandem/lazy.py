@@ -1,6 +1,6 @@
-"""torch, loaded when something of it is first used: a part's options are read, listed and refused without it.
+"""torch and aiohttp, loaded when first used: a part's options are read, listed and refused without them.
 
-Parts import it from here; where a type is all that is needed, they import it under TYPE_CHECKING.
+Parts import them from here; where a type is all that is needed, they import it under TYPE_CHECKING.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
+    import aiohttp as aiohttp
     import torch as torch
 else:
 
@@ -26,7 +27,7 @@ else:
         def __getattr__(self, attribute: str) -> Any:
             return getattr(importlib.import_module(self._name), attribute)
 
-    torch = _Lazy("torch")
+    aiohttp, torch = _Lazy("aiohttp"), _Lazy("torch")
 
 
 def no_grad(function: Callable[P, R]) -> Callable[P, R]:

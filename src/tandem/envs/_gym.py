@@ -102,18 +102,17 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
         EnvError: the library is missing, knows no such task, or refuses the configuration.
     """
     try:
-        library = gym_library.load()
-        from reasoning_gym.factory import DATASETS
+        factory = gym_library.factory(name)
     except ImportError as error:
         raise EnvError("this environment needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'") from error
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, list(DATASETS), n=3)
+    if name not in (known := factory.DATASETS):
+        close = difflib.get_close_matches(name, list(known), n=3)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise EnvError(f"reasoning-gym has no task {name!r}{hint}; it has: {', '.join(sorted(DATASETS))}")
+        raise EnvError(f"reasoning-gym has no task {name!r}{hint}; it has: {', '.join(sorted(known))}")
     try:
-        return library.create_dataset(name, **{**config, "seed": seed, "size": size})
+        return factory.create_dataset(name, **{**config, "seed": seed, "size": size})
     except Exception as error:  # each task validates in its own way, mostly by assert; the message carries it
-        options = ", ".join(f for f in DATASETS[name][1].__dataclass_fields__ if f not in ("seed", "size"))
+        options = ", ".join(f for f in known[name][1].__dataclass_fields__ if f not in ("seed", "size"))
         raise EnvError(
             f"reasoning-gym refuses config {dict(config)} of {name}: {error}; its options: {options}"
         ) from error

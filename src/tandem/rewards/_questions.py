@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import aiohttp
+from tandem.lazy import aiohttp
 
 _NEVER = (401, 403, 404)
 """Statuses that no other question would change: a wrong key, URL or model."""

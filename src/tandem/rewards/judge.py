@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import aiohttp
-
 from tandem.errors import ConfigError, RewardError
+from tandem.lazy import aiohttp
 from tandem.rewards._questions import Answer, Server
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,12 +35,8 @@ class ReasoningGym(Reward):
         return {"tag": f"extract is {self.extract}"} if self.extract in ("last_number", "whole") else {}
 
     def prepare(self) -> None:
-        try:
-            gym_library.load()
-        except ImportError as error:
-            raise RewardError(
-                "reward reasoning_gym needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'"
-            ) from error
+        if importlib.util.find_spec(gym_library.LIBRARY) is None:
+            raise RewardError("reward reasoning_gym needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'")
 
     def __call__(self, rollout: Rollout) -> float:
         task = rollout.task
@@ -63,6 +60,6 @@ class ReasoningGym(Reward):
 @cache
 def _verifier(name: str, config: str) -> Callable[[str | None, Mapping[str, Json]], float]:
     """The scoring function of a task under a configuration (as JSON)."""
-    dataset: Any = gym_library.load().create_dataset(name, **json.loads(config))
+    dataset: Any = gym_library.factory(name).create_dataset(name, **json.loads(config))
     score: Callable[[str | None, Mapping[str, Json]], float] = dataset.score_answer
     return score

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from tandem.engines.vllm.client.process import EngineProcess
 from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError, StaleWeights
+from tandem.lazy import aiohttp
 from tandem.observability import waits
 
 T = TypeVar("T")
