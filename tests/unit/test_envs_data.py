@@ -206,6 +206,7 @@ def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, said: str 
     ("line", "said"),
     [
         ('{"prompt": "b", ', r":2: not valid JSON: .* at column 16; each line must be one JSON object"),
+        ('{"prompt": "b', r":2: not valid JSON: Unterminated string starting at column 12; each line must be one"),
         ('{"prompt": "b", "answer": ', r":2: not valid JSON: Expecting value at column 26; each line must be one"),
         ('["b"]', ":2: each line must be one JSON object, got a list"),
         ('{"promt": "b", "answer": "1"}', ":2: no column 'prompt'; did you mean 'promt'.; the row has: promt, answer"),

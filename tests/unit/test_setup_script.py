@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import shutil
 import stat
 import subprocess
@@ -24,6 +27,7 @@ case "$1 $2" in
             echo "WARNING: Location 'file:///nowhere/$n/' is ignored: it is neither a file nor a directory." >&2
             echo "Collecting package-$n"
         done
+        sleep "${SLOW:-0}"
         [ -z "$FAILS" ] || { echo "ERROR: No matching distribution found for torch" >&2; exit 1; } ;;
     *) exec REAL "$@" ;;
 esac
@@ -67,6 +71,21 @@ def test_only_what_is_asked_for_is_made_in_few_lines_and_again_nothing_is(projec
     assert done.stderr == ""
     assert "is ignored" in (project / ".venv" / "tandem-setup.log").read_text()
     assert setup(project, "trainer").stdout.splitlines() == ["setup: .venv is up to date"]
+
+
+def test_a_terminal_shows_how_far_it_is_and_foretells_no_time(project: Path) -> None:
+    env = {**os.environ, "PYTHON": str(project / "python3"), "FAILS": "", "SLOW": "1.5"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(["bash", "scripts/setup", "trainer"], cwd=project, env=env, stdout=theirs) as running:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # what a terminal whose other end is closed answers
+            while some := os.read(ours, 4096):
+                shown += some
+        assert running.wait(60) == 0
+    os.close(ours)
+    assert re.search(rb"setup: \.venv \d+ %, 0:0\d gone\r", shown), shown
+    assert b"left" not in shown
 
 
 def test_what_failed_is_shown_without_what_means_nothing(project: Path) -> None:

@@ -123,6 +123,13 @@ def test_plain_console_is_one_line_per_step_and_per_evaluation(
     assert all("\x1b" not in line for line in lines)
 
 
+def test_a_resume_is_one_line_of_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = Console().open(info(tmp_path, resumed_step=8))
+    writer.event("resumed", {"step": 8})
+    writer.close()
+    assert capsys.readouterr().out.splitlines()[1:] == ["resumed from step 8"]
+
+
 @pytest.mark.parametrize(
     ("part", "told"),
     [

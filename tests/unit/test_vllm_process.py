@@ -122,8 +122,33 @@ def test_an_engine_that_dies_tells_why(engines: Engines) -> None:
     assert "ended with exit code 3 before it was healthy" in message
     assert "its first error was:\n  ValueError: no such model" in message
     assert message.endswith("  line 49")
-    assert "line 30\n" in message
-    assert "line 29\n" not in message
+    assert "line 45\n" in message
+    assert "line 44\n" not in message
+
+
+def test_tracebacks_after_the_first_error_are_left_in_the_log(engines: Engines) -> None:
+    noise = """
+    who = "(EngineCore pid=7) "
+    frames = [f'  File "core.py", line {i}, in run' for i in range(30)]
+    print(who + "ERROR 11-23 10:37:02 [core.py:75] ValueError: no room for one request", flush=True)
+    print(*[who + line for line in ("Traceback (most recent call last):", *frames, "ValueError: no room")], sep="\\n")
+    print("", "Traceback (most recent call last):", *frames, "RuntimeError: a process failed", sep="\\n")
+    sys.exit(1)
+    """
+    with pytest.raises(EngineError) as error:
+        healthy(engines(noise), free_port())
+    _, _, cause, head, *last = str(error.value).splitlines()
+    assert cause == "  (EngineCore pid=7) ERROR 11-23 10:37:02 [core.py:75] ValueError: no room for one request"
+    assert head.startswith("the last lines of ")
+    assert last == ["  (EngineCore pid=7) ValueError: no room", "  RuntimeError: a process failed"]
+
+
+def test_an_engine_that_prints_no_error_shows_its_last_lines(engines: Engines) -> None:
+    with pytest.raises(EngineError) as error:
+        healthy(engines("print(*[f'  line {i}' for i in range(50)], sep='\\n'); sys.exit(3)"), free_port())
+    assert str(error.value).endswith("line 49")
+    assert "line 30\n" in str(error.value)
+    assert "line 29\n" not in str(error.value)
 
 
 def test_a_dead_engine_is_not_taken_for_the_stranger_on_its_port(engines: Engines) -> None:

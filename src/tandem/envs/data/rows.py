@@ -167,7 +167,9 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
             except RecursionError as error:
                 raise EnvError(f"{where}: lists and objects are nested too deep to be read") from error
             except ValueError as error:
-                at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                at = str(error)
+                if isinstance(error, json.JSONDecodeError):  # of which some messages end in "at"
+                    at = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 raise EnvError(f"{where}: not valid JSON: {at}; each line must be one JSON object") from error
             if not isinstance(columns, dict):
                 raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")

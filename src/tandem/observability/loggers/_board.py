@@ -148,6 +148,8 @@ def event_text(name: str, fields: Mapping[str, Json]) -> str:
     if name in _ALARMS:
         head = f"alarm {fields['alarm']}"
         return f"{head}: {fields['seen']}" if name == "alarm" else f"{head} is over at step {fields['step']}"
+    if name == "resumed":
+        return f"resumed from step {fields['step']}"
     rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
     return name.replace("_", " ") + (f" ({rest})" if rest else "")
 

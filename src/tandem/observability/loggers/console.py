@@ -60,8 +60,6 @@ class _PlainWriter:
         self._board = _board.Board(info)
         self._stop = progress.listen(_bars.Lines(self._say))
         self._say(" · ".join([info.name, *_board.settings(info.config), f"{info.steps} steps"]))
-        if info.resumed_step:
-            self._say(f"resumed from step {info.resumed_step}")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._board.write(step, scalars)

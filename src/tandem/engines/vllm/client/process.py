@@ -40,10 +40,14 @@ _KILLED_SECONDS = 30.0
 
 _TAIL_BYTES = 64 * 1024
 _TAIL_LINES = 20
+_LINES_AFTER_CAUSE = 5
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"^(?!.*\b(?:DEBUG|INFO|WARNING) ).*\b\w*(?:Error|Exception): \S")
 """A line that names an exception, but not a warning about one that might come."""
+
+_TRACEBACK = re.compile(r"^(?:\(\w[^)]*pid=\d+\) ?+)?+(?:ERROR \S+ \S+ \[[^]]*\] ?+)?+(?:\s|Traceback \(most|$)")
+"""A frame of a traceback, its first line, or the gap between two, behind what vLLM begins a process's lines with."""
 
 _DROPPED = frozenset({
     # They belong to the trainer's interpreter; the engine's may be another.
@@ -285,9 +289,15 @@ class EngineProcess:
         lines = self._printed(16 * _TAIL_BYTES)
         if not lines:
             return f"; it printed nothing to {self._log}"
-        end = lines[-_TAIL_LINES:]
         first = next((line for line in lines if _ERROR.search(line)), None)
-        cause = "" if first is None or first in end else f"\nits first error was:\n  {first.strip()}"
+        if first is None:
+            cause, end = "", lines[-_TAIL_LINES:]
+        else:
+            cause = f"\nits first error was:\n  {first.strip()}"
+            after = (line for line in lines[lines.index(first) + 1 :] if not _TRACEBACK.match(line))
+            end = list(dict.fromkeys(after))[-_LINES_AFTER_CAUSE:]
+        if not end:
+            return f"{cause}\nall that it printed is in {self._log}"
         return f"{cause}\nthe last lines of {self._log}:\n" + "\n".join(f"  {line}" for line in end)
 
     def _exit(self) -> int | None:
