@@ -17,12 +17,12 @@ from unittest import mock
 import pytest
 import yaml
 from atropos_document import HERMES, TRAINERS, command
+from compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, swift_files
 from conftest import build_tiny_model
 from documented import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
 from integration.atropos_peers import free_port
 from integration.vllm_runs import lines, metrics
 from tiers import long_but
-from unit.test_documents import BLOCKS, ELSEWHERE, TRAINED, here, swift_files, written
 from unit.test_sinks import fake_library
 
 from tandem.cli import app as cli
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # torch.compile gives many
 ]
-__all__ = ["here"]
+BLOCKS, TRAINED = examples("axolotl"), examples("swift")
 
 ROWS = [{"question": f"{n}+3-{n}", "problem": f"{n}+3-{n}", "answer": "3", "solution": "3"} for n in range(1, 41)]
 """Tasks that the model solves now and then; Axolotl's name columns otherwise than ms-swift's."""
@@ -49,6 +49,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "OpenAssistant/reward-model-deberta-v3-large-v2": rewarding,
         "Qwen/rm": rewarding,
     }
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with modules in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    axolotl_files(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -85,10 +94,10 @@ def trained(place: Path) -> Path:
 
 @pytest.mark.parametrize("what", long_but(BLOCKS, "rollout function"))
 def test_axolotls_examples_train(what: str, place: Path) -> None:
-    text = written(what)
-    (place / "config.yaml").write_text(text)
-    served = yaml.safe_load(text)["trl"].get("use_vllm")
-    more = (*(STAND_IN if served else ()), *ELSEWHERE.get(what, ()))
+    given = BLOCKS[what]
+    (place / "config.yaml").write_text(axolotl_file(given))
+    served = given["file"]["trl"].get("use_vllm")
+    more = (*(STAND_IN if served else ()), *(OVERRIDES[:1] if given["file"].get("fp8") else ()))
     tandem("check", "config.yaml", *more)
     tandem("train", "config.yaml", *more, *SHORT_RUN)
     run = trained(place)
@@ -101,8 +110,8 @@ def test_axolotls_examples_train(what: str, place: Path) -> None:
 
 @pytest.mark.parametrize("what", long_but(TRAINED, "a reward function"))
 def test_ms_swifts_examples_train(what: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line, _ = TRAINED[what]
-    words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", "Qwen/Qwen2.5-7B", *shlex.split(line)]
+    line = TRAINED[what]["line"]
+    words = ["swift", "rlhf", *shlex.split(line)]
     more = STAND_IN if "--use_vllm true" in line else ()
     capsys.readouterr()
     tandem(*words, *more, "--show")

@@ -437,7 +437,7 @@ DEFECTS = (
         "src/tandem/compat/axolotl/objective.py",
         "file.get(cap, 3.0)",
         "file.get(cap, 2.0)",
-        "tests/unit/test_axolotl.py",
+        "tests/unit/test_compat_golden.py",
     ),
     Defect(
         "ms-swift's overlong has no floor",

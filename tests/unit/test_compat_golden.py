@@ -1,45 +1,69 @@
 """What every example and every tried option of Axolotl, ms-swift and Atropos comes to: recipe, notes and refusals.
 
-``compat_golden.json`` holds them: of each system the recipe of its least file or command line (``base``), and for each
-case what differs from it. ``pytest --golden`` writes it anew; look at the difference before it is committed.
+``compat_golden.json`` holds what is read and what it comes to (see ``compat_cases``). A new case is a line with its
+``given``; ``pytest --golden`` writes down what all come to. Look at the difference before it is committed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from unit import test_atropos, test_axolotl, test_documents, test_swift
-from unit.test_documents import BLOCKS, SERVED, TRAINED, given, here, swift_files
+from compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
 
 from tandem.compat import swift
-from tandem.config.loading import load
+from tandem.compat.atropos.environment import EnvFlags
+from tandem.compat.atropos.environment import translate as translate_environment
+from tandem.compat.atropos.options import RunningEngine, TrainerFlags
+from tandem.compat.atropos.rules import translate as translate_trainer
+from tandem.compat.atropos.server import ServerFlags
+from tandem.compat.atropos.server import translate as translate_server
+from tandem.compat.axolotl.options import GROUPS
+from tandem.compat.swift.options import DEPLOY, RLHF
+from tandem.compat.table import ForeignOption
+from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
+from tandem.trainer.pairs import check_pairs
 
-__all__ = ["here"]
-
-GOLDEN = Path(__file__).with_name("compat_golden.json")
+Given = dict[str, Any]
 Result = dict[str, Any]
-Check = Callable[[str, Mapping[str, Result]], None]
+Translate = Callable[[Given], tuple[Any, Any]]
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with what the cases name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
 def check(request: pytest.FixtureRequest) -> Check:
-    """Compare a system's results with the file, or with ``--golden`` write them there."""
+    """Translate a system's cases, and those that its table makes; compare with the file, or write them with --golden.
 
-    def compare(system: str, results: Mapping[str, Result]) -> None:
-        known = json.loads(GOLDEN.read_text())
-        short = json.loads(json.dumps(shortened(results)))
+    Examples must load, too, and their parts go together.
+    """
+
+    def compare(system: str, translate: Translate, made: Mapping[str, Given] | None = None) -> None:
+        known = cases(system)
+        given = {name: case["given"] for name, case in known.items() if "given" in case} | dict(made or {})
+        results = {name: outcome(translate, one) for name, one in given.items()}
+        short = shortened(results)
+        for name in given.keys() - (made or {}).keys():
+            short[name] = {"given": given[name], **short[name]}
+        short = json.loads(json.dumps(short))
         if request.config.getoption("--golden"):
-            GOLDEN.write_text(written(known | {system: short}))
+            GOLDEN.write_text(written(json.loads(GOLDEN.read_text()) | {system: short}))
             return
-        assert list(short) == list(known[system])
+        assert sorted(short) == sorted(known)
         for name, result in short.items():
-            assert {name: result} == {name: known[system][name]}
+            assert {name: result} == {name: known[name]}
 
     return compare
 
@@ -47,8 +71,7 @@ def check(request: pytest.FixtureRequest) -> Check:
 def written(systems: Mapping[str, Mapping[str, Result]]) -> str:
     """A line for each case."""
     parts = [
-        f"{json.dumps(system)}: {{\n"
-        + ",\n".join(f"{json.dumps(n)}: {json.dumps(cases[n], sort_keys=True)}" for n in cases)
+        f"{json.dumps(system)}: {{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(cases[n])}" for n in cases)
         for system, cases in sorted(systems.items())
     ]
     return "{\n" + "\n},\n".join(parts) + "\n}\n}\n"
@@ -59,7 +82,7 @@ def shortened(results: Mapping[str, Result]) -> dict[str, Result]:
     base = flat(results["base"]["recipe"])
     notes = results["base"]["notes"]
     short: dict[str, Result] = {"base": results["base"]}
-    for name, result in sorted(results.items()):
+    for name, result in results.items():
         if "refused" in result:
             short[name] = result
         elif name != "base":
@@ -71,7 +94,7 @@ def shortened(results: Mapping[str, Result]) -> dict[str, Result]:
                 "no_notes": [note for note in notes if note not in result["notes"]],
             }
             short[name] = {part: value for part, value in parts.items() if value}
-    return dict(sorted(short.items()))
+    return {name: short[name] for name in sorted(short, key=lambda name: (name != "base", name))}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -79,133 +102,197 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
     return {
-        path: one for key, value in tree.items() for path, one in flat(value, f"{prefix}.{key}"[not prefix :]).items()
+        path: one
+        for key, value in sorted(tree.items())
+        for path, one in flat(value, f"{prefix}.{key}"[not prefix :]).items()
     }
 
 
-def outcome(translate: Callable[[], tuple[Any, Any]]) -> Result:
+def outcome(translate: Translate, given: Given) -> Result:
     """What a translation returns, or why it refuses."""
     try:
-        recipe, notes = translate()
+        recipe, notes = translate(given)
     except TandemError as error:
         return {"refused": str(error).replace(str(Path.cwd()), "HERE")}
     return {"recipe": recipe, "notes": list(notes)}
 
 
-def axolotl(data: dict[str, Any], *, serving: bool = False) -> Result:
+def loads(recipe: Any, *overrides: str) -> None:
+    """A recipe that a run would take."""
+    check_pairs(from_options(recipe, overrides, Path("x")).config)
+
+
+# Axolotl
+
+
+def axolotl(given: Given) -> tuple[Any, Any]:
     """What an Axolotl file comes to; of the data's options, which the recipe repeats, the kind alone is kept."""
+    text = axolotl_file(given)
+    Path("a.yaml").write_text(text)
+    overrides = OVERRIDES[:1] if "fp8: true" in text else ()
+    loaded = load(Path("a.yaml"), overrides, serving=given.get("serving", False))
+    if "file" in given and not loaded.config.compile:  # which torch is asked for
+        check_pairs(loaded.config)
+    options: dict[str, Any] = json.loads(json.dumps(loaded.options))
+    options["env"].pop("cfg")
+    return options, loaded.notes
 
-    def translate() -> tuple[Any, Any]:
-        Path("a.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
-        loaded = load(Path("a.yaml"), ("matmul=dtype", "engine.sleep=0") if data.get("fp8") else (), serving=serving)
-        options: dict[str, Any] = json.loads(json.dumps(loaded.options))
-        assert list(options["env"].pop("cfg")) == list(data)
-        return options, loaded.notes
 
-    return outcome(translate)
+def axolotl_rows() -> Iterator[tuple[str, Given]]:
+    """A value for each option that becomes nothing, and one of another type for the others."""
+    for group, options in GROUPS.items():
+        for name, option in options.items():
+            if name == "special_tokens":
+                continue  # which are compared with the tokenizer's
+            if group == "datasets":
+                yield f"data datasets.{name}", {"changes": {"datasets": [{"path": "rows.jsonl", name: 3}]}}
+            else:
+                path = f"{group}.{name}".lstrip(".")
+                yield f"other {path}", {"changes": {path: {"x": [1]} if option.becomes else "something"}}
 
 
 @pytest.mark.slow
 def test_axolotls_files_come_to_what_they_did(here: Path, check: Check) -> None:
-    (here / "axolotl_rewards.py").write_text(test_axolotl.REWARDS)
-    rows = (here / "rows.jsonl").read_text().splitlines()
-    (here / "few.jsonl").write_text("\n".join(rows[:4]))
-    laid = test_axolotl.laid
-    results = {"base": axolotl(laid({}))}
-    for name, (file, block) in BLOCKS.items():
-        under, over = (yaml.safe_load(text) or {} for text in (file, block))
-        data = test_documents.laid(under, over) if file else over
-        results[f"example {name}"] = axolotl(data)
-        results[f"example {name}, served"] = axolotl(data, serving=True)
-    for name, (changes, _) in (test_axolotl.CHANGES | test_axolotl.REFUSED).items():
-        results[f"option {name}"] = axolotl(laid(changes))
-    for name, (value, _) in test_axolotl.SERVED.items():
-        results[f"server {name}"] = axolotl(laid({"trl.use_vllm": True, name: value}), serving=True)
-    for path, option in test_axolotl.every():
-        name = path.removeprefix("datasets.")
-        if name != path:
-            results[f"data {path}"] = axolotl(laid({"datasets": [{"path": "rows.jsonl", name: 3}]}))
-        else:
-            results[f"other {path}"] = axolotl(laid({path: {"x": [1]} if option.becomes else "something"}))
-    check("axolotl", results)
+    axolotl_files(here)
+    check("axolotl", axolotl, dict(axolotl_rows()))
 
 
-def command(line: str, gpus: int = 1) -> Result:
+# ms-swift
+
+
+def command(given: Given) -> tuple[Any, Any]:
     """What ``swift rlhf`` comes to."""
-
-    def translate() -> tuple[Any, Any]:
-        visible = ",".join(map(str, range(gpus)))
-        found = swift.rlhf(given(line), {"CUDA_VISIBLE_DEVICES": visible})
-        return found.options, found.notes
-
-    return outcome(translate)
+    words = swift_words(given["line"]) if "line" in given else swift_words(SWIFT) | swift_words(given["changes"])
+    found = swift.rlhf(words, {"CUDA_VISIBLE_DEVICES": "0"} | given.get("environ", {}))
+    if "line" in given:
+        loads(found.options, *(OVERRIDES[1:] if "sleep" in found.options["engine"] else ()))
+    return found.options, found.notes
 
 
-def served(line: str) -> Result:
+def served(given: Given) -> tuple[Any, Any]:
     """What ``swift deploy`` comes to."""
+    found = swift.deploy({"model": ["m"]} | swift_words(given["line"], DEPLOY))
+    loads(found.options)
+    return found.options, [*found.notes, *found.environ]
 
-    def translate() -> tuple[Any, Any]:
-        names = {name for argument in test_swift.DEPLOY for name in (argument.name, *argument.also)}
-        found = swift.deploy({name: words for name, words in given(f"--model m {line}").items() if name in names})
-        return found.options, [*found.notes, *found.environ]
 
-    return outcome(translate)
+PLACES = (
+    "",
+    "--use_vllm true --vllm_mode colocate",
+    "--use_vllm true --vllm_mode server --vllm_server_host node",
+    "--train_type full",
+    "--reward_model rm",
+)
+
+
+def value_of(argument: ForeignOption) -> str:
+    """A value that asks for something."""
+    truth = str(argument.default is not True).lower()
+    return {"whole": "3", "number": "0.3", "truth": truth, "mapping": "'{\"a\":1}'"}.get(argument.takes, "x")
+
+
+def swift_rows() -> Iterator[tuple[str, Given]]:
+    """A value for each argument that becomes nothing, in every place, and one of another type for each."""
+    for argument in RLHF:
+        if not argument.becomes:
+            for place in PLACES if argument.where else ("",):
+                line = f"--{argument.name} {value_of(argument)} {place}".strip()
+                yield f"other {line}", {"changes": line}
+        yield f"wrong {argument.name}", {"changes": f"--{argument.name} ?"}
 
 
 @pytest.mark.slow
 def test_ms_swifts_command_lines_come_to_what_they_did(here: Path, check: Check) -> None:
     swift_files(here)
-    (here / "mine.py").write_text(
-        "from swift.plugin import orms\norms['mine'] = lambda completions, **_: completions\n"
-    )
-    (here / "system.txt").write_text("Think.\n")
-    (here / "d.jsonl").write_text((here / "rows.jsonl").read_text())
-    results = {"base": command(test_swift.START)}
-    for name, (line, gpus) in TRAINED.items():
-        results[f"example {name}"] = command(f"--rlhf_type grpo --model Qwen/Qwen2.5-7B {line}", gpus)
-    for line, _ in (*test_swift.CHANGES, *test_swift.REFUSED, *test_swift.TOLD):
-        names = test_swift.words(line)
-        start = {name: words for name, words in test_swift.words(test_swift.START).items() if name not in names}
-        first = " ".join(f"--{name} {word}" for name, words in start.items() for word in words)
-        results[f"line {line}"] = command(f"{first} {line}")
-    for argument in test_swift.RLHF:
-        if not argument.becomes:
-            value = {"whole": "3", "number": "0.3", "truth": "true", "mapping": "'{\"a\":1}'"}.get(argument.takes, "x")
-            for place in ("", test_swift.COLOCATE, test_swift.SERVER) if argument.where else ("",):
-                line = f"--{argument.name} {value} {place}".strip()
-                results[f"other {line}"] = command(f"{test_swift.START} {line}")
-        results[f"wrong {argument.name}"] = command(f"{test_swift.START} --{argument.name} ?")
-    check("swift", results)
-    check("swift deploy", {"base": served(""), **{f"example {name}": served(line) for name, line in SERVED.items()},
-                           **{f"line {line}": served(line) for line, _ in test_swift.DEPLOYED},
-                           **{f"other {a.name}": served(f"--{a.name} 3") for a in test_swift.DEPLOY}})  # fmt: skip
+    check("swift", command, dict(swift_rows()))
 
 
-def flags(options: Mapping[str, Any], environ: Mapping[str, str]) -> Result:
+def test_ms_swifts_engines_come_to_what_they_did(check: Check) -> None:
+    rows = {f"other {a.name}": {"line": f"--{a.name} {value_of(a)}"} for a in DEPLOY if not a.becomes}
+    wrong = {f"wrong {a.name}": {"line": f"--{a.name} ?"} for a in DEPLOY}
+    check("swift deploy", served, rows | wrong)
+
+
+# Atropos
+
+
+def trainer(given: Given) -> tuple[Any, Any]:
     """What ``atropos-grpo`` comes to."""
-
-    def translate() -> tuple[Any, Any]:
-        own = {"model_name": "m", "env": "arithmetic", **options}
-        found = test_atropos.translate(test_atropos.TrainerFlags(**own), frozenset(own), environ)
-        return found.options, [*found.notes, *found.environ.items()]
-
-    return outcome(translate)
+    own = {"model_name": "m", "env": "arithmetic", **given["flags"]}
+    running = RunningEngine(**given["running"]) if "running" in given else None
+    found = translate_trainer(TrainerFlags(**own), frozenset(own), given.get("environ", {}), running)
+    loads(found.options)
+    return found.options, [*found.notes, *found.environ.items()]
 
 
-def lines() -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """TrainerFlags, each with and without a way of its own, and what the environment says."""
-    for one, _ in (*test_atropos.CHANGES.values(), *test_atropos.REFUSED.values(), *test_atropos.NOTED.values()):
-        yield one, {}
-        for way in ("shared_vllm", "lora_nccl", "lora_restart"):
-            yield {"weight_bridge_mode": way, **one}, {}
-    for nodes in ("1", "x"):
-        yield {"weight_bridge_mode": "shared_vllm"}, {"NUM_INFERENCE_NODES": nodes}
-    yield {"init_method": "env://", "weight_bridge_mode": "lora_nccl", "nccl_init_method": "env://"}, {}
-    yield {"device": "cuda:1"}, {"CUDA_VISIBLE_DEVICES": "3,5", "LOGDIR": "there"}
-    yield {"use_wandb": True, "wandb_project": "p", "wandb_group": "g"}, {}
+def server(given: Given) -> tuple[Any, Any]:
+    """What ``atropos-server`` comes to."""
+    own = {"model": "m", **given["flags"]}
+    found = translate_server(ServerFlags(**own), frozenset(own), given.get("rest", {}), given.get("environ", {}))
+    loads(found.options)
+    return found.options, [*found.notes, *found.environ.items()]
 
 
-def test_the_flags_of_atropos_trainer_come_to_what_they_did(check: Check) -> None:
-    named = {" ".join(f"{key}={value}" for key, value in [*one.items(), *env.items()]): (one, env)
-             for one, env in lines()}  # fmt: skip
-    check("atropos", {"base": flags({}, {}), **{name: flags(*line) for name, line in named.items()}})
+def environment(given: Given) -> tuple[Any, Any]:
+    """What ``tandem env gsm8k serve`` comes to."""
+    fields = {field.metadata["flag"].removeprefix("--"): field.name for field in dataclasses.fields(EnvFlags)}
+    own = {fields[name]: value for name, value in {"env.tokenizer_name": "m", **given["flags"]}.items()}
+    found = translate_environment("gsm8k", EnvFlags(**own), frozenset(own))
+    return found.options, [*found.notes, *found.environ.items()]
+
+
+ATROPOS: dict[str, Translate] = {"atropos": trainer, "atropos server": server, "atropos env": environment}
+
+
+@pytest.mark.parametrize("system", ATROPOS)
+def test_atropos_command_lines_come_to_what_they_did(system: str, check: Check) -> None:
+    check(system, ATROPOS[system])
+
+
+# Nothing is forgotten
+
+
+def options_of(system: str) -> set[str]:
+    """Options that some case of a system has; of Axolotl by path."""
+    found: set[str] = set()
+    for name, case in cases(system).items():
+        given = case.get("given", {})
+        if "flags" in given:
+            found |= set(given["flags"])
+        elif system == "axolotl":
+            found |= set(given.get("changes", ())) | ({*entry_paths(given["file"])} if "file" in given else set())
+        elif not name.startswith(("other", "wrong")):
+            table = DEPLOY if system == "swift deploy" else RLHF
+            found |= set(swift_words(f"{SWIFT if 'changes' in given else ''} {given_line(given)}", table))
+    return found
+
+
+def given_line(given: Given) -> str:
+    return str(given.get("line") or given.get("changes") or "")
+
+
+def entry_paths(file: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in file.items():
+        yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in value)
+
+
+def test_every_option_that_becomes_something_is_tried() -> None:
+    """With a value that is read; of an entry of Axolotl's ``datasets`` see ``test_axolotl_data``."""
+    axolotls = {
+        f"{group}.{name}".lstrip(".")
+        for group, options in GROUPS.items()
+        for name, option in options.items()
+        if option.becomes and group != "datasets"
+    }
+    assert axolotls - options_of("axolotl") == set()
+    assert {argument.name for argument in RLHF if argument.becomes} - options_of("swift") == set()
+    assert {argument.name for argument in DEPLOY if argument.becomes} - options_of("swift deploy") == set()
+
+
+def test_every_flag_of_atropos_is_tried() -> None:
+    flags = {f.metadata["flag"].removeprefix("--") for f in dataclasses.fields(EnvFlags)}
+    assert flags - options_of("atropos env") == {"config"}
+    assert {f.name for f in dataclasses.fields(ServerFlags)} - options_of("atropos server") == set()
+    assert {f.name for f in dataclasses.fields(TrainerFlags)} - options_of("atropos") == set()

@@ -1,0 +1,167 @@
+"""Files and command lines of other systems, as ``unit/compat_golden.json`` lists them, and what they name.
+
+Of each system the file has a least case, ``base``, and by name what differs from it: ``given`` is what is read
+(``changes`` to the least file or command line, or all of a ``file``, ``line`` or ``flags``), the rest what it comes to.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.compat import swift
+from tandem.compat.swift.options import RLHF
+from tandem.compat.table import ForeignOption
+
+GOLDEN = Path(__file__).parent / "unit" / "compat_golden.json"
+
+
+def cases(system: str) -> dict[str, dict[str, Any]]:
+    """What the golden file has of a system, by the case's name."""
+    known: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text())[system]
+    return known
+
+
+def examples(system: str) -> dict[str, dict[str, Any]]:
+    """What is read in the examples of a system's documents, by what they show."""
+    names = {name.removeprefix("example "): case for name, case in cases(system).items() if name.startswith("example ")}
+    return {name: case["given"] for name, case in names.items() if not name.endswith(", served")}
+
+
+# Axolotl
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "m",
+    "rl": "grpo",
+    "datasets": [{"path": "rows.jsonl", "type": "rewards.prompt_transform"}],
+    "learning_rate": 1e-5,
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 100,
+    "trl": {"reward_funcs": ["rewards.accuracy_reward"]},
+}
+"""The least file that Axolotl takes, nearly."""
+
+OVERRIDES = ("matmul=dtype", "engine.sleep=0")
+"""Of what a test's machine may lack: torchao, or an accelerator."""
+
+REWARDS = """
+import random
+
+def accuracy_reward(completions, answer, **kwargs) -> list[float]:
+    return [float(gold in completion[0]["content"]) for completion, gold in zip(completions, answer)]
+
+def format_reward(completions, **kwargs) -> list[float]:
+    return [sum(c.isalpha() for c in completion[0]["content"]) / 10 for completion in completions]
+
+def length_penalty(completions, **kwargs) -> list[float]:
+    return [-len(completion[0]["content"]) / 100 for completion in completions]
+
+def rand_reward_func(completions, **kwargs) -> list[float]:
+    return [random.uniform(0, 1) for _ in completions]
+
+def correctness_reward(completions, answers, **kwargs) -> list[float]:
+    return [float(gold in completion[0]["content"]) for completion, gold in zip(completions, answers)]
+
+def prompt_transform(cfg, *args, **kwargs):
+    def transform_fn(example, tokenizer=None):
+        return {"prompt": [{"role": "user", "content": example["question"]}], "answer": example["answer"]}
+    return transform_fn, {"remove_columns": ["question"]}
+
+oai_gsm8k_transform = prompt_transform
+
+def math_transform(cfg, *args, **kwargs):
+    def transform_fn(example, processing_class=None):
+        return {"prompt": [{"role": "user", "content": example["question"]}], "answer": str(example["answer"])}
+    return transform_fn, {"remove_columns": ["question"]}
+
+def math_reward(prompts, completions, answers, **kwargs):
+    return [float(gold in text) + text.count("e") / 10 for text, gold in zip(completions, answers)]
+
+def math_solver_rollout(model, processing_class, prompts, generation_config=None):
+    completions = []
+    for prompt in prompts:
+        opening = processing_class.apply_chat_template(
+            prompt.get("messages", []), processing_class=False, add_generation_prompt=True
+        )
+        said = ""
+        for step in range(3):
+            inputs = processing_class(opening + said + "\\nNext step:", return_tensors="pt").to(model.device)
+            outputs = model.generate(**inputs, max_new_tokens=8, generation_config=generation_config)
+            text = processing_class.decode(outputs[0][inputs.input_ids.shape[1]:], skip_special_tokens=True)
+            said += text + "\\n"
+            if "FINAL" in text:
+                break
+        completions.append(said)
+    return completions
+"""
+"""A module with the functions that Axolotl's examples name: their signatures are the documents'."""
+
+
+def axolotl_files(folder: Path) -> None:
+    """What Axolotl's examples name, and a set of few rows."""
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"question": f"{n}+2=", "answer": str(n + 2)} for n in range(40)]
+    for name, count in {"rows": 40, "few": 4}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+
+
+def changed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The least file with changes: options of a group by dotted path."""
+    made = json.loads(json.dumps(AXOLOTL))
+    for path, value in changes.items():
+        group, _, name = path.rpartition(".")
+        (made.setdefault(group, {}) if group else made)[name] = value
+    return dict(made)
+
+
+def axolotl_file(given: Mapping[str, Any]) -> str:
+    """The file of a case."""
+    return yaml.safe_dump(given["file"] if "file" in given else changed(given["changes"]), sort_keys=False)
+
+
+# ms-swift
+
+SWIFT = "--model m --dataset d.jsonl --reward_funcs accuracy --gradient_accumulation_steps 8 --max_steps 10"
+"""The least command line."""
+
+PLUGIN = """
+from swift.plugin import ORM, orms
+
+class Short(ORM):
+    def __call__(self, completions, **kwargs):
+        return [-len(text) / 100 for text in completions]
+
+for name in ("math_acc", "math_format", "r1v_acc", "countdown", "code_reward", "code_format"):
+    orms["external_" + name] = Short
+"""
+
+
+def swift_files(folder: Path) -> None:
+    """What ms-swift's examples name."""
+    examples = folder / "examples/train/grpo"
+    (examples / "plugin").mkdir(parents=True)
+    (examples / "prompt.txt").write_text("Think first.\n")
+    (examples / "plugin/plugin.py").write_text(PLUGIN)
+    (folder / "mine.py").write_text(
+        "from swift.plugin import orms\norms['mine'] = lambda completions, **_: completions\n"
+    )
+    (folder / "system.txt").write_text("Think.\n")
+    rows = [{"problem": f"{n}+2=", "solution": str(n + 2)} for n in range(40)]
+    for name, count in {"rows": 40, "d": 40, "e": 7}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+
+
+def swift_words(line: str, table: Sequence[ForeignOption] = RLHF) -> dict[str, list[str]]:
+    """A command line as the verb hands it on; an argument's older name is its newer one."""
+    names = {name: argument.name for argument in table for name in (argument.name, *argument.also)}
+    words = swift.repeated(shlex.split(line))
+    given: dict[str, list[str]] = {}
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        given.setdefault(names[flag.removeprefix("--")], []).append(value)
+    return given
