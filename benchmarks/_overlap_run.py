@@ -25,9 +25,9 @@ from _versus import Parts, append, work_of
 
 from tandem.config import loading as recipes
 from tandem.metrics import flatten
-from tandem.rollout.feed import RolloutBuffer
-from tandem.rollout.rate import Pace
-from tandem.rollout.worker import Worker
+from tandem.rollout.buffer import RolloutBuffer
+from tandem.rollout.group_runner import GroupRunner
+from tandem.rollout.lag_control import LagControl
 from tandem.trainer import assemble as run
 
 BEAT = 0.005
@@ -58,8 +58,8 @@ class Waits:
 
     def trace(self) -> None:
         """Time every lock, every sleep, and how groups are handed over."""
-        acquire, sleep, take, group = asyncio.Lock.acquire, asyncio.sleep, RolloutBuffer.take, Worker.group
-        paced = Pace.step
+        acquire, sleep, take, group = asyncio.Lock.acquire, asyncio.sleep, RolloutBuffer.take, GroupRunner.run
+        paced = LagControl.step
 
         async def timed_acquire(lock: asyncio.Lock) -> Any:
             begun = time.perf_counter()
@@ -77,7 +77,7 @@ class Waits:
                 if delay > 0 and _of_a_step():
                     self.seen("poll", time.perf_counter() - begun, _caller())
 
-        async def timed_group(worker: Worker, *args: Any, index: int, **more: Any) -> Any:
+        async def timed_group(worker: GroupRunner, *args: Any, index: int, **more: Any) -> Any:
             found = await group(worker, *args, index=index, **more)
             self.ended[index] = time.perf_counter()
             return found
@@ -89,17 +89,17 @@ class Waits:
             self.seen("handed", time.perf_counter() - ready)
             return found
 
-        def timed_pace(pace: Pace, *args: Any) -> Any:
-            found = paced(pace, *args)
+        def timed_pace(lag_control: LagControl, *args: Any) -> Any:
+            found = paced(lag_control, *args)
             self.longest["idle"] = flatten(found).get("engine/idle_seconds", 0.0)
             return found
 
         changed: dict[tuple[Any, str], Any] = {
             (asyncio.Lock, "acquire"): timed_acquire,
             (asyncio, "sleep"): timed_sleep,
-            (Worker, "group"): timed_group,
+            (GroupRunner, "group"): timed_group,
             (RolloutBuffer, "take"): timed_take,
-            (Pace, "step"): timed_pace,
+            (LagControl, "step"): timed_pace,
         }
         for (owner, name), value in changed.items():
             setattr(owner, name, value)

@@ -30,7 +30,7 @@ from _versus import INSTRUCTION, Parts, Work, add_work, append, multiplied, peak
 from tandem.config import loading as recipes
 from tandem.errors import DoesNotFit
 from tandem.model.policy import Policy
-from tandem.rollout.feed import RolloutBuffer
+from tandem.rollout.buffer import RolloutBuffer
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.memory_plan.table import MemoryPlan

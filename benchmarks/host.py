@@ -65,7 +65,7 @@ STAGES = {
     "records": ("tandem/trainer/record.py", "tandem/observability/loggers/"),
     "metrics": ("tandem/rollout/measure.py", "tandem/metrics.py", "tandem/observability/"),
     "requests, answers": ("tandem/engines/", "aiohttp/", "multidict/", "yarl/"),
-    "text": ("transformers/", "tandem/rollout/chat.py", "tandem/agents/tool_calls.py", "jinja2/"),
+    "text": ("transformers/", "tandem/rollout/template.py", "tandem/agents/tool_calls.py", "jinja2/"),
     "feed": ("tandem/rollout/", "tandem/envs/"),
     "the rest": ("tandem/",),
     "event loop": ("asyncio/",),

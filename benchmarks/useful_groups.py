@@ -41,11 +41,11 @@ from tandem.algorithms.curricula.solve_rate import SolveRate
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.config.sections import Replay, Reroll
-from tandem.rollout.cursor import DataState
-from tandem.rollout.feed import BufferOptions, RolloutBuffer
-from tandem.rollout.judges import as_is
+from tandem.rollout.buffer import BufferOptions, RolloutBuffer
+from tandem.rollout.data_state import DataState
+from tandem.rollout.group_runner import keep_rewards
 from tandem.rollout.measure import Solved
-from tandem.rollout.streams import Stream
+from tandem.rollout.task_sampler import EnvRunner
 from tandem.trainer.objective import Known, Objective
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -128,7 +128,7 @@ class Player:
     played: int = 0
     flat: int = 0
 
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+    async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         p, draw = self.world.right(self.step, int(task.id)), random.Random(f"{self.seed}/{id}")
         said = [draw.random() < p for _ in range(size)]
         self.tokens += size
@@ -190,22 +190,22 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
     player, found, objective = Player(world, seed), Found(), Objective(loss=Grpo())
     tasks = [Task(id=str(n), env="task", prompt=(Message(role="user", content="?"),), answer="")
              for n in range(len(world.b))]  # fmt: skip
-    stream = Stream(
+    runner = EnvRunner(
         name="task",
         label="",
         seed=seed,
-        worker=player,  # type: ignore[arg-type]
+        group_runner=player,  # type: ignore[arg-type]
         tasks=tasks,
         solved=Solved(reward="mark", full_marks=1.0),
     )
     buffer = RolloutBuffer(
-        streams=[stream],
+        runners=[runner],
         options=BufferOptions(
-            groups_per_step=GROUPS, group_size=ANSWERS, max_lag=0, drop_flat=True, sampling=Sampling(), steps=steps,
-            **options,
+            groups_per_step=GROUPS, group_size=ANSWERS, max_lag=0, drop_zero_variance=True, sampling=Sampling(),
+            steps=steps, **options,
         ),
         version=lambda: player.step,
-        judge=as_is,
+        postprocess_rewards=keep_rewards,
         on_drop=lambda reason, group: None,
     )  # fmt: skip
     async with buffer.open(DataState()) as opened:
@@ -213,7 +213,7 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
             batch = await opened.take()
             found.gradients.append(gradient(world, step, batch.groups, objective))
             found.tokens.append(player.tokens)
-            useful = [group for group in batch if not group.is_flat]
+            useful = [group for group in batch if not group.zero_variance]
             found.useful += len(useful)
             found.fresh += sum(not group.replayed for group in useful)
             found.ages += [step - group.version_min for group in batch]

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tandem.errors import EngineError
-from tandem.rollout.cursor import DataState
-from tandem.rollout.feed import BufferOptions, RolloutBuffer
-from tandem.rollout.judges import Judge, as_is
+from tandem.rollout.buffer import BufferOptions, RolloutBuffer
+from tandem.rollout.data_state import DataState
+from tandem.rollout.group_runner import PostprocessRewards, keep_rewards
+from tandem.rollout.lag_control import LagControl
 from tandem.rollout.measure import Solved
-from tandem.rollout.rate import Pace
-from tandem.rollout.streams import Stream
+from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ REWARDS: dict[str, tuple[float | None, ...]] = {
 
 @dataclass
 class Trainer:
-    """What has been reached, and a worker whose answers take a random while: a ``Worker`` and a version."""
+    """What has been reached, and a worker whose answers take a random while: a ``GroupRunner`` and a version."""
 
     kind: Kind = always_good
     seed: int = 0
@@ -70,7 +70,7 @@ class Trainer:
     dropped: list[tuple[str, str]] = field(default_factory=list)
     happened: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+    async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         self.started.append(id)
         self.when.append((id, self.step))
         self.playing.add(id)
@@ -96,12 +96,12 @@ class Trainer:
         """Who was played together: whoever ends first in a wave has seen all of it."""
         return {id: max((c for c in self.company if id in c), key=len) for id in self.started}
 
-    def stream(self, name: str, count: int, **options: Any) -> Stream:
-        return Stream(
+    def runner(self, name: str, count: int, **options: Any) -> EnvRunner:
+        return EnvRunner(
             name=name,
             label=options.pop("label", ""),
             seed=options.pop("seed", 7),
-            worker=self,  # type: ignore[arg-type]
+            group_runner=self,  # type: ignore[arg-type]
             tasks=tasks(count),
             solved=Solved(reward="mark", full_marks=1.0),
             **options,
@@ -113,30 +113,30 @@ class Trainer:
         *,
         n: int = 3,
         max_lag: int = 0,
-        drop_flat: bool = True,
+        drop_zero_variance: bool = True,
         patience: int = 50,
-        judge: Judge = as_is,
+        postprocess_rewards: PostprocessRewards = keep_rewards,
         seed: int = 7,
-        pace: Pace | None = None,
+        lag_control: LagControl | None = None,
         **reuse: Any,
     ) -> RolloutBuffer:
         return RolloutBuffer(
-            streams=[self.stream("fake", count, seed=seed)],
+            runners=[self.runner("fake", count, seed=seed)],
             options=BufferOptions(
                 groups_per_step=n,
                 group_size=2,
                 max_lag=max_lag,
                 behind=self.behind,
-                drop_flat=drop_flat,
+                drop_zero_variance=drop_zero_variance,
                 sampling=Sampling(),
                 patience=patience,
                 **reuse,
             ),
             version=lambda: self.step,
-            judge=judge,
+            postprocess_rewards=postprocess_rewards,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
-            happened=lambda name, told: self.happened.append((name, dict(told))),
-            pace=pace,
+            on_event=lambda name, told: self.happened.append((name, dict(told))),
+            lag_control=lag_control,
         )
 
     async def train(self, buffer: RolloutBuffer, steps: int, slowest: int = 12) -> list[list[Group]]:
@@ -188,13 +188,13 @@ class Mixture(Trainer):
 
     def buffer(self, count: int = 1000, **options: Any) -> RolloutBuffer:
         buffer = super().buffer(count, **options)
-        easy = self.stream("easy", count, label="easy/", weight=1.0, min_share=self.least)
-        return replace(buffer, streams=[easy, self.stream("hard", count, label="hard/", weight=2.0)])
+        easy = self.runner("easy", count, label="easy/", weight=1.0, min_share=self.least)
+        return replace(buffer, runners=[easy, self.runner("hard", count, label="hard/", weight=2.0)])
 
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+    async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         hard = replace(task, id=f"{int(task.id[1:]) % 3}9") if id.startswith("hard/") else replace(task, id="t1")
         named = replace(hard, id=f"t{hard.id.lstrip('t')}")
-        group = await super().group(named, id=id, index=index, size=size, sampling=sampling)
+        group = await super().run(named, id=id, index=index, size=size, sampling=sampling)
         return replace(group, env=id.partition("/")[0])
 
 

@@ -11,7 +11,7 @@ import aiohttp
 from fake_engine import END
 
 from tandem.agents.server import Proxy, Session
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.types import Completion, Sampling
 
 T = TypeVar("T")

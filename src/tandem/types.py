@@ -240,7 +240,7 @@ class Group:
     Example:
         >>> import tandem
         >>> group = tandem.Group(id="train/1@0", index=0, env="sums", rollouts=())
-        >>> group.scored, group.is_flat
+        >>> group.scored, group.zero_variance
         ((), True)
     """
 
@@ -266,7 +266,7 @@ class Group:
         return min(turn.completion.version_min for r in self.scored for turn in r.turns if turn.completion.tokens)
 
     @property
-    def is_flat(self) -> bool:
+    def zero_variance(self) -> bool:
         """True if the rewards cannot rank the siblings: fewer than two, or all equal."""
         rewards = [r.reward for r in self.scored]
         return len(rewards) < 2 or max(rewards) == min(rewards)  # type: ignore[type-var]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tandem.algorithms.curricula.base import Curriculum, Seen, Tally
+from tandem.algorithms.curricula.base import Curriculum, SolveCount, TaskHistory
 from tandem.config.registry import find, names
 from tandem.types import Task
 
@@ -19,11 +19,17 @@ def curriculum(request: pytest.FixtureRequest) -> Curriculum:
     return find("curricula", request.param)()  # type: ignore[no-any-return]
 
 
-def histories() -> list[Seen]:
+def histories() -> list[TaskHistory]:
     """Nothing, plays without an answer, and all outcomes of one and two plays of four answers."""
-    plays = [Tally(solved, 4) for solved in range(5)]
-    two = [Seen(2, pair) for pair in itertools.product(plays, plays)]
-    return [Seen(), Seen(1, (Tally(0, 0),)), *(Seen(1, (one,)) for one in plays), *two, Seen(99, (plays[2],) * 4, 12.5)]
+    plays = [SolveCount(solved, 4) for solved in range(5)]
+    two = [TaskHistory(2, pair) for pair in itertools.product(plays, plays)]
+    return [
+        TaskHistory(),
+        TaskHistory(1, (SolveCount(0, 0),)),
+        *(TaskHistory(1, (one,)) for one in plays),
+        *two,
+        TaskHistory(99, (plays[2],) * 4, 12.5),
+    ]
 
 
 def test_weights_are_at_least_0_and_finite_and_a_task_never_played_has_one(curriculum: Curriculum) -> None:

@@ -11,7 +11,7 @@ from integration.atropos_peers import HERE, atropos_python
 from proxied import Scripted
 
 from tandem.agents.server import Proxy
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.types import Sampling
 
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'

@@ -87,7 +87,7 @@ def test_a_trainer_gets_what_the_engine_sampled(
             assert [len(group.tokens) for group in groups] == [4] * 8
             for scored, version in zip(groups, [v for batch in taken for v in batch.versions], strict=True):
                 group = group_from_wire(scored, id="g", version=version or 0)
-                assert not group.is_flat
+                assert not group.zero_variance
                 for rollout in group.rollouts:
                     (turn,) = rollout.turns
                     assert turn.completion.tokens[-1] == END

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import EnvError
-from tandem.rollout.chat import EngineChat, Template
+from tandem.rollout.chat import EngineChat
+from tandem.rollout.template import Template
 from tandem.types import Completion, Finish, Message, Sampling, Task
 
 

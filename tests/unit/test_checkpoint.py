@@ -21,7 +21,7 @@ import torch
 from tandem.errors import CheckpointError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
-from tandem.rollout.cursor import DataState, Draw
+from tandem.rollout.data_state import DataState, Draw
 from tandem.trainable.full import Full
 from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.config.loading import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at
-from tandem.rollout.streams import Stream
+from tandem.rollout.task_sampler import EnvRunner
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.evaluate import evaluator as of_recipe
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
@@ -88,17 +88,17 @@ class Player:
         self.answers = answers
         self.asked: list[tuple[str, int, Sampling]] = []
 
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+    async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         self.asked.append((id, size, sampling))
         made = tuple(rollout(task, f"{id}/{n}", kind) for n, kind in enumerate(self.answers[task.id]))
         return Group(id=id, index=index, env="sums", rollouts=made)
 
 
-def stream(name: str, player: Player, label: str = "") -> Stream:
-    return Stream(
+def runner(name: str, player: Player, label: str = "") -> EnvRunner:
+    return EnvRunner(
         name=name,
         label=label,
-        worker=player,  # type: ignore[arg-type]
+        group_runner=player,  # type: ignore[arg-type]
         tasks=[
             Task(id=id, env="sums", prompt=(Message(role="user", content=f"{id}?"),), answer="7")
             for id in player.answers
@@ -111,7 +111,7 @@ def stream(name: str, player: Player, label: str = "") -> Stream:
 def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tuple[Evaluator, list[Any]]:
     told: list[Any] = []
     made = Evaluator(
-        streams=[stream("sums", player)] if player.answers else [],
+        runners=[runner("sums", player)] if player.answers else [],
         samples=samples,
         sampling=Sampling(temperature=0.5),
         due=due,
@@ -156,9 +156,9 @@ def test_summary_counts_failed_answers_as_wrong() -> None:
 def test_several_environments_are_told_together_and_each_by_itself() -> None:
     easy, hard = Player({"a": ("right",) * 4}), Player({name: ANSWERS[name] for name in ("a", "b", "d")})
     made, _ = evaluator(easy, 4)
-    one, other = stream("easy", easy, "easy/"), stream("hard", hard, "hard/")
+    one, other = runner("easy", easy, "easy/"), runner("hard", hard, "hard/")
     other.solved = Solved(reward="length", full_marks=0.5)
-    record = asyncio.run(dataclasses.replace(made, streams=[one, other])(3))
+    record = asyncio.run(dataclasses.replace(made, runners=[one, other])(3))
     assert (record["env"], record["tasks"]) == ("easy+hard", 4)
     assert {name: of["tasks"] for name, of in record["envs"].items()} == {"easy": 1, "hard": 3}
     assert record["envs"]["easy"]["mean"] == 1.0
@@ -231,9 +231,7 @@ def test_solved_reads_the_first_reward_alone() -> None:
 def test_measure_tells_scored_from_failed() -> None:
     player = Player(ANSWERS)
     groups = [
-        asyncio.run(
-            player.group(Task(id=id, env="e", prompt=(), answer=""), id=id, index=0, size=4, sampling=Sampling())
-        )
+        asyncio.run(player.run(Task(id=id, env="e", prompt=(), answer=""), id=id, index=0, size=4, sampling=Sampling()))
         for id in ANSWERS
     ]
     found = {

@@ -30,8 +30,8 @@ from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import Vllm as Live
 from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
-from tandem.rollout.cursor import DataState
-from tandem.rollout.recorded import told
+from tandem.rollout.data_state import DataState
+from tandem.rollout.turns import unrecorded_options
 from tandem.trainer.broker_source import broker_source
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
@@ -327,7 +327,7 @@ def test_what_is_no_number_says_nothing_of_sampling() -> None:
         "repetition_penalty": 1,
         "temperature": 0.5,
     }
-    broker.put(sent("a", generation_params=said), sent("b", generation_params=told(Sampling())))
+    broker.put(sent("a", generation_params=said), sent("b", generation_params=unrecorded_options(Sampling())))
     assert taken(broker, 1)[0] == [["a", "b"]]
 
 

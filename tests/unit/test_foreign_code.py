@@ -15,7 +15,7 @@ from tandem.cli.app import main
 from tandem.config.sources import Source
 from tandem.errors import EnvError
 from tandem.rollout.gold import siblings
-from tandem.rollout.worker import Worker
+from tandem.rollout.group_runner import GroupRunner
 from tandem.trainer import players
 
 ENVIRONMENT = """
@@ -111,7 +111,7 @@ def test_check(mine: Callable[[str], Any], wrong: str, said: str) -> None:
 )
 def test_metrics(mine: Callable[[str], Any], wrong: str, said: str) -> None:
     env = mine(wrong)
-    worker = Worker(name="mine", env=env, engine=None, graders=None, template=None, seed=0)  # type: ignore[arg-type]
+    worker = GroupRunner(name="mine", env=env, engine=None, graders=None, template=None, seed=0)  # type: ignore[arg-type]
     task, never = env.tasks("train")[0], _Never()
     rollout = asyncio.run(worker._play(task, (1,), "mine/1", never))  # type: ignore[arg-type]
     if not said:

@@ -16,9 +16,9 @@ from feeding import Trainer, ids
 from feeding import run as limited
 
 from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
-from tandem.rollout.cursor import DataState
-from tandem.rollout.rate import Pace
-from tandem.rollout.supply import Batch, RolloutSource
+from tandem.rollout.data_state import DataState
+from tandem.rollout.lag_control import LagControl
+from tandem.rollout.source import Batch, RolloutSource
 from tandem.trainer import loop
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.state import TrainerState
@@ -69,15 +69,15 @@ class Scene:
     def train(self, state: TrainerState = START) -> TrainerState:
         """Train from a state, as a run does that is put together around it."""
         self.trainer.step = state.step
-        play = self.trainer.group
+        play = self.trainer.run
 
-        async def group(*words: Any, **given: Any) -> Group:
+        async def held_back(*words: Any, **given: Any) -> Group:
             least = self.least
             while self.trainer.step < least:
                 await asyncio.sleep(0)
             return await play(*words, **given)
 
-        self.trainer.group = group  # type: ignore[method-assign]
+        self.trainer.run = held_back  # type: ignore[method-assign]
         run: Any = loop.Run(
             steps=STEPS,
             policy=SimpleNamespace(device="cpu", compute=self.compute),  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class Scene:
             stop=self.stop,
             reached=lambda step: setattr(self.trainer, "step", step),
             grading=dict,
-            pace=Pace.fixed(2, self.lag),
+            lag_control=LagControl.fixed(2, self.lag),
         )
         return limited(loop.train(run, state))
 
@@ -304,13 +304,13 @@ def test_what_is_evaluated_has_the_engine_to_itself() -> None:
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_the_next_wave_is_played_before_the_step_is_saved_or_after_it_is_evaluated(evaluates: bool) -> None:
     scene = Scene(evaluates=lambda step: evaluates)
-    play = scene.trainer.group
+    play = scene.trainer.run
 
-    async def group(*words: Any, **given: Any) -> Group:
+    async def noted(*words: Any, **given: Any) -> Group:
         scene.log.append(f"played {scene.trainer.step}")
         return await play(*words, **given)
 
-    scene.trainer.group = group  # type: ignore[method-assign]
+    scene.trainer.run = noted  # type: ignore[method-assign]
     scene.train()
     for step, happened in steps_of(scene).items():
         if 0 < step < STEPS:

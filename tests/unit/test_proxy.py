@@ -19,7 +19,8 @@ from tandem.engines.base import Engine
 from tandem.engines.fake import Fake
 from tandem.envs.agent import Agent
 from tandem.errors import ConfigError, EngineError, EnvError
-from tandem.rollout.chat import EngineChat, Template
+from tandem.rollout.chat import EngineChat
+from tandem.rollout.template import Template
 from tandem.types import Completion, Message, Sampling, Task
 
 A, B, C, SPACE, BREAK = 64, 65, 66, 220, 198

@@ -17,7 +17,9 @@ from tandem.agents.server import Proxy, Session
 from tandem.engines.fake import Fake
 from tandem.errors import EngineError, EnvError
 from tandem.observability import waits
-from tandem.rollout.chat import EngineChat, Template, answered
+from tandem.rollout.chat import EngineChat
+from tandem.rollout.template import Template
+from tandem.rollout.turns import last_completion
 from tandem.types import Completion, Message, Sampling, Task
 
 A, B = 64, 65
@@ -150,7 +152,7 @@ def test_who_is_waited_for_is_the_engine(template: Template) -> None:
                 ("environment e", "engine"),
             ]
             assert rollout.moved > moved
-        assert answered[engine] > moved
+        assert last_completion[engine] > moved
 
     asyncio.run(go())
 
@@ -174,7 +176,7 @@ def test_an_engine_that_fails_is_no_fault_of_the_agent(template: Template, swall
 
     fails = {1}
     if swallows:
-        asyncio.run(go(Broken([A, END])))  # asked again, it answered
+        asyncio.run(go(Broken([A, END])))  # asked again, it last_completion
     else:
         with pytest.raises(ValueError, match="200"):
             asyncio.run(go(Broken([A, END])))

@@ -14,7 +14,7 @@ from proxied import USER, Scripted, said, served
 from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session
 from tandem.agents.tool_calls import Bare, Call, Spoken, Tagged, as_text
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.types import Message
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"

@@ -14,14 +14,14 @@ from feeding import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.curricula.base import RECENT, Seen, Tally
+from tandem.algorithms.curricula.base import RECENT, SolveCount, TaskHistory
 from tandem.algorithms.curricula.solve_rate import SolveRate
 from tandem.config.sections import Replay, Reroll
 from tandem.errors import EnvError
 from tandem.metrics import flatten
-from tandem.rollout.agenda import Agenda
-from tandem.rollout.cursor import DataState, Draw
-from tandem.rollout.replay import Store
+from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.replay import ReplayBuffer
+from tandem.rollout.task_sampler import CurriculumSchedule
 from tandem.types import Group, Task
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_groups_with_signal_take_the_place_of_flat_ones(max_lag: int) -> None:
     plain = Trainer(mostly_flat)
     trained(plain, 12, max_lag=max_lag)
     assert len(trainer.started) < 0.6 * len(plain.started), "fewer groups are sampled for as many steps"
-    assert not any(group.is_flat for batch in batches for group in batch)
+    assert not any(group.zero_variance for batch in batches for group in batch)
     again = [group for batch in batches for group in batch if group.replayed]
     assert len(again) > 10
     assert counts["groups/replayed"] == len(told(trainer, "group_replayed")) >= len(again)
@@ -115,7 +115,7 @@ def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
         (made,), *_ = trained(trainer, 1, n=1, seed=n)
         return Draw(name, n), Group(id=f"g{n}", index=n, env=name, rollouts=made.rollouts)
 
-    store = Store(Replay(size=3, max_age=4))
+    store = ReplayBuffer(Replay(size=3, max_age=4))
     for n, version in enumerate((0, 1, 2, 3)):
         store.add(*group(n, version))
     store.add(*group(9, 3, "other"))
@@ -136,7 +136,7 @@ def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
 
 def test_flat_groups_failed_ones_and_replayed_ones_are_not_stored() -> None:
     trainer = Trainer(mixed)
-    buffer = trainer.buffer(drop_flat=False, replay=Replay(size=50, max_age=1))
+    buffer = trainer.buffer(drop_zero_variance=False, replay=Replay(size=50, max_age=1))
 
     async def go() -> DataState:
         async with buffer.open(DataState()) as opened:
@@ -321,7 +321,7 @@ def test_refills_are_bounded_and_then_a_step_takes_what_there_is(times: int, max
 def test_flat_groups_are_kept_only_where_the_bound_is_reached() -> None:
     trainer = Trainer(mostly_flat)
     batches, counts = played(trainer, 30, max_resample_times=1)
-    flat = [sum(group.is_flat for group in batch) for batch in batches]
+    flat = [sum(group.zero_variance for group in batch) for batch in batches]
     assert counts["groups/kept_flat"] == sum(flat)
     assert 0 < sum(flat) < 90
     for step, kept in enumerate(flat):
@@ -374,11 +374,11 @@ def test_a_task_in_play_is_not_drawn_unless_there_is_no_other() -> None:
 class Named:
     """Weights 0, 1, 2 and 3 by the task's name."""
 
-    def weight(self, task: Task, seen: Seen) -> float:
+    def weight(self, task: Task, seen: TaskHistory) -> float:
         return float(int(task.id[1:]) % 4)
 
 
-def play(agenda: Agenda, draws: int) -> list[int]:
+def play(agenda: CurriculumSchedule, draws: int) -> list[int]:
     """One after the other, each with an outcome of its own."""
     order = []
     for number in range(draws):
@@ -390,8 +390,8 @@ def play(agenda: Agenda, draws: int) -> list[int]:
     return order
 
 
-def agenda(count: int, curriculum: Any, seed: int = 7) -> Agenda:
-    made = Agenda(Trainer().stream("fake", count, seed=seed), curriculum)
+def agenda(count: int, curriculum: Any, seed: int = 7) -> CurriculumSchedule:
+    made = CurriculumSchedule(Trainer().runner("fake", count, seed=seed), curriculum)
     made.open({})
     return made
 
@@ -406,7 +406,7 @@ def test_draws_follow_the_weights_and_the_seed() -> None:
 
 def test_with_equal_weights_epochs_are_epochs_and_each_in_another_order() -> None:
     class Equal:
-        def weight(self, task: Task, seen: Seen) -> float:
+        def weight(self, task: Task, seen: TaskHistory) -> float:
             return 1.0
 
     order = play(agenda(40, Equal()), 40 * 8)
@@ -437,7 +437,7 @@ def test_an_agenda_goes_on_from_what_it_has_seen() -> None:
     held = [one.draw(number) for number in range(300, 303)]
     for place in held:
         one.hold(place)
-    other.open({place: Seen(*seen) for place, seen in one.seen.items()})
+    other.open({place: TaskHistory(*seen) for place, seen in one.seen.items()})
     for place in held:
         other.hold(place)
     for place in held[::-1]:
@@ -451,7 +451,7 @@ def test_an_agenda_goes_on_from_what_it_has_seen() -> None:
 
 def test_a_weight_that_is_none_is_refused_by_name() -> None:
     class Wrong:
-        def weight(self, task: Task, seen: Seen) -> float:
+        def weight(self, task: Task, seen: TaskHistory) -> float:
             return float("nan") if task.id == "t2" else 1.0
 
     with pytest.raises(EnvError, match="the curriculum gave task t2 the weight nan; it must be"):
@@ -462,25 +462,25 @@ def test_a_weight_that_is_none_is_refused_by_name() -> None:
     ("plays", "weight"),
     [
         ((), 1.0),
-        ((Tally(0, 0),), 1.0),
-        ((Tally(0, 8),), 0.1),
-        ((Tally(8, 8),), 0.1),
-        ((Tally(4, 8),), 1.0),
-        ((Tally(0, 8), Tally(2, 8)), (4 * 0.125 * 0.875) ** 2),
+        ((SolveCount(0, 0),), 1.0),
+        ((SolveCount(0, 8),), 0.1),
+        ((SolveCount(8, 8),), 0.1),
+        ((SolveCount(4, 8),), 1.0),
+        ((SolveCount(0, 8), SolveCount(2, 8)), (4 * 0.125 * 0.875) ** 2),
     ],
 )
-def test_solve_rate_weighs_by_the_spread_of_answers(plays: Sequence[Tally], weight: float) -> None:
+def test_solve_rate_weighs_by_the_spread_of_answers(plays: Sequence[SolveCount], weight: float) -> None:
     part = SolveRate(sharpness=2.0, floor=0.1)
-    seen = Seen(len(plays), tuple(plays))
+    seen = TaskHistory(len(plays), tuple(plays))
     assert part.weight(tasks(1)[0], seen) == pytest.approx(weight)
 
 
 def test_only_recent_plays_count() -> None:
-    seen = Seen()
+    seen = TaskHistory()
     for _ in range(RECENT):
-        seen = seen.after(Tally(8, 8))
+        seen = seen.after(SolveCount(8, 8))
     for _ in range(RECENT):
-        seen = seen.after(Tally(0, 8))
+        seen = seen.after(SolveCount(0, 8))
     assert (seen.rate, seen.played) == (0.0, 2 * RECENT)
 
 

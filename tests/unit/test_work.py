@@ -26,7 +26,7 @@ from tandem.compat.atropos.environment import EnvFlags, from_file, translate
 from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.observability import waits
-from tandem.rollout.judges import as_is
+from tandem.rollout.group_runner import keep_rewards
 from tandem.types import Group, Message, Sampling, Task
 
 T = TypeVar("T")
@@ -266,7 +266,7 @@ class FakeWorker:
         self.slow: set[str] = set()
         self.under_way = 0
 
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+    async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         self.names.append(id)
         self.under_way += 1
         gate = asyncio.Event() if task.id in self.slow else self.gate
@@ -289,7 +289,7 @@ def producer(broker: FakeBroker, **pace: Any) -> Producer:
         tasks=tasks,
         client=EnvClient(Connection(broker.url, backoff=quick()), spec, key="k", poll=0.01),
         sampling=Sampling(),
-        judge=as_is,
+        postprocess_rewards=keep_rewards,
         drop_flat=True,
         pace=Pace(**{"n": 3, "poll_seconds": 0.01, **pace}),
     )

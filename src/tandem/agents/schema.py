@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from tandem.agents.tool_calls import Call, Offer, Speech, Spoken
-from tandem.rollout.recorded import OF_THE_RUN, unkept, why_not
+from tandem.rollout.turns import OF_THE_RUN, untrainable_option, why_untrainable
 from tandem.types import Message, Sampling
 
 log = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ class Asked(msgspec.Struct, kw_only=True):
         for name, is_fine in fine.items():
             if not is_fine:
                 raise Wrong(f"{name} is out of range", param=name)
-        if (other := unkept(own, made)) is not None:
-            raise Wrong(why_not(other, own, made), param=other)
+        if (other := untrainable_option(own, made)) is not None:
+            raise Wrong(why_untrainable(other, own, made), param=other)
         return made
 
 

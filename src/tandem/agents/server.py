@@ -8,7 +8,6 @@ end token is not written twice. One that extends nothing is rendered from the st
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
@@ -25,9 +24,8 @@ from tandem.agents.schema import Asked, Chat, Text, Wrong
 from tandem.agents.tool_calls import Offer, Spoken, alike, as_text, read
 from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
-from tandem.observability import waits
-from tandem.rollout.chat import Template, answered
-from tandem.rollout.recorded import unkept, why_not
+from tandem.rollout.template import Template
+from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
 from tandem.types import MASKED, NO_LOGPROB, Json, Message, Sampling, Turn
 
 log = logging.getLogger(__name__)
@@ -127,26 +125,21 @@ class Session:
 
     async def _sample(self, prompt: Sequence[int], sampling: Sampling) -> Turn:
         """Sample after a prompt, and record it."""
-        if (name := unkept(self.sampling, sampling)) is not None:
-            raise EnvError(why_not(name, self.sampling, sampling))
+        if (name := untrainable_option(self.sampling, sampling)) is not None:
+            raise EnvError(why_untrainable(name, self.sampling, sampling))
         if len(prompt) >= self.engine.context:
             raise EnvError(
                 f"the conversation has {len(prompt)} tokens and the context is {self.engine.context}, so no room is "
                 "left for an answer"
             )
-        key = hashlib.blake2b(f"{self.stream}/{next(self._numbers)}".encode(), digest_size=8).digest()
         # Cut before anything may end it, the answer is sampled in the same way.
         cut = replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
-        asked = self.engine.generate(prompt, cut, int.from_bytes(key, "big"))
         try:
-            completion = await waits.wait(asked, owner=waits.actor("rollouts"), reason="an answer", on="engine")
+            turn = await sample_turn(self.engine, prompt, cut, f"{self.stream}/{next(self._numbers)}")
         except (EngineError, Deadline) as error:
             self.failure = error
             raise
         self.failure = None
-        waits.progress()
-        answered[self.engine] = time.monotonic()
-        turn = Turn(prompt=tuple(prompt), completion=completion, temperature=sampling.temperature or 1.0)
         self.turns.append(turn)
         return turn
 

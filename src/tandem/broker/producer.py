@@ -22,9 +22,8 @@ from tandem.broker.client import EnvClient, Receipt, Refused, Status
 from tandem.broker.protocol.messages import Info
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
-from tandem.rollout.judges import Judge
-from tandem.rollout.recorded import told
-from tandem.rollout.worker import Worker
+from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
+from tandem.rollout.turns import unrecorded_options
 from tandem.types import Group, Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Tally:
 class Producer:
     """One environment at work."""
 
-    worker: Worker
+    worker: GroupRunner
     """Plays."""
     tasks: Sequence[Task]
     """What there is to play."""
@@ -81,7 +80,7 @@ class Producer:
     """The broker; open."""
     sampling: Sampling
     """How answers are sampled."""
-    judge: Judge
+    postprocess_rewards: PostprocessRewards
     """Adjusts rewards before a group is judged flat."""
     drop_flat: bool
     """Leave out groups whose rewards are all equal."""
@@ -209,7 +208,7 @@ class Producer:
         task, name = self._task(draw)
         finished, in_a_row = self._finished, self._in_a_row
         try:
-            await self._hand_in(self.judge(await self._played(task, name, draw)))
+            await self._hand_in(self.postprocess_rewards(await self._played(task, name, draw)))
         except Deadline as error:
             # Those that were late together count as one, and not at all where others came through meanwhile.
             late = in_a_row + 1 if self._finished == finished else 0
@@ -229,7 +228,7 @@ class Producer:
             telling = asyncio.get_running_loop().call_later(seconds, wait.told)
             try:
                 async with asyncio.timeout(seconds):
-                    return await self.worker.group(task, id=name, index=draw, size=self._size, sampling=self.sampling)
+                    return await self.worker.run(task, id=name, index=draw, size=self._size, sampling=self.sampling)
             except TimeoutError as error:
                 raise Deadline(f"{wait.told()}; group_seconds is {seconds:g}", on=wait.on) from error
             finally:
@@ -253,7 +252,7 @@ class Producer:
             log.log(level, "group %s is left out, since %d of its %d answers have a reward: %s", group.id,
                     len(rewards), self._size, why)  # fmt: skip
             self.tally.groups["failed"] += 1
-        elif self.drop_flat and group.is_flat:
+        elif self.drop_flat and group.zero_variance:
             self.tally.groups["flat"] += 1
         else:
             self.tally.groups["lost" if await self._submitted(group) == "lost" else "sent"] += 1
@@ -264,7 +263,9 @@ class Producer:
         """Hand a group in, again where the broker put it off for too long: that it answers at all is seen elsewhere."""
         while True:
             try:
-                return await self.client.submit(group, f"{self._nonce}/{group.index}", told(self.sampling))
+                return await self.client.submit(
+                    group, f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
+                )
             except Deadline as late:
                 if self.client.connection.speaks != "tandem":  # which would not know that it is the same
                     log.warning("group %s may be lost: %s", group.id, late)

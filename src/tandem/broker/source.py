@@ -26,10 +26,10 @@ from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits
 from tandem.printable import named
-from tandem.rollout.cursor import DataState, Draw
+from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.measure import measure
-from tandem.rollout.recorded import differing
-from tandem.rollout.supply import Batch
+from tandem.rollout.source import Batch
+from tandem.rollout.turns import differing
 from tandem.types import Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class BrokerSource:
             return "failed"
         if self._is_stale(group):
             return "stale"
-        teaches = (given or not group.is_flat) and any(rollout.trained for rollout in group.scored)
+        teaches = (given or not group.zero_variance) and any(rollout.trained for rollout in group.scored)
         return "flat" if self.options.drop_flat and not teaches else None
 
     def _drop_stale(self) -> None:

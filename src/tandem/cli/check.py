@@ -265,14 +265,14 @@ class _Look:
         if self._planner is None or not self._tasks:
             return None
         from tandem.model.policy import load_tokenizer
-        from tandem.rollout import chat, prompts
+        from tandem.rollout import template as rendering
 
         limit = memory.context(self._config, self._model)
         tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
-        template = chat.Template(tokenizer, self._config.chat_template_kwargs)
-        longest = prompts.longest([task for some in self._tasks.values() for task in some], template, limit)
+        template = rendering.Template(tokenizer, self._config.chat_template_kwargs)
+        longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
-        note = prompts.shortfall(longest, limit, self._config.sampling.max_tokens)
+        note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
         self._said["prompts"] = f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
         return self._said["prompts"]
 

@@ -45,8 +45,8 @@ async def _played(config: RunConfig, count: int) -> Forecast:
     from tandem.trainer import players
     from tandem.trainer.forecast import forecast
 
-    async with run.playing(config, players.tasks(config, "train"), None) as streams:
-        return await forecast(config, streams, count)
+    async with run.playing(config, players.tasks(config, "train"), None) as runners:
+        return await forecast(config, runners, count)
 
 
 def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
@@ -56,7 +56,7 @@ def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
     from tandem.observability.loggers.console import answer_lines
 
     groups, signal = found.groups, found.signal
-    without = [("flat" if len(group.scored) > 1 else "failed", group) for group in groups if group.is_flat]
+    without = [("flat" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance]
     tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
     yield f"played {len(groups)} groups of {config.group_size} answers in {found.seconds:.0f} s, {tokens:,} tokens"
     share = len(signal) / len(groups)

@@ -25,11 +25,9 @@ from tandem.errors import BrokerError, ConfigError
 from tandem.model.policy import load_config, load_tokenizer
 from tandem.observability import waits, watchdog
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout import prompts
-from tandem.rollout.chat import Template
 from tandem.rollout.gold import require_full_marks
-from tandem.rollout.judges import Judge, as_is, penalise_truncated
-from tandem.rollout.worker import Worker
+from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.trainer import players
 from tandem.types import Group, Sampling
 
@@ -55,7 +53,7 @@ def play(config: Work) -> str:
     """Play as configured; returns what to tell."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("tandem").setLevel(logging.INFO)
-    logging.getLogger("tandem.rollout.worker").setLevel(logging.ERROR)  # a failed rollout is told with its group
+    logging.getLogger("tandem.rollout.group_runner").setLevel(logging.ERROR)  # a failed rollout is told with its group
     tallies: dict[str, Tally] = {}
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(run(config, tallies))
@@ -114,7 +112,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
         on = f"data of environment {name}"
         with waits.blocking("tandem work", "train tasks and their prompts", on, config.patience.wait_seconds):
             tasks[name] = players.tasks_of(name, source, "train")
-            prompts.longest(list(islice(tasks[name], prompts.FIRST)), template, context)
+            longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
     broker_key = _key(config.broker.key_variable, "broker.key_variable")
     remote = Remote(
         urls=config.engine.urls,
@@ -138,7 +136,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
         tallies.update({name: Tally() for name in config.sources})
         yield [
             Producer(
-                worker=Worker(
+                worker=GroupRunner(
                     name=name,
                     env=source.env,
                     engine=engine,
@@ -149,7 +147,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
                 tasks=tasks[name],
                 client=clients[name],
                 sampling=config.sampling,
-                judge=_judge(config),
+                postprocess_rewards=_judge(config),
                 drop_flat=config.flat_groups == "drop",
                 pace=Pace(
                     n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
@@ -194,10 +192,10 @@ async def _graders(config: Work, name: str, source: Source) -> AsyncIterator[Gra
         yield graders
 
 
-def _judge(config: Work) -> Judge:
+def _judge(config: Work) -> PostprocessRewards:
     if config.truncated == "penalise":
         return penalise_truncated(config.truncated_penalty)
-    return mask_truncated if config.truncated == "mask" else as_is
+    return mask_truncated if config.truncated == "mask" else keep_rewards
 
 
 def mask_truncated(group: Group) -> Group:

@@ -1,6 +1,6 @@
-"""Groups that had signal, kept to take the place of groups that have none.
+"""Replay buffer: trained groups that had signal, kept to take the place of zero-variance groups.
 
-A replayed group is trained with the logprobs that its own sampler told, however old: the objective computes the
+A replayed group is trained with the logprobs of its own sampler, however old: the objective computes the
 policy's anew in every step, so ratios and corrections see how far the two have come apart since. It is as old as
 ``max_age`` allows when it is trained at the latest.
 """
@@ -11,52 +11,52 @@ import dataclasses
 from collections.abc import Collection, Iterable
 
 from tandem.config.sections import Replay
-from tandem.rollout.cursor import Draw, Stored
+from tandem.rollout.data_state import Draw, StoredGroup
 from tandem.types import Group
 
 
-class Store:
-    """The newest groups that were trained and not flat."""
+class ReplayBuffer:
+    """The newest groups that were trained and had signal."""
 
-    def __init__(self, asked: Replay) -> None:
+    def __init__(self, options: Replay) -> None:
         """As large as the recipe says."""
-        self._asked = asked
-        self._stored: list[Stored] = []
+        self._options = options
+        self._stored: list[StoredGroup] = []
 
-    def fill(self, stored: Iterable[Stored]) -> None:
+    def fill(self, stored: Iterable[StoredGroup]) -> None:
         """What was kept before, oldest first."""
         self._stored = list(stored)
 
     @property
-    def stored(self) -> tuple[Stored, ...]:
+    def stored(self) -> tuple[StoredGroup, ...]:
         """What is kept, oldest first."""
         return tuple(self._stored)
 
     def add(self, draw: Draw, group: Group) -> None:
-        """Keep a group that is being trained, unless it is flat or comes from here."""
-        if self._asked.size and not group.replayed and not group.is_flat:
-            self._stored = [*self._stored, Stored(draw, group, 0)][-self._asked.size :]
+        """Keep a group that is being trained, unless it is zero-variance or comes from here."""
+        if self._options.size and not group.replayed and not group.zero_variance:
+            self._stored = [*self._stored, StoredGroup(draw, group, 0)][-self._options.size :]
 
-    def take(self, stream: str, *, step: int, taken: Collection[str]) -> tuple[Draw, Group] | None:
-        """A group of a stream to be trained once more, or None if there is none.
+    def take(self, env: str, *, step: int, taken: Collection[str]) -> tuple[Draw, Group] | None:
+        """A group of an environment to be trained once more, or None if there is none.
 
         The one that was replayed least, of these the youngest: every group gets its turn while it is fresh. How much
         signal it has plays no part, for that would bend the gradient towards some tasks.
 
         Args:
-            stream: its name.
+            env: the environment's name.
             step: policy step that it is trained at, at the latest.
             taken: ids of groups that wait to be trained: none is twice in a batch.
         """
-        self._stored = [one for one in self._stored if step - one.group.version_min <= self._asked.max_age]
+        self._stored = [one for one in self._stored if step - one.group.version_min <= self._options.max_age]
         fitting = [
             (one.times, -one.group.version_min, -one.group.index, at)
             for at, one in enumerate(self._stored)
-            if one.draw.stream == stream and one.group.id not in taken
+            if one.draw.env == env and one.group.id not in taken
         ]
         if not fitting:
             return None
         *_, at = min(fitting)
         draw, group, times = self._stored[at]
-        self._stored[at] = Stored(draw, group, times + 1)
+        self._stored[at] = StoredGroup(draw, group, times + 1)
         return draw, dataclasses.replace(group, replayed=times + 1)

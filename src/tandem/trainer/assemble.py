@@ -27,11 +27,11 @@ from tandem.observability.completions import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.optimizers.base import Stepper
-from tandem.rollout.chat import Template
-from tandem.rollout.cursor import DataState
-from tandem.rollout.rate import Pace
-from tandem.rollout.streams import Stream
-from tandem.rollout.supply import RolloutSource
+from tandem.rollout.data_state import DataState
+from tandem.rollout.lag_control import LagControl
+from tandem.rollout.source import RolloutSource
+from tandem.rollout.task_sampler import EnvRunner
+from tandem.rollout.template import Template
 from tandem.trainer import lifetime, loop, players, supply
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
@@ -122,19 +122,19 @@ async def _train(
 
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
-    async with playing(config, _first(config, players.tasks(config, "test")), weights) as streams:
-        return await evaluator(config, streams)(0)
+    async with playing(config, _first(config, players.tasks(config, "test")), weights) as runners:
+        return await evaluator(config, runners)(0)
 
 
 @asynccontextmanager
-async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None) -> AsyncIterator[list[Stream]]:
+async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None) -> AsyncIterator[list[EnvRunner]]:
     """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint."""
     with watchdog.watching(config.patience):
         async with _policy(config) as policy, players.opened(config, config.sources, None) as opened:
             if weights is not None:
                 await policy.compute(config.trains.load, policy.model, weights)
             async with _published(config, policy, fresh=weights is None) as engine:
-                yield opened.streams(engine, _template(config, policy), tasks)
+                yield opened.runners(engine, _template(config, policy), tasks)
 
 
 @asynccontextmanager
@@ -193,15 +193,15 @@ async def _assemble(
     checkpoints = _checkpoints(config, lock, policy, stepper, held, telemetry)
     await checkpoints.restore(state)
     template = _template(config, policy)
-    held_out = evaluator(config, playing.streams(engine, template, _first(config, tasks.get("test", {}))), telemetry)
+    held_out = evaluator(config, playing.runners(engine, template, _first(config, tasks.get("test", {}))), telemetry)
     trained = supply.StepCounter(state.step)
-    pace = supply.pace(config, state.rate, telemetry)
-    streams = playing.streams(engine, template, tasks.get("train", {}))
+    lag_control = supply.lag_control(config, state.rate, telemetry)
+    runners = playing.runners(engine, template, tasks.get("train", {}))
     run = loop.Run(
         steps=config.steps,
         policy=policy,
         weight_sync=session,
-        source=_source(config, folder, policy, engine, streams, trained, telemetry, pace),
+        source=_source(config, folder, policy, engine, runners, trained, telemetry, lag_control),
         pack=packer(config, policy),
         step=_step(config, policy, stepper, held),
         checkpoints=checkpoints,
@@ -213,7 +213,7 @@ async def _assemble(
         stop=stop,
         reached=trained.advance,
         grading=playing.metrics,
-        pace=pace,
+        lag_control=lag_control,
     )
     return run, state
 
@@ -340,10 +340,10 @@ def _source(
     folder: Path,
     policy: Policy,
     engine: Engine,
-    streams: Sequence[Stream],
+    runners: Sequence[EnvRunner],
     trained: supply.StepCounter,
     telemetry: Telemetry,
-    pace: Pace,
+    lag_control: LagControl,
 ) -> RolloutSource:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is not None:
@@ -359,7 +359,7 @@ def _source(
             telemetry=telemetry,
             engine=engine,
         )
-    return supply.played(config, streams, trained, telemetry, pace)
+    return supply.played(config, runners, trained, telemetry, lag_control)
 
 
 def objective(config: RunConfig) -> Objective:

@@ -15,7 +15,7 @@ from tandem.engines.base import CanAttest, Engine
 from tandem.errors import ConfigError
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.trainer.supply import StepCounter, dropped
 
 log = logging.getLogger(__name__)

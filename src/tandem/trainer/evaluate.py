@@ -12,7 +12,7 @@ from tandem.config.loading import RunConfig
 from tandem.observability import progress, trace
 from tandem.observability.emit import Telemetry
 from tandem.rollout.measure import interval, pass_at
-from tandem.rollout.streams import Stream
+from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group, Json, Sampling, Task
 
 _SHOWN = 40
@@ -23,7 +23,7 @@ _SHOWN = 40
 class Evaluator:
     """Held-out tasks and when to look at them."""
 
-    streams: Sequence[Stream]
+    runners: Sequence[EnvRunner]
     """Held-out tasks of each environment, and who plays them."""
     samples: int
     """Answers per task."""
@@ -38,7 +38,7 @@ class Evaluator:
 
     def wants(self, step: int) -> bool:
         """True if ``maybe`` would evaluate."""
-        return bool(self.streams) and self.due(step)
+        return bool(self.runners) and self.due(step)
 
     async def maybe(self, step: int) -> None:
         """Evaluate if this step is due."""
@@ -52,26 +52,26 @@ class Evaluator:
     async def __call__(self, step: int) -> dict[str, Json]:
         """Evaluate now; an ``eval.jsonl`` record."""
         begun = time.time()
-        asked = [(stream, task) for stream in self.streams for task in stream.tasks]
+        asked = [(runner, task) for runner in self.runners for task in runner.tasks]
         shown = progress.under_way("evaluating", total=len(asked), unit="tasks")
         with trace.span("seconds/evaluate"), shown as played:
             # Their waits are registered where they are played.
             groups = await asyncio.gather(
-                *(self._group(stream, task, i, played) for i, (stream, task) in enumerate(asked))
+                *(self._group(runner, task, i, played) for i, (runner, task) in enumerate(asked))
             )
-        looks = [_Look(stream=stream, group=group) for (stream, _), group in zip(asked, groups, strict=True)]
+        looks = [_Look(runner=runner, group=group) for (runner, _), group in zip(asked, groups, strict=True)]
         return self._record(step, looks, time.time() - begun)
 
-    async def _group(self, stream: Stream, task: Task, index: int, played: progress.Progress) -> Group:
+    async def _group(self, runner: EnvRunner, task: Task, index: int, played: progress.Progress) -> Group:
         """One task's answers."""
-        id = f"{stream.label}{task.id}@eval"
-        group = await stream.worker.group(task, id=id, index=index, size=self.samples, sampling=self.sampling)
+        id = f"{runner.label}{task.id}@eval"
+        group = await runner.group_runner.run(task, id=id, index=index, size=self.samples, sampling=self.sampling)
         played.advance()
         return group
 
     def _record(self, step: int, looks: Sequence[_Look], seconds: float) -> dict[str, Json]:
         """All environments together, and each of them under ``envs``."""
-        by_name = {stream.name: [look for look in looks if look.stream is stream] for stream in self.streams}
+        by_name = {runner.name: [look for look in looks if look.runner is runner] for runner in self.runners}
         return {
             "step": step,
             "time": time.time(),
@@ -85,7 +85,7 @@ class Evaluator:
         }
 
 
-def evaluator(config: RunConfig, streams: Sequence[Stream], telemetry: Telemetry | None = None) -> Evaluator:
+def evaluator(config: RunConfig, runners: Sequence[EnvRunner], telemetry: Telemetry | None = None) -> Evaluator:
     """As the recipe asks; of a run it tells ``telemetry``, and evaluates no step twice."""
     asked = config.evaluate
 
@@ -101,7 +101,7 @@ def evaluator(config: RunConfig, streams: Sequence[Stream], telemetry: Telemetry
             telemetry.event(name, step=step)
 
     return Evaluator(
-        streams=streams,
+        runners=runners,
         samples=asked.samples,
         sampling=asked.sampling(config.sampling),
         due=due,
@@ -114,13 +114,13 @@ def evaluator(config: RunConfig, streams: Sequence[Stream], telemetry: Telemetry
 class _Look:
     """One task, answered."""
 
-    stream: Stream
+    runner: EnvRunner
     group: Group
 
 
 def _numbers(looks: Sequence[_Look], samples: int) -> dict[str, Json]:
     """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong."""
-    solved = [sum(map(look.stream.solved, look.group.rollouts)) for look in looks]
+    solved = [sum(map(look.runner.solved, look.group.rollouts)) for look in looks]
     means = [right / samples for right in solved]
     ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k < samples), samples})
     passed = {k: [pass_at(right, samples, k) for right in solved] for k in ks}
@@ -142,7 +142,7 @@ def _shown(look: _Look) -> dict[str, Json]:
     """A task and its first answer."""
     first = look.group.rollouts[0]
     return {
-        "task": f"{look.stream.label}{first.task.id}",
+        "task": f"{look.runner.label}{first.task.id}",
         "prompt": first.task.prompt[-1].content,
         "answer": first.task.answer,
         "text": first.text,

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from tandem.config.loading import RunConfig
 from tandem.observability import progress
-from tandem.rollout.cursor import Draw
-from tandem.rollout.streams import Stream, Timetable
-from tandem.trainer.supply import judge
+from tandem.rollout.data_state import Draw
+from tandem.rollout.mixture import MixtureSchedule
+from tandem.rollout.task_sampler import EnvRunner
+from tandem.trainer.supply import postprocess
 from tandem.types import Group
 
 
@@ -29,32 +30,32 @@ class Forecast:
     @property
     def signal(self) -> tuple[Group, ...]:
         """Groups with different rewards: what a step can learn from."""
-        return tuple(group for group in self.groups if not group.is_flat)
+        return tuple(group for group in self.groups if not group.zero_variance)
 
 
-async def forecast(config: RunConfig, streams: Sequence[Stream], count: int) -> Forecast:
+async def forecast(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> Forecast:
     """Play the first ``count`` groups, a batch's worth at a time."""
-    begun, wanted = time.monotonic(), _first(config, streams, count)
-    room, judged = asyncio.Semaphore(config.groups_per_step), judge(config)
+    begun, wanted = time.monotonic(), _first(config, runners, count)
+    room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), postprocess(config)
     with progress.under_way("sampling", total=count, unit="groups") as played:
 
-        async def play(index: int, stream: Stream, number: int) -> Group:
-            task, id = stream.of(Draw(stream=stream.name, number=number))
+        async def play(index: int, runner: EnvRunner, number: int) -> Group:
+            task, id = runner.of(Draw(env=runner.name, number=number))
             async with room:
-                group = await stream.worker.group(
+                group = await runner.group_runner.run(
                     task, id=id, index=index, size=config.group_size, sampling=config.sampling
                 )
             played.advance()
-            return judged(group)
+            return postprocess_rewards(group)
 
-        groups = await asyncio.gather(*(play(i, stream, number) for i, (stream, number) in enumerate(wanted)))
+        groups = await asyncio.gather(*(play(i, runner, number) for i, (runner, number) in enumerate(wanted)))
     return Forecast(groups=tuple(groups), seconds=time.monotonic() - begun)
 
 
-def _first(config: RunConfig, streams: Sequence[Stream], count: int) -> list[tuple[Stream, int]]:
-    """Stream and number of the first draws of a run without a curriculum."""
-    by_name = {stream.name: stream for stream in streams}
-    table = Timetable(streams, config.groups_per_step)
+def _first(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[tuple[EnvRunner, int]]:
+    """EnvRunner and number of the first draws of a run without a curriculum."""
+    by_name = {runner.name: runner for runner in runners}
+    table = MixtureSchedule(runners, config.groups_per_step)
     names = itertools.chain.from_iterable(table.batch(batch) for batch in itertools.count())
     drawn: Counter[str] = Counter()
     found = []

@@ -33,8 +33,8 @@ from tandem.model.policy import Policy
 from tandem.observability import trace
 from tandem.observability.emit import Telemetry
 from tandem.observability.watchdog import deadline_in
-from tandem.rollout.rate import Pace
-from tandem.rollout.supply import Batch, RolloutSource
+from tandem.rollout.lag_control import LagControl
+from tandem.rollout.source import Batch, RolloutSource
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
@@ -82,7 +82,7 @@ class Run:
     """Told each step that training has reached."""
     grading: Callable[[], Mapping[str, Value]]
     """What the graders counted since the last call."""
-    pace: Pace
+    lag_control: LagControl
     """How far sampling is ahead, and who waits for whom."""
 
 
@@ -113,12 +113,12 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, release))
             run.reached(step)
             # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
-            metrics = [run.pace.step(step, stats.metrics), buffer.metrics(), run.grading()]
+            metrics = [run.lag_control.step(step, stats.metrics), buffer.metrics(), run.grading()]
             async with _commit(run, weight_sync, state, batch, packed, release) as commit:
                 metrics.append(await run.step.apply(step, packed, stats))
             published = commit.succeeded()
             metrics.append(commit.metrics())
-            state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state, run.pace.state)
+            state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state, run.lag_control.state)
             await rollouts.begin(step, packed, stats)
             _emit(run, state, packed, stats, metrics, begun, published)
             run.checkpoints.still()
@@ -137,7 +137,7 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
 
 def _request_early(run: Run, weight_sync: WeightSyncSession, step: int, release: Callable[[], None] | None) -> None:
     """On policy, have the next requests wait at the engine for this step's weights while the device computes them."""
-    if release is not None and run.pace.on_policy:
+    if release is not None and run.lag_control.on_policy:
         weight_sync.accept_requests_for(step, release)
 
 
@@ -174,7 +174,9 @@ async def _commit(
         if not await run.policy.compute(weight_sync.trained.finite):
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
             raise
-        await run.checkpoints.save(state.advanced(packed.num_loss_tokens, version, batch.data_state, run.pace.state))
+        await run.checkpoints.save(
+            state.advanced(packed.num_loss_tokens, version, batch.data_state, run.lag_control.state)
+        )
         folder = run.checkpoints.folder.parent
         message = (
             f"{error}. Step {step} is saved. To go on, with engines started anew and proven: tandem train {folder}"
@@ -249,7 +251,7 @@ def _emit(
 async def _next_batch(run: Run, buffer: RolloutSource, state: TrainerState) -> Batch | None:
     """The next batch; None if the run is to stop. A run that gets none any more is saved: nothing else is under way."""
     try:
-        with trace.span("seconds/wait"), run.pace.waiting():
+        with trace.span("seconds/wait"), run.lag_control.waiting():
             return await _unless_stopped(run, buffer.take())
     except TandemError as error:
         late = deadline_in(error)

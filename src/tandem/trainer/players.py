@@ -18,12 +18,12 @@ from tandem.errors import EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout import prompts
-from tandem.rollout.chat import Template
+from tandem.rollout import template as rendering
 from tandem.rollout.gold import require_full_marks
+from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.measure import Solved
-from tandem.rollout.streams import Stream
-from tandem.rollout.worker import Worker
+from tandem.rollout.task_sampler import EnvRunner
+from tandem.rollout.template import Template
 from tandem.trainer import memory_plan as memory
 from tandem.types import Task
 
@@ -88,10 +88,10 @@ def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
 
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     template = Template(tokenizer, config.chat_template_kwargs)
-    first = [task for some in tasks.values() for task in islice(some, prompts.FIRST)]
+    first = [task for some in tasks.values() for task in islice(some, rendering.FIRST_PROMPTS)]
     context = memory.context(config, model)
-    longest = prompts.longest(first, template, context)
-    if note := prompts.shortfall(longest, context, config.sampling.max_tokens):
+    longest = rendering.longest_prompt(first, template, context)
+    if note := rendering.shortfall(longest, context, config.sampling.max_tokens):
         log.warning("a prompt of %d tokens in a context of %d %s", longest, context, note)
     return longest
 
@@ -118,13 +118,13 @@ class Players:
         """What the graders counted since the last call."""
         return merge([graders.metrics() for graders in self.graders.values()])
 
-    def streams(self, engine: Engine, template: Template, tasks: Tasks) -> list[Stream]:
+    def runners(self, engine: Engine, template: Template, tasks: Tasks) -> list[EnvRunner]:
         """The tasks of each environment, with who plays them."""
         return [
-            Stream(
+            EnvRunner(
                 name=name,
                 label=f"{name}/" if name in self.config.envs else "",
-                worker=Worker(
+                group_runner=GroupRunner(
                     name=name,
                     env=self.config.sources[name].env,
                     engine=engine,

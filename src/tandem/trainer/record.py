@@ -11,7 +11,7 @@ from itertools import groupby, repeat
 
 import numpy as np
 
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import StepStats
 from tandem.types import UNKNOWN, Json, Message, Rollout

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tandem.rollout.cursor import DataState
-from tandem.rollout.rate import RateState
+from tandem.rollout.data_state import DataState
+from tandem.rollout.lag_control import RateState
 from tandem.types import Json, PolicyVersion
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from tandem.config.loading import RunConfig
 from tandem.observability.dropped import DroppedGroups
 from tandem.observability.emit import Telemetry
-from tandem.rollout.feed import BufferOptions, RolloutBuffer
-from tandem.rollout.judges import Judge, as_is, penalise_truncated
-from tandem.rollout.rate import Budget, Pace, RateState
-from tandem.rollout.streams import Stream
+from tandem.rollout.buffer import BufferOptions, RolloutBuffer
+from tandem.rollout.group_runner import PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.lag_control import LagControl, LagController, RateState
+from tandem.rollout.task_sampler import EnvRunner
 
 
 @dataclass(slots=True)
@@ -30,40 +30,40 @@ class StepCounter:
         return self.step
 
 
-def pace(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> Pace:
+def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> LagControl:
     """How far sampling may be ahead of training; ``state`` is that of a resumed run's controller."""
     ahead = config.most_lag - config.sync.behind
     if config.max_lag != "auto":
-        return Pace.fixed(config.groups_per_step, ahead)
-    budget = Budget(
+        return LagControl.fixed(config.groups_per_step, ahead)
+    budget = LagController(
         groups_per_step=config.groups_per_step,
         most=ahead * config.groups_per_step,
         ess_floor=config.rate.ess_floor,
     )
-    return Pace.auto(budget, state, lambda told: telemetry.event("rate_changed", **told))
+    return LagControl.auto(budget, state, lambda told: telemetry.event("rate_changed", **told))
 
 
-def judge(config: RunConfig) -> Judge:
+def postprocess(config: RunConfig) -> PostprocessRewards:
     """What has the last word on a group's rewards."""
-    return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else as_is
+    return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
 
 
 def played(
     config: RunConfig,
-    streams: Sequence[Stream],
+    runners: Sequence[EnvRunner],
     trained: StepCounter,
     telemetry: Telemetry,
-    pace: Pace,
+    lag_control: LagControl,
 ) -> RolloutBuffer:
     """Tasks that are played here."""
     return RolloutBuffer(
-        streams=streams,
+        runners=runners,
         options=BufferOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
             max_lag=config.most_lag,
             behind=config.sync.behind,
-            drop_flat=config.flat_groups == "drop",
+            drop_zero_variance=config.flat_groups == "drop",
             sampling=config.sampling,
             steps=config.steps,
             max_resample_times=config.max_resample_times,
@@ -72,10 +72,10 @@ def played(
             curriculum=config.curriculum,
         ),
         version=trained.current,
-        judge=judge(config),
+        postprocess_rewards=postprocess(config),
         on_drop=dropped(config, trained, telemetry),
-        pace=pace,
-        happened=lambda name, told: telemetry.event(name, **told),
+        lag_control=lag_control,
+        on_event=lambda name, fields: telemetry.event(name, **fields),
     )
 
 

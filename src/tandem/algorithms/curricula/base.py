@@ -10,7 +10,7 @@ RECENT = 4
 """Plays of a task that are remembered: the policy that older ones tell of is gone."""
 
 
-class Tally(NamedTuple):
+class SolveCount(NamedTuple):
     """One play of a task."""
 
     solved: int
@@ -19,12 +19,12 @@ class Tally(NamedTuple):
     """Answers that were scored."""
 
 
-class Seen(NamedTuple):
+class TaskHistory(NamedTuple):
     """What came of a task so far."""
 
     played: int = 0
     """Groups of it that were judged."""
-    recent: tuple[Tally, ...] = ()
+    recent: tuple[SolveCount, ...] = ()
     """The last ``RECENT`` of them, oldest first."""
     at: float = 0.0
     """When it was drawn last, in epochs: a task of weight 1 comes once in each."""
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
         answers = sum(play.answers for play in self.recent)
         return sum(play.solved for play in self.recent) / answers if answers else None
 
-    def after(self, play: Tally) -> Seen:
+    def after(self, play: SolveCount) -> TaskHistory:
         """One more was played."""
         return self._replace(played=self.played + 1, recent=(*self.recent, play)[-RECENT:])
 
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 class Curriculum(Protocol):
     """A frozen dataclass whose fields are its options."""
 
-    def weight(self, task: Task, seen: Seen) -> float:
+    def weight(self, task: Task, seen: TaskHistory) -> float:
         """How often this task comes in an epoch, in the long run: 1 is once, 0 never again; it is finite.
 
         A function of the two alone: it is asked when something new came of the task, and again when a run is resumed.

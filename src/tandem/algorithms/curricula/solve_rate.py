@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algorithms.curricula.base import Seen
+from tandem.algorithms.curricula.base import TaskHistory
 from tandem.types import Task
 
 
@@ -27,7 +27,7 @@ class SolveRate:
         if not 0 < self.floor <= 1:
             raise ValueError("floor must be above 0 and at most 1: a task of weight 0 would never come again")
 
-    def weight(self, task: Task, seen: Seen) -> float:
+    def weight(self, task: Task, seen: TaskHistory) -> float:
         rate = seen.rate
         if rate is None:
             return 1.0

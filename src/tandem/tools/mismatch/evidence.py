@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.tools.mismatch.recorded import Spoken
 from tandem.tools.mismatch.tokenised import anew
 from tandem.tools.mismatch.weights import DECLARED, Lab, Precision, Transform

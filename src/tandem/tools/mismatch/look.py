@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.observability.report.folder import RunFolder, load
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.tools.mismatch.causes import Cause, Rollouts, causes
 from tandem.tools.mismatch.evidence import Evidence, rms
 from tandem.tools.mismatch.recorded import choose, spoken

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import EnvError
-from tandem.rollout.chat import Template
+from tandem.rollout.template import Template
 from tandem.tools.mismatch.recorded import Spoken
 from tandem.trainer.record import shared
 

@@ -1,4 +1,4 @@
-"""Where the feed stands: all of it that a resume needs, as plain data too."""
+"""Data state: where the rollout buffer stands, as a checkpoint holds it."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tandem.algorithms.curricula.base import Seen, Tally
+from tandem.algorithms.curricula.base import SolveCount, TaskHistory
 from tandem.types import Group, Json
 
 
 class Draw(NamedTuple):
-    """A task of a stream: by its place in the stream's shuffled epochs, or as a curriculum chose it."""
+    """A task of an environment: by its place in the shuffled epochs, or as a curriculum chose it."""
 
-    stream: str
-    """The stream's name."""
+    env: str
+    """The environment's name in the run."""
     number: int
-    """Tasks of the stream drawn before it."""
+    """Tasks of the environment drawn before it."""
     again: int = 0
     """How often it came again since nobody had solved it."""
     task: int | None = None
-    """The task's place in the stream, where a curriculum chose it."""
+    """The task's place in the environment, where a curriculum chose it."""
 
 
-class Stored(NamedTuple):
+class StoredGroup(NamedTuple):
     """A group that was trained and may be trained again."""
 
     draw: Draw
     """What it was drawn as."""
     group: Group
-    """As it was sampled and judged."""
+    """As it was sampled and scored."""
     times: int
     """How often it was trained again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataState:
-    """Where the feed stands."""
+    """Where the rollout buffer stands: all of it that a resume needs."""
 
     taken: int = 0
     """Batches handed out so far."""
     drawn: Mapping[str, int] = field(default_factory=dict)
-    """Tasks drawn so far of each stream, by its name."""
+    """Tasks drawn so far of each environment, by its name."""
     admitted: int = 0
     """Groups admitted so far, repeats of stale ones included."""
     again: tuple[Draw, ...] = ()
-    """Draws that were admitted but neither trained nor judged: they are played first, in this order."""
+    """TaskSampler that were admitted but neither trained nor scored: they are played first, in this order."""
     ready: tuple[tuple[Draw, Group], ...] = ()
-    """Groups judged and not yet trained, each with its draw."""
+    """Groups scored and not yet trained, each with its draw."""
     resting: Mapping[str, int] = field(default_factory=dict)
-    """Streams that are left out since they gave nothing to train on, each with the batch that tries it again."""
+    """Environments that are left out since they gave nothing to train on, each with the batch that tries it again."""
     batches: tuple[str, ...] = ()
     """A broker's batches whose groups were trained or dropped, or are in ``ready``, and that it was not told of."""
-    stored: tuple[Stored, ...] = ()
-    """Groups that may take the place of flat ones, oldest first."""
+    stored: tuple[StoredGroup, ...] = ()
+    """Groups that may take the place of zero-variance ones, oldest first."""
     unsolved: tuple[Draw, ...] = ()
     """Tasks that nobody solved, as they will be drawn again, in this order."""
     rerolled: tuple[int, ...] = ()
     """The batch of each of these that was drawn for a batch which is not complete yet."""
     refilled: int = 0
-    """Flat groups that were replaced since the last batch was taken."""
-    seen: Mapping[str, Mapping[int, Seen]] = field(default_factory=dict)
-    """What came of each task, by stream and the task's place in it, where a curriculum asks."""
+    """Zero-variance groups that were replaced since the last batch was taken."""
+    seen: Mapping[str, Mapping[int, TaskHistory]] = field(default_factory=dict)
+    """What came of each task, by environment and the task's place in it, where a curriculum asks."""
 
     def to_json(self) -> dict[str, Json]:
         """Plain data."""
@@ -97,14 +97,14 @@ class DataState:
             resting=data.get("resting", {}),
             batches=tuple(data.get("batches", ())),
             stored=tuple(
-                Stored(Draw(*draw), group_from_json(group), times) for draw, group, times in data.get("stored", ())
+                StoredGroup(Draw(*draw), group_from_json(group), times) for draw, group, times in data.get("stored", ())
             ),
             unsolved=tuple(Draw(*draw) for draw in data.get("unsolved", ())),
             rerolled=tuple(data.get("rerolled", ())),
             refilled=data.get("refilled", 0),
             seen={
                 name: {
-                    place: Seen(played, tuple(Tally(*one) for one in recent), at)
+                    place: TaskHistory(played, tuple(SolveCount(*one) for one in recent), at)
                     for place, at, played, *recent in tasks
                 }
                 for name, tasks in data.get("seen", {}).items()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.metrics import Value
-from tandem.rollout.cursor import DataState
+from tandem.rollout.data_state import DataState
 from tandem.types import Group
 
 

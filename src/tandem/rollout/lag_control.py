@@ -77,7 +77,7 @@ class RateState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class StepTiming:
     """One step."""
 
     seconds: float
@@ -91,7 +91,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class LagController:
     """What it may do."""
 
     groups_per_step: int
@@ -105,12 +105,12 @@ class Budget:
         """To begin with: one batch is sampled while another is trained on."""
         return RateState(ahead=min(self.groups_per_step, self.most))
 
-    def after(self, state: RateState, seen: Seen) -> RateState:
+    def after(self, state: RateState, seen: StepTiming) -> RateState:
         """What a step that was seen makes of it."""
         new = self._after(state, seen)
         return new if new.ahead <= self.most else dataclasses.replace(new, ahead=self.most)
 
-    def _after(self, state: RateState, seen: Seen) -> RateState:
+    def _after(self, state: RateState, seen: StepTiming) -> RateState:
         # What is in flight when it shrinks is as old as before for some steps; to halve it again would be too much.
         calmed = state.settling and state.why == "ess"
         if seen.ess is not None and seen.ess < self.ess_floor and state.ahead > 0 and not calmed:
@@ -166,14 +166,14 @@ Changed = Callable[[Mapping[str, Json]], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class LagControl:
     """How far sampling may be ahead now, and the stopwatch of who waits for whom."""
 
     groups_per_step: int
     """Groups in a batch."""
     ahead: int
     """Groups that may be admitted beyond the batch that is trained on."""
-    budget: Budget | None = None
+    budget: LagController | None = None
     """What a controller may do; None: ``ahead`` stays as it is."""
     state: RateState | None = None
     """The controller's."""
@@ -189,12 +189,12 @@ class Pace:
     _ever: bool = field(default=False, init=False)
 
     @classmethod
-    def fixed(cls, groups_per_step: int, steps: int) -> Pace:
+    def fixed(cls, groups_per_step: int, steps: int) -> LagControl:
         """Always as many steps ahead."""
         return cls(groups_per_step=groups_per_step, ahead=steps * groups_per_step)
 
     @classmethod
-    def auto(cls, budget: Budget, state: RateState | None, changed: Changed) -> Pace:
+    def auto(cls, budget: LagController, state: RateState | None, changed: Changed) -> LagControl:
         """By measured waits, from where ``state`` stands."""
         state = budget.first() if state is None else state
         state = dataclasses.replace(state, ahead=min(state.ahead, budget.most))
@@ -256,14 +256,14 @@ class Pace:
         found |= {"rate/ahead": Mean(self.ahead, 1), "rate/lag": Mean(self.lag, 1)}
         seconds = now - self._begun
         ess = {name: value for name, value in metrics.items() if name == "ess"}
-        seen = Seen(seconds=seconds, waited=self._waited, idle=idle, ess=flatten(ess).get("ess"))
+        seen = StepTiming(seconds=seconds, waited=self._waited, idle=idle, ess=flatten(ess).get("ess"))
         old, self.state = self.state, self.budget.after(self.state, seen)
         self.ahead = self.state.ahead
         if self.ahead != old.ahead:
             self._tell(step, old, seen)
         return found
 
-    def _tell(self, step: int, old: RateState, seen: Seen) -> None:
+    def _tell(self, step: int, old: RateState, seen: StepTiming) -> None:
         """Of the window that decided, the step that was seen included."""
         assert self.state is not None
         seconds = old.seconds + seen.seconds

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tandem.config.loading import RunConfig, from_options
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.metrics import Metrics, Share, Sum, flatten
-from tandem.rollout.rate import HOLD, WINDOW, Budget, Pace, RateState, Seen
+from tandem.rollout.lag_control import HOLD, WINDOW, LagControl, LagController, RateState, StepTiming
 from tandem.trainer.assemble import check_pairs
 
 GROUPS = 8
 
 
-def budget(most: int = 4 * GROUPS, ess_floor: float = 0.8) -> Budget:
-    return Budget(groups_per_step=GROUPS, most=most, ess_floor=ess_floor)
+def budget(most: int = 4 * GROUPS, ess_floor: float = 0.8) -> LagController:
+    return LagController(groups_per_step=GROUPS, most=most, ess_floor=ess_floor)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Machine:
     """By groups ahead."""
     tried: list[int] = field(default_factory=list)
 
-    def step(self, ahead: int) -> Seen:
+    def step(self, ahead: int) -> StepTiming:
         self.tried.append(ahead)
         generation = GROUPS / self.speed(GROUPS + ahead)
         if ahead == 0:
@@ -46,9 +46,11 @@ class Machine:
             seconds = max(self.training, generation * ahead / GROUPS) + generation * (1 - ahead / GROUPS)
         else:
             seconds = max(self.training, generation)
-        return Seen(seconds=seconds, waited=seconds - self.training, idle=seconds - generation, ess=self.ess(ahead))
+        return StepTiming(
+            seconds=seconds, waited=seconds - self.training, idle=seconds - generation, ess=self.ess(ahead)
+        )
 
-    def run(self, budget: Budget, steps: int, state: RateState | None = None) -> RateState:
+    def run(self, budget: LagController, steps: int, state: RateState | None = None) -> RateState:
         state = state or budget.first()
         for _ in range(steps):
             state = budget.after(state, self.step(state.ahead))
@@ -56,10 +58,10 @@ class Machine:
 
 
 def test_on_policy_is_what_is_never_ahead() -> None:
-    assert Pace.fixed(4, 0).on_policy
-    assert not Pace.fixed(4, 1).on_policy
-    budget = Budget(groups_per_step=4, most=4, ess_floor=0.5)
-    paced = Pace.auto(budget, RateState(ahead=0), lambda told: None)
+    assert LagControl.fixed(4, 0).on_policy
+    assert not LagControl.fixed(4, 1).on_policy
+    budget = LagController(groups_per_step=4, most=4, ess_floor=0.5)
+    paced = LagControl.auto(budget, RateState(ahead=0), lambda told: None)
     assert paced.ahead == 0
     assert not paced.on_policy, "it may be ahead by the end of the step"
 
@@ -115,7 +117,7 @@ def test_below_the_floor_it_is_halved_at_once_and_not_again_before_that_can_show
 
 def test_an_old_step_right_after_the_halving_does_not_halve_again() -> None:
     rules = budget()
-    low, fine = Seen(seconds=1, waited=0, idle=0, ess=0.5), Seen(seconds=1, waited=0, idle=0, ess=0.9)
+    low, fine = StepTiming(seconds=1, waited=0, idle=0, ess=0.5), StepTiming(seconds=1, waited=0, idle=0, ess=0.9)
     state = rules.after(rules.first(), low)
     assert state.ahead == GROUPS // 2
     for _ in range(2):  # steps whose groups were sampled before
@@ -132,7 +134,9 @@ def test_it_goes_down_to_on_policy_where_nothing_less_holds_the_floor() -> None:
 
 
 seen = st.builds(
-    lambda seconds, waited, idle, ess: Seen(seconds=seconds, waited=seconds * waited, idle=seconds * idle, ess=ess),
+    lambda seconds, waited, idle, ess: StepTiming(
+        seconds=seconds, waited=seconds * waited, idle=seconds * idle, ess=ess
+    ),
     st.floats(1e-3, 1e3),
     st.floats(0, 1),
     st.floats(0, 1),
@@ -144,7 +148,7 @@ seen = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(seen, max_size=80), st.integers(0, 40), st.integers(0, 79))
 def test_it_never_leaves_its_budget_and_a_state_that_was_saved_goes_on_alike(
-    steps: list[Seen], most: int, at: int
+    steps: list[StepTiming], most: int, at: int
 ) -> None:
     rules = budget(most=most)
     state = saved = rules.first()
@@ -170,30 +174,30 @@ class Clock:
 
 def test_waits_and_idleness_are_of_the_step_alone() -> None:
     clock, told = Clock(), list[Mapping[str, Any]]()
-    pace = Pace.auto(budget(), None, told.append)
-    pace.clock = clock
+    lag_control = LagControl.auto(budget(), None, told.append)
+    lag_control.clock = clock
 
     def step(metrics: Metrics) -> dict[str, float]:
-        return flatten(pace.step(1, metrics))
+        return flatten(lag_control.step(1, metrics))
 
-    with pace.waiting():
-        with pace.playing():
+    with lag_control.waiting():
+        with lag_control.playing():
             clock.now = 3.0
-            with pace.playing():
+            with lag_control.playing():
                 clock.now = 4.0
         clock.now = 5.0
     clock.now = 10.0
     assert step({})["engine/idle_seconds"] == 6.0
     clock.now = 100.0  # an evaluation, a checkpoint: nobody's step
-    with pace.waiting():
+    with lag_control.waiting():
         clock.now = 101.0
-    with pace.playing():
+    with lag_control.playing():
         clock.now = 102.0
     clock.now = 104.0
     assert step({})["engine/idle_seconds"] == 3.0
-    playing = pace.playing()
+    playing = lag_control.playing()
     playing.__enter__()
-    with pace.waiting():
+    with lag_control.waiting():
         clock.now = 107.0
     assert step({})["engine/idle_seconds"] == 0.0
     assert not told
@@ -201,47 +205,47 @@ def test_waits_and_idleness_are_of_the_step_alone() -> None:
 
 def test_a_change_is_told_with_what_it_was_for() -> None:
     clock, told = Clock(), list[Mapping[str, Any]]()
-    pace = Pace.auto(budget(), None, told.append)
-    pace.clock = clock
+    lag_control = LagControl.auto(budget(), None, told.append)
+    lag_control.clock = clock
     for step in range(1, 20):
-        with pace.waiting(), pace.playing():
+        with lag_control.waiting(), lag_control.playing():
             clock.now += 3.0
-        with pace.playing():
+        with lag_control.playing():
             clock.now += 1.0
-        pace.step(step, {"ess": Share(9.0, 9.0, 10.0)})
+        lag_control.step(step, {"ess": Share(9.0, 9.0, 10.0)})
         if told:
             break
     assert told == [
         {"step": WINDOW, "reason": "waits", "was": 8, "ahead": 12, "lag": 2, "waited": 0.75, "idle": 0.0, "ess": 0.9}
     ]
-    assert pace.state is not None
-    assert (pace.ahead, pace.lag) == (12, 2) == (pace.state.ahead, 2)
+    assert lag_control.state is not None
+    assert (lag_control.ahead, lag_control.lag) == (12, 2) == (lag_control.state.ahead, 2)
 
 
 def test_the_effective_sample_size_is_read_from_the_steps_own_metric() -> None:
     told = list[Mapping[str, Any]]()
-    pace = Pace.auto(budget(), None, told.append)
-    with pace.waiting():
+    lag_control = LagControl.auto(budget(), None, told.append)
+    with lag_control.waiting():
         pass
-    pace.step(7, {"ess": Share(5.0, 10.0, 5.0), "correction/ess": Share(1.0, 1.0, 1.0)})
+    lag_control.step(7, {"ess": Share(5.0, 10.0, 5.0), "correction/ess": Share(1.0, 1.0, 1.0)})
     assert [(t["step"], t["reason"], t["ahead"], t["ess"]) for t in told] == [(7, "ess", 4, 0.5)]
 
 
 def test_a_fixed_lag_stays_and_says_nothing_of_a_rate() -> None:
-    pace = Pace.fixed(GROUPS, 2)
+    lag_control = LagControl.fixed(GROUPS, 2)
     for step in range(40):
-        with pace.waiting():
+        with lag_control.waiting():
             pass
-        with pace.playing():
+        with lag_control.playing():
             pass
-        found = pace.step(step, {"ess": Share(1.0, 9.0, 9.0)})
+        found = lag_control.step(step, {"ess": Share(1.0, 9.0, 9.0)})
         assert set(found) == {"engine/idle_seconds"}
         assert isinstance(found["engine/idle_seconds"], Sum)
-    assert (pace.ahead, pace.lag, pace.state) == (16, 2, None)
+    assert (lag_control.ahead, lag_control.lag, lag_control.state) == (16, 2, None)
 
 
 def test_a_state_of_a_larger_budget_is_cut() -> None:
-    assert Pace.auto(budget(most=5), RateState(ahead=20), lambda told: None).ahead == 5
+    assert LagControl.auto(budget(most=5), RateState(ahead=20), lambda told: None).ahead == 5
 
 
 # Recipes

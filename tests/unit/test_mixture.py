@@ -13,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config.sources import exactly
-from tandem.rollout.cursor import Draw
+from tandem.rollout.data_state import Draw
 from tandem.rollout.measure import Solved
-from tandem.rollout.streams import Stream, Timetable
+from tandem.rollout.mixture import MixtureSchedule
+from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Task
 
 
-def stream(
+def runner(
     name: str, weight: float = 1.0, min_share: float = 0.0, *, label: str = "", count: int = 5, seed: int = 7
-) -> Stream:
+) -> EnvRunner:
     tasks = [Task(id=f"t{n}", env="e", prompt=(), answer="") for n in range(count)]
-    return Stream(
+    return EnvRunner(
         name=name,
         label=label,
-        worker=cast("Any", None),
+        group_runner=cast("Any", None),
         tasks=tasks,
         solved=Solved(reward="mark", full_marks=1.0),
         seed=seed,
@@ -35,43 +36,43 @@ def stream(
     )
 
 
-def table(places: int, **shares: tuple[float, float]) -> Timetable:
-    return Timetable([stream(name, *share) for name, share in shares.items()], places)
+def table(places: int, **shares: tuple[float, float]) -> MixtureSchedule:
+    return MixtureSchedule([runner(name, *share) for name, share in shares.items()], places)
 
 
-def totals(timetable: Timetable, batches: int) -> Counter[str]:
-    return sum((Counter(timetable.counts(batch)) for batch in range(batches)), Counter())
+def totals(schedule: MixtureSchedule, batches: int) -> Counter[str]:
+    return sum((Counter(schedule.counts(batch)) for batch in range(batches)), Counter())
 
 
 def test_one_stream_has_every_place() -> None:
-    timetable = table(3, only=(2.5, 0.0))
-    assert [timetable.batch(n) for n in (7, 0)] == [["only"] * 3] * 2
+    schedule = table(3, only=(2.5, 0.0))
+    assert [schedule.batch(n) for n in (7, 0)] == [["only"] * 3] * 2
 
 
 def test_places_follow_the_weights_exactly_over_time_and_nearly_at_any_moment() -> None:
-    timetable = table(4, a=(2.0, 0.0), b=(1.0, 0.0))
-    assert [dict(timetable.counts(n)) for n in range(3)] == [{"a": 3, "b": 1}, {"a": 2, "b": 2}, {"a": 3, "b": 1}]
-    assert totals(timetable, 300) == {"a": 800, "b": 400}
+    schedule = table(4, a=(2.0, 0.0), b=(1.0, 0.0))
+    assert [dict(schedule.counts(n)) for n in range(3)] == [{"a": 3, "b": 1}, {"a": 2, "b": 2}, {"a": 3, "b": 1}]
+    assert totals(schedule, 300) == {"a": 800, "b": 400}
     tenth = table(1, a=(0.1, 0.0), b=(0.2, 0.0))
     assert totals(tenth, 3000) == {"a": 1000, "b": 2000}, "0.1 is a tenth, however long the run"
 
 
 def test_a_least_share_is_in_every_batch_and_the_rest_follow_their_weights() -> None:
-    timetable = table(10, a=(3.0, 0.0), b=(1.0, 0.0), c=(1.0, 0.5))
-    assert {timetable.counts(n)["c"] for n in range(40)} == {5}
-    assert totals(timetable, 40) == {"a": 150, "b": 50, "c": 200}
+    schedule = table(10, a=(3.0, 0.0), b=(1.0, 0.0), c=(1.0, 0.5))
+    assert {schedule.counts(n)["c"] for n in range(40)} == {5}
+    assert totals(schedule, 40) == {"a": 150, "b": 50, "c": 200}
 
 
 def test_a_least_share_below_one_place_holds_over_time() -> None:
-    timetable = table(3, often=(1000.0, 0.0), seldom=(1.0, 0.25))
-    assert totals(timetable, 100)["seldom"] == 75
-    assert all(timetable.counts(n)["seldom"] <= 1 for n in range(100))
+    schedule = table(3, often=(1000.0, 0.0), seldom=(1.0, 0.25))
+    assert totals(schedule, 100)["seldom"] == 75
+    assert all(schedule.counts(n)["seldom"] <= 1 for n in range(100))
 
 
 def test_a_least_share_is_what_a_person_wrote() -> None:
     assert math.floor(0.29 * 100) == 28, "why it is not a float"
-    timetable = table(100, a=(1000.0, 0.0), b=(1.0, 0.29))
-    assert timetable.counts(0)["b"] == 29
+    schedule = table(100, a=(1000.0, 0.0), b=(1.0, 0.29))
+    assert schedule.counts(0)["b"] == 29
 
 
 def test_the_places_of_a_stream_are_spread_over_its_batch() -> None:
@@ -86,13 +87,13 @@ SHARES = st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 25)), min_size=
 def test_any_shares_fill_every_batch_keep_least_shares_and_add_up(
     shares: Sequence[tuple[float, int]], places: int
 ) -> None:
-    streams = [stream(str(n), weight, least / 100) for n, (weight, least) in enumerate(shares)]
-    timetable = Timetable(streams, places)
+    streams = [runner(str(n), weight, least / 100) for n, (weight, least) in enumerate(shares)]
+    schedule = MixtureSchedule(streams, places)
     so_far: Counter[str] = Counter()
     for number in range(30):
-        counts = timetable.counts(number)
+        counts = schedule.counts(number)
         assert sum(counts.values()) == places
-        assert Counter(timetable.batch(number)) == Counter(dict(counts))
+        assert Counter(schedule.batch(number)) == Counter(dict(counts))
         so_far.update(counts)
         for one in streams:
             least = exactly(one.min_share)
@@ -112,13 +113,13 @@ def test_the_number_of_a_batch_alone_decides() -> None:
 
 
 def test_streams_of_one_environment_are_told_apart() -> None:
-    one, other = stream("a", label="a/", count=50), stream("b", label="b/", count=50)
+    one, other = runner("a", label="a/", count=50), runner("b", label="b/", count=50)
     ours, theirs = ([each.of(Draw("", n))[1] for n in range(50)] for each in (one, other))
     assert sorted(ours) == sorted(f"a/t{n}@0" for n in range(50))
     assert [id[2:] for id in ours] != [id[2:] for id in theirs], "each has an order of its own"
     assert one.of(Draw("", 60))[1].endswith("@1")
     assert one.of(Draw("", 3))[1] == ours[3], "going back to an epoch"
-    assert [stream("a", label="a/", count=50, seed=8).of(Draw("", n))[1] for n in range(50)] != ours
+    assert [runner("a", label="a/", count=50, seed=8).of(Draw("", n))[1] for n in range(50)] != ours
 
 
 @pytest.mark.parametrize("number", [0.1, 1e-07, 3.0, 0.29])

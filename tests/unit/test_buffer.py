@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from tandem.errors import EngineError, Starved
 from tandem.metrics import flatten
-from tandem.rollout._mixture import REST
-from tandem.rollout.cursor import DataState, Draw, group_from_json, group_to_json
-from tandem.rollout.feed import RolloutBuffer
-from tandem.rollout.judges import penalise_truncated
-from tandem.rollout.rate import Pace
-from tandem.rollout.streams import Timetable
-from tandem.rollout.supply import Batch
+from tandem.rollout.buffer import RolloutBuffer
+from tandem.rollout.data_state import DataState, Draw, group_from_json, group_to_json
+from tandem.rollout.group_runner import penalise_truncated
+from tandem.rollout.lag_control import LagControl
+from tandem.rollout.mixture import REST, MixtureSchedule
+from tandem.rollout.source import Batch
 from tandem.trainer.state import TrainerState
 from tandem.types import Group, PolicyVersion, Task
 
@@ -75,13 +74,13 @@ def test_how_far_it_is_ahead_may_change_with_every_step_and_by_parts_of_a_batch(
 
     async def go(trainer: Trainer, choices: random.Random) -> list[list[Group]]:
         nonlocal worst
-        pace, batches = Pace.fixed(3, 3), []
-        buffer = trainer.buffer(max_lag=3, pace=pace)
+        lag_control, batches = LagControl.fixed(3, 3), []
+        buffer = trainer.buffer(max_lag=3, lag_control=lag_control)
         async with buffer.open(DataState()):
             for step in range(12):
                 batches += await trainer.train(buffer, 1)
                 worst = max([worst, *(step - group.version_min for group in batches[-1])])
-                pace.ahead = choices.randrange(10)
+                lag_control.ahead = choices.randrange(10)
         return batches
 
     for seed in range(8):
@@ -98,7 +97,7 @@ def test_a_part_of_a_batch_ahead_is_played_beside_it_and_no_more(ahead: int) -> 
     trainer = Trainer(slowest=100)
 
     async def go() -> None:
-        buffer = trainer.buffer(max_lag=3, pace=Pace(groups_per_step=3, ahead=ahead))
+        buffer = trainer.buffer(max_lag=3, lag_control=LagControl(groups_per_step=3, ahead=ahead))
         async with buffer.open(DataState()):
             assert len(buffer._entries) == 3 + ahead
             batch = await buffer.take()
@@ -112,21 +111,21 @@ def test_a_part_of_a_batch_ahead_is_played_beside_it_and_no_more(ahead: int) -> 
 
 def test_the_engine_is_idle_from_the_last_answer_to_the_next_task() -> None:
     now = 0.0
-    pace = Pace(groups_per_step=3, ahead=3, clock=lambda: now)
+    lag_control = LagControl(groups_per_step=3, ahead=3, clock=lambda: now)
 
     async def go() -> None:
         nonlocal now
         trainer = Trainer()
-        buffer = trainer.buffer(max_lag=1, pace=pace)
+        buffer = trainer.buffer(max_lag=1, lag_control=lag_control)
         async with buffer.open(DataState()):
             for step in range(3):
-                with pace.waiting():
+                with lag_control.waiting():
                     batch = await buffer.take()
                 while trainer.playing:
                     now += 1
                     await asyncio.sleep(0)
                 now += 0.5
-                assert flatten(pace.step(step, {}))["engine/idle_seconds"] == 0.5
+                assert flatten(lag_control.step(step, {}))["engine/idle_seconds"] == 0.5
                 trainer.step += 1
                 batch.release()
 
@@ -281,7 +280,7 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
 
 def test_flat_groups_are_kept_if_asked_but_failed_ones_are_not() -> None:
     trainer = Trainer(mixed)
-    batches = trained(trainer, 10, drop_flat=False)
+    batches = trained(trainer, 10, drop_zero_variance=False)
     assert {mixed(group.rollouts[0].task) for batch in batches for group in batch} == {"ok", "flat"}
     assert {reason for reason, _ in trainer.dropped} == {"failed"}
 
@@ -291,7 +290,7 @@ def test_the_judge_has_the_last_word_on_what_is_flat() -> None:
         return replace(group, rollouts=tuple(replace(r, reward=0.5) for r in group.rollouts))
 
     with pytest.raises(Starved):
-        trained(Trainer(), 1, judge=level, patience=2)
+        trained(Trainer(), 1, postprocess_rewards=level, patience=2)
 
 
 def test_penalty_is_taken_from_truncated_answers_alone() -> None:
@@ -303,7 +302,7 @@ def test_penalty_is_taken_from_truncated_answers_alone() -> None:
     )
     group = penalise_truncated(0.25)(Group(id="a", index=0, env="fake", rollouts=made))
     assert [r.reward for r in group.rollouts] == [0.75, 1.0, None]
-    assert not group.is_flat
+    assert not group.zero_variance
 
 
 def test_stale_groups_are_dropped_and_played_again() -> None:
@@ -333,9 +332,9 @@ def group_of(id: str, *, index: int, version: int) -> Group:
 
 
 def draw_of(buffer: RolloutBuffer, task: str) -> Draw:
-    (stream,) = buffer.streams
-    found = (number for number in range(len(stream.tasks)) if stream.of(Draw(stream.name, number))[0].id == task)
-    return Draw(stream.name, next(found))
+    (runner,) = buffer.runners
+    found = (number for number in range(len(runner.tasks)) if runner.of(Draw(runner.name, number))[0].id == task)
+    return Draw(runner.name, next(found))
 
 
 @pytest.mark.parametrize(("kind", "says"), [("flat", "rewards [1.0, 1.0]"), ("failed", "it broke")])
@@ -457,7 +456,7 @@ def test_a_mixture_goes_on_where_it_stood_in_the_middle_of_a_cycle_of_shares() -
 
 def test_a_draw_that_is_played_again_takes_a_place_of_its_own_stream() -> None:
     trainer = Mixture()
-    easy = trainer.buffer().streams[0]
+    easy = trainer.buffer().runners[0]
     data_state = DataState(drawn={"easy": 4}, admitted=4, again=(Draw("easy", 3),))
     (batch,) = trained(trainer, 1, data_state, n=3)
     assert len(trainer.started) == 3, "nothing is played that has no place"
@@ -549,14 +548,14 @@ def test_what_is_being_played_when_it_is_left_out_counts_no_more(max_lag: int) -
 
 
 def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
-    (stream,) = Trainer().buffer().streams
-    second, gate = stream.of(Draw("fake", 1)), asyncio.Event()
+    (runner,) = Trainer().buffer().runners
+    second, gate = runner.of(Draw("fake", 1)), asyncio.Event()
 
     class Gated(Trainer):
-        async def group(self, task: Task, **options: Any) -> Group:
+        async def run(self, task: Task, **options: Any) -> Group:
             if task.id == second[0].id:
                 await gate.wait()
-            return await super().group(task, **options)
+            return await super().run(task, **options)
 
     trainer = Gated(lambda task: "flat" if task.id == second[0].id else "ok")
 
@@ -680,7 +679,7 @@ def test_no_interleaving_unmixes_a_mixture(moves: list[tuple[str, int]], seed: i
         await story.live(life)
 
     run(go())
-    timetable = Timetable(trainer.buffer().streams, n)
+    timetable = MixtureSchedule(trainer.buffer().runners, n)
     assert len(set(story.done)) == len(story.done)
     for number in range(len(story.done) // n):
         batch = Counter(id.partition("/")[0] for id in story.done[number * n : (number + 1) * n])
@@ -710,8 +709,8 @@ def test_no_interleaving_loses_or_doubles_a_task(
         return await story.live(life)
 
     end = run(go())
-    (stream,) = trainer.buffer(**story.options).streams
-    order = {draw: stream.of(draw) for draw in (Draw("fake", n) for n in range(end.drawn.get("fake", 0)))}
+    (runner,) = trainer.buffer(**story.options).runners
+    order = {draw: runner.of(draw) for draw in (Draw("fake", n) for n in range(end.drawn.get("fake", 0)))}
     good = Counter(id for task, id in order.values() if mixed(task) == "ok")
     name = {draw: id for draw, (_, id) in order.items()}
     held = Counter(name[draw] for draw in (*end.again, *(draw for draw, _ in end.ready)))

@@ -1,4 +1,4 @@
-"""Plays one task G times and scores the siblings. A failure belongs to the rollout it happened in."""
+"""Group runner: plays one task G times and scores the siblings. A failure belongs to the rollout it happened in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from tandem.engines.base import Engine
@@ -15,15 +15,17 @@ from tandem.envs.base import Environment
 from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_at, place_of, said
 from tandem.observability import waits
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout.chat import EngineChat, Template, answered
+from tandem.rollout.chat import EngineChat
+from tandem.rollout.template import Template
+from tandem.rollout.turns import last_completion
 from tandem.types import Group, Rollout, Sampling, Task
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """Everything that playing needs."""
+class GroupRunner:
+    """Plays the tasks of one environment with one engine, a group at a time."""
 
     name: str
     """What the environment is called in this run: its groups bear it."""
@@ -38,7 +40,7 @@ class Worker:
     seed: int
     """Of the run; with a group's id it fixes every random stream."""
 
-    async def group(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
+    async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         """Play ``size`` siblings at once and score them together.
 
         Raises:
@@ -84,4 +86,25 @@ class Worker:
 
     async def _answers(self, since: float) -> bool:
         """Whether the engine is well, and has answered anybody since."""
-        return answered.get(self.engine, 0.0) > since and (await self.engine.health()).ok
+        return last_completion.get(self.engine, 0.0) > since and (await self.engine.health()).ok
+
+
+PostprocessRewards = Callable[[Group], Group]
+"""Last word on a group's rewards before its variance is looked at."""
+
+
+def penalise_truncated(penalty: float) -> PostprocessRewards:
+    """Subtracts ``penalty`` from the reward of every answer cut by a length limit."""
+
+    def penalise(group: Group) -> Group:
+        rollouts = [
+            replace(r, reward=r.reward - penalty) if r.truncated and r.reward is not None else r for r in group.rollouts
+        ]
+        return replace(group, rollouts=tuple(rollouts))
+
+    return penalise
+
+
+def keep_rewards(group: Group) -> Group:
+    """Rewards as they are."""
+    return group

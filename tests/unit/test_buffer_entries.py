@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 from feeding import Trainer, mixed, run
 
-from tandem.rollout.cursor import DataState, Draw
-from tandem.rollout.entries import TRANSITIONS, Entry, EntryState
+from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState
+from tandem.rollout.data_state import DataState, Draw
 from tandem.types import Group
 
 DRAW = Draw("fake", 0)

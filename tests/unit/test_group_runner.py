@@ -1,4 +1,4 @@
-"""The worker: siblings of their own streams, scored together; a failure stays with its rollout."""
+"""The group runner: siblings of their own streams, scored together; a failure stays with its rollout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tandem.engines.base import Engine
 from tandem.engines.fake import Fake
 from tandem.envs.base import Chat, Environment, Split
 from tandem.errors import EngineError, EnvError
-from tandem.rollout.chat import Template
-from tandem.rollout.worker import Worker
+from tandem.rollout.group_runner import GroupRunner
+from tandem.rollout.template import Template
 from tandem.types import Group, Message, Rollout, Sampling, Task
 
 
@@ -77,7 +77,7 @@ def play(
 
     async def go() -> Group:
         async with Fake(vocab=258).open(None, context=context) as fake:  # the last id is the tokenizer's end token
-            worker = Worker(
+            runner = GroupRunner(
                 name="talks",
                 env=Talk(),
                 engine=engine or fake,
@@ -86,7 +86,7 @@ def play(
                 seed=seed,
             )
             sampling = Sampling(max_tokens=max_tokens)
-            return await worker.group(task, id=id, index=4, size=size, sampling=sampling)
+            return await runner.run(task, id=id, index=4, size=size, sampling=sampling)
 
     return asyncio.run(go()), marks
 
@@ -108,7 +108,7 @@ def test_a_group_is_scored_as_soon_as_its_own_answers_are_there(template: Templa
 
     async def go() -> None:
         async with Fake(vocab=258).open(None, context=64) as engine:
-            worker = Worker(
+            runner = GroupRunner(
                 name="talks",
                 env=Late(),
                 engine=engine,
@@ -119,9 +119,7 @@ def test_a_group_is_scored_as_soon_as_its_own_answers_are_there(template: Templa
 
             def begin(id: str) -> asyncio.Task[Group]:
                 task = Task(id=id, env="talk", prompt=(Message(role="user", content="?"),), answer="")
-                return asyncio.ensure_future(
-                    worker.group(task, id=id, index=0, size=2, sampling=Sampling(max_tokens=4))
-                )
+                return asyncio.ensure_future(runner.run(task, id=id, index=0, size=2, sampling=Sampling(max_tokens=4)))
 
             last, first = begin("late"), begin("early")
             scored = await first
@@ -176,7 +174,10 @@ def test_streams_belong_to_seed_group_and_sibling(template: Template) -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (ValueError("three is not seven"), "environment: ValueError: three is not seven (test_worker.py:43 in play"),
+        (
+            ValueError("three is not seven"),
+            "environment: ValueError: three is not seven (test_group_runner.py:43 in play",
+        ),
         (EnvError("the tool is down; start it"), "environment: the tool is down; start it"),
     ],
 )

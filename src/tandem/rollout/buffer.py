@@ -1,0 +1,495 @@
+"""Rollout buffer: decides which task is played when, and hands out batches. Slots bound the lag by construction.
+
+A task holds a slot from admission until its group was trained or dropped. The slots are the places of the next
+``max_lag + 1`` batches, and the mixture says which environment each place belongs to. An environment's groups are
+trained in order of admission, so a group is trained at most ``max_lag`` optimizer steps after its oldest token was
+sampled. A group that is dropped leaves its place to the next task of its environment: every batch is mixed as the
+mixture says. A zero-variance group may leave it to one that was trained before (``replay.py``), whose age has a bound
+of its own.
+
+With ``max_lag`` 0 tasks are admitted in waves: the next one starts when the last has been scored. What is sampled
+together then depends on nothing but the state, which is what makes a resumed run equal the run it continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+
+from tandem.algorithms.curricula.base import Curriculum
+from tandem.config.sections import Replay, Reroll
+from tandem.metrics import Histogram, Sum, Value, merge
+from tandem.observability import progress, waits
+from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.group_runner import PostprocessRewards
+from tandem.rollout.lag_control import LagControl
+from tandem.rollout.measure import measure
+from tandem.rollout.mixture import EnvMixture
+from tandem.rollout.replay import ReplayBuffer
+from tandem.rollout.source import Batch
+from tandem.rollout.task_sampler import EnvRunner, TaskSampler
+from tandem.types import Group, Json, Sampling
+
+log = logging.getLogger(__name__)
+
+OnEvent = Callable[[str, Mapping[str, Json]], None]
+"""Called with an event's name and fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferOptions:
+    """The recipe's options of a rollout buffer."""
+
+    groups_per_step: int
+    """Groups in a batch."""
+    group_size: int
+    """Siblings in a group."""
+    max_lag: int
+    """Most optimizer steps between the weights that sampled a token and those it trains."""
+    behind: int = 0
+    """How many of these steps the engine's weights may themselves be old when they sample."""
+    drop_zero_variance: bool
+    """Replace groups whose rewards are all equal."""
+    sampling: Sampling
+    """How answers are sampled."""
+    patience: int = 50
+    """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
+    left."""
+    steps: int = 0
+    """Of the run."""
+    max_resample_times: int | None = None
+    """Batches' worth of zero-variance groups that are replaced for one batch; then they are kept. None: as many as it
+    takes."""
+    replay: Replay = field(default_factory=Replay)
+    """What may take the place of zero-variance groups."""
+    reroll: Reroll = field(default_factory=Reroll)
+    """When tasks that nobody solved come again."""
+    curriculum: Curriculum | None = None
+    """How often each task is drawn; None: once in every epoch."""
+
+    @property
+    def ahead(self) -> int:
+        """Steps by which sampling may be ahead of training."""
+        return self.max_lag - self.behind
+
+
+class EntryState(Enum):
+    """Where an admitted task stands, from its admission until it was trained or dropped."""
+
+    QUEUED = "queued"
+    """Admitted: it holds a slot, and its rollouts have not begun."""
+    RUNNING = "running"
+    """Its rollouts are sampled and graded."""
+    SCORED = "scored"
+    """Every rollout has its reward; on policy it waits here until its whole wave is scored."""
+    READY = "ready"
+    """Accepted: it waits for its place in a batch."""
+    TAKEN = "taken"
+    """In the batch that is trained."""
+    TRAINED = "trained"
+    """Trained; its slot is free."""
+    DROPPED = "dropped"
+    """Not trained: failed, zero-variance or stale; its slot is free."""
+
+
+TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
+    EntryState.QUEUED: frozenset({EntryState.RUNNING}),
+    EntryState.RUNNING: frozenset({EntryState.SCORED}),
+    EntryState.SCORED: frozenset({EntryState.READY, EntryState.DROPPED}),
+    EntryState.READY: frozenset({EntryState.TAKEN, EntryState.DROPPED}),
+    EntryState.TAKEN: frozenset({EntryState.TRAINED}),
+    EntryState.TRAINED: frozenset(),
+    EntryState.DROPPED: frozenset(),
+}
+"""Which state may follow which. A resumed run's entries begin as QUEUED or READY."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An admitted task and what has become of it."""
+
+    index: int
+    """Its place in the order of admission."""
+    draw: Draw
+    """The task."""
+    state: EntryState = EntryState.QUEUED
+    """Where it stands."""
+    _group: Group | None = None
+
+    @classmethod
+    def restored(cls, draw: Draw, group: Group) -> Entry:
+        """An entry that a checkpoint had READY."""
+        return cls(group.index, draw, EntryState.READY, group)
+
+    @property
+    def in_flight(self) -> bool:
+        """Its rollouts are not scored yet."""
+        return self.state in (EntryState.QUEUED, EntryState.RUNNING)
+
+    @property
+    def group(self) -> Group:
+        """Its rollouts with their rewards.
+
+        Raises:
+            RuntimeError: they are not scored yet.
+        """
+        if self._group is None:
+            raise RuntimeError(f"entry {self.index} of the rollout buffer is {self.state.value}: it has no group yet")
+        return self._group
+
+    def score(self, group: Group) -> None:
+        """Its rollouts have their rewards."""
+        self.become(EntryState.SCORED)
+        self._group = group
+
+    def replay(self, draw: Draw, stored: Group) -> None:
+        """A group that was trained before takes the place of its own."""
+        self.become(EntryState.READY)
+        self.draw, self._group = draw, replace(stored, index=self.index)
+
+    def become(self, state: EntryState) -> None:
+        """Go on to a state.
+
+        Raises:
+            RuntimeError: none that may follow its own.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"entry {self.index} of the rollout buffer is {self.state.value} and cannot become {state.value}"
+            )
+        self.state = state
+
+
+class BufferMetrics:
+    """What a rollout buffer counted since it was asked last."""
+
+    def __init__(self, options: BufferOptions, runners: Mapping[str, EnvRunner]) -> None:
+        self._options, self._runners = options, runners
+        self._reset()
+
+    def _reset(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        """Groups, by reason."""
+        self.trained: Counter[str] = Counter()
+        """Groups, by environment."""
+        self.reused: Counter[str] = Counter()
+        """Groups that took the place of others: replayed, rerolled, kept_flat."""
+        self.ages: list[float] = []
+        """Of the replayed groups, in steps."""
+        self._measured: list[Mapping[str, Value]] = []
+
+    def count(self, draw: Draw, group: Group) -> None:
+        """Count a group once: with the step that takes or drops it, for however long it waited."""
+        if not group.replayed:
+            self._measured.append(measure([group], self._runners[draw.env].solved))
+
+    def collect(self) -> Mapping[str, Value]:
+        """The metrics; counting begins anew."""
+        options = self._options
+        drops = {f"groups/dropped_{reason}": Sum(float(self.dropped[reason])) for reason in ("flat", "stale", "failed")}
+        taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
+        enabled = {
+            "replayed": bool(options.replay.size),
+            "rerolled": options.reroll.start_fraction < 1,
+            "kept_flat": options.max_resample_times is not None,
+        }
+        reused: dict[str, Value] = {
+            f"groups/{name}": Sum(float(self.reused[name])) for name, on in enabled.items() if on
+        }
+        if self.ages:
+            reused["replay/age"] = Histogram(tuple(self.ages))
+        metrics = merge([*self._measured, drops, taken, reused])
+        self._reset()
+        return metrics
+
+
+@dataclass(slots=True)
+class RolloutBuffer:
+    """Tasks in, batches of groups out. ``version`` is the policy step that training has reached."""
+
+    runners: Sequence[EnvRunner]
+    """The environments to train on."""
+    options: BufferOptions
+    """How."""
+    version: Callable[[], int]
+    """Optimizer steps taken."""
+    postprocess_rewards: PostprocessRewards
+    """Last word on a group's rewards."""
+    on_drop: Callable[[str, Group], None]
+    """Called with every dropped group and why: flat, stale or failed."""
+    lag_control: LagControl | None = None
+    """How far sampling is ahead of training now; None: always as far as ``options`` allow."""
+    on_event: OnEvent = lambda name, fields: None
+    """Called when a group is replayed, a task is drawn again, or a zero-variance group is kept."""
+    _lag_control: LagControl = field(init=False)
+    _by_name: dict[str, EnvRunner] = field(init=False)
+    _mixture: EnvMixture = field(init=False)
+    _sampler: TaskSampler = field(init=False)
+    _replay: ReplayBuffer = field(init=False)
+    _metrics: BufferMetrics = field(init=False)
+    _entries: list[Entry] = field(default_factory=list)
+    _taken: int = 0
+    _released: int = 0
+    _admitted: int = 0
+    _refilled: int = 0
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._by_name = {runner.name: runner for runner in self.runners}
+        self._mixture = EnvMixture(self.runners, options.groups_per_step, options.patience)
+        self._lag_control = self.lag_control or LagControl.fixed(options.groups_per_step, options.ahead)
+        self._sampler = TaskSampler(
+            self.runners,
+            steps=options.steps,
+            reroll=options.reroll,
+            curriculum=options.curriculum,
+            on_reroll=self._rerolled,
+        )
+        self._replay = ReplayBuffer(options.replay)
+        self._metrics = BufferMetrics(options, self._by_name)
+
+    @asynccontextmanager
+    async def open(self, data_state: DataState) -> AsyncIterator[RolloutBuffer]:
+        """Start playing where ``data_state`` stands; whatever is in flight at the end is cancelled."""
+        self._sampler.open(data_state)
+        self._replay.fill(data_state.stored)
+        self._admitted, self._refilled = data_state.admitted, data_state.refilled
+        self._taken = self._released = data_state.taken
+        self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
+        self._mixture.resting.update(data_state.resting)
+        self._admit()
+        try:
+            yield self
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def take(self) -> Batch:
+        """The next batch: of each environment the groups admitted first. They keep their slots until it is released.
+
+        Raises:
+            Starved: group after group was dropped, of every environment.
+            EngineError: the engine failed.
+        """
+        with progress.under_way("sampling", total=self.options.groups_per_step, unit="groups") as shown:
+            while True:
+                self._raise_failure()
+                self._drop_stale()
+                first = self._first()
+                if sum(entry.state is EntryState.READY for entry in first) == self.options.groups_per_step:
+                    return self._handed_out(first)
+                self._changed.clear()
+                shown.reach(sum(not entry.in_flight for entry in first))
+                pending = sum(entry.in_flight for entry in self._entries)
+                async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
+                    await self._changed.wait()
+
+    def _release(self, entries: Sequence[Entry]) -> None:
+        """Free the slots of a batch that was trained, and admit what fits."""
+        for entry in entries:
+            entry.become(EntryState.TRAINED)
+            self._over(entry)
+            self._entries.remove(entry)
+        self._released = self._taken
+        self._admit()
+
+    def data_state(self) -> DataState:
+        """Where the buffer stands now. Groups being played are noted to be played again."""
+        ready = [entry for entry in self._entries if entry.state is EntryState.READY]
+        again = [entry for entry in self._entries if entry.in_flight or entry.state is EntryState.SCORED]
+        drawn = self._sampler.data_state()
+        return replace(
+            drawn,
+            taken=self._taken,
+            admitted=self._admitted,
+            again=(*(entry.draw for entry in again), *drawn.again),
+            ready=tuple((entry.draw, entry.group) for entry in ready),
+            resting=dict(self._mixture.resting),
+            stored=self._replay.stored,
+            refilled=self._refilled,
+        )
+
+    async def saved(self, data_state: DataState) -> None:
+        """Nothing to do: the data state is all there is."""
+
+    def metrics(self) -> Mapping[str, Value]:
+        """What was taken or dropped since the last call, drops by reason, and what batches were made of."""
+        return self._metrics.collect()
+
+    def _handed_out(self, entries: Sequence[Entry]) -> Batch:
+        """A batch that is complete; its groups with signal may be trained again later."""
+        for entry in entries:
+            entry.become(EntryState.TAKEN)
+            self._replay.add(entry.draw, entry.group)
+            self._metrics.count(entry.draw, entry.group)
+        groups = [entry.group for entry in entries]
+        self._taken += 1
+        self._refilled = 0
+        self._sampler.taken(self._taken)
+        self._metrics.trained.update(entry.draw.env for entry in entries)
+        self._metrics.ages.extend(float(self.version() - group.version_min) for group in groups if group.replayed)
+        return Batch(groups, self.data_state, partial(self._release, entries))
+
+    def _first(self) -> list[Entry]:
+        """What the next batch is made of, as far as it is admitted."""
+        wanted = Counter(self._mixture.counts(self._taken))
+        first = []
+        for entry in self._entries:
+            if entry.state is not EntryState.TAKEN and wanted[entry.draw.env]:
+                wanted[entry.draw.env] -= 1
+                first.append(entry)
+        return first
+
+    def _admit(self) -> None:
+        """Give every free slot to a task of its environment."""
+        if self._failure is not None or self._wave_is_out():
+            return
+        for env, batch in self._free():
+            entry = Entry(self._admitted, self._sampler.next(env, batch))
+            self._admitted += 1
+            self._entries.append(entry)
+            task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _free(self) -> list[tuple[str, int]]:
+        """Environment and batch of each free slot, in the order in which they will be trained on."""
+        # Batches that were taken and are being trained hold all the slots that were theirs.
+        held = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
+        free = []
+        last = self._released + self._lag_control.lag
+        for batch in range(self._taken, last + 1):
+            # Of the last batch, only as many places as sampling may be ahead.
+            short = (
+                self._lag_control.lag * self.options.groups_per_step - self._lag_control.ahead if batch == last else 0
+            )
+            for env in self._mixture.batch(batch)[: self.options.groups_per_step - short]:
+                if held[env]:
+                    held[env] -= 1
+                else:
+                    free.append((env, batch))
+        return free
+
+    async def _play(self, entry: Entry) -> None:
+        """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
+        runner, options = self._by_name[entry.draw.env], self.options
+        task, id = runner.of(entry.draw)
+        entry.become(EntryState.RUNNING)
+        try:
+            with self._lag_control.playing():
+                group = await runner.group_runner.run(
+                    task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
+                )
+            entry.score(self.postprocess_rewards(group))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # Not one rollout's fault: ``take`` raises it.
+            self._failure = self._failure or error
+            self._changed.set()
+            return
+        if not self._wave_is_out():
+            self._sort_scored()
+            self._admit()
+        self._changed.set()
+
+    def _wave_is_out(self) -> bool:
+        """True while a wave of on-policy sampling has groups that are still being played."""
+        return self._lag_control.ahead == 0 and any(entry.in_flight for entry in self._entries)
+
+    def _sort_scored(self) -> None:
+        """See which groups can be trained on, and what becomes of the others."""
+        for entry in list(self._entries):
+            if entry.state is not EntryState.SCORED:
+                continue
+            self._sampler.scored(entry.draw, entry.group)
+            if len(entry.group.scored) < 2:
+                self._drop("failed", entry)
+            elif not entry.group.zero_variance:
+                self._keep(entry)
+            elif not self._replace(entry):
+                self._zero_variance(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        entry.become(EntryState.READY)
+        self._mixture.good(entry.draw.env)
+
+    def _zero_variance(self, entry: Entry) -> None:
+        """Drop a group without signal, unless enough were replaced for this batch."""
+        most = self.options.max_resample_times
+        if not self.options.drop_zero_variance:
+            self._keep(entry)
+        elif most is None or self._refilled < most * self.options.groups_per_step:
+            self._refilled += 1
+            self._drop("flat", entry)
+        else:
+            self._keep(entry)
+            self._metrics.reused["kept_flat"] += 1
+            self.on_event("flat_group_kept", {"group": entry.group.id, "resampled": self._refilled})
+
+    def _replace(self, entry: Entry) -> bool:
+        """Whether a group that was trained before could take the place of one without signal."""
+        waiting = {other.group.id for other in self._entries if not other.in_flight}
+        # At the latest it is trained when all that sampling may be ahead by is used up.
+        latest = self.version() + self.options.ahead
+        replayed = self._replay.take(entry.draw.env, step=latest, taken=waiting)
+        if replayed is None:
+            return False
+        own = entry.group
+        self._dismiss("flat", entry)
+        draw, stored = replayed
+        entry.replay(draw, stored)
+        self._metrics.reused["replayed"] += 1
+        age = self.version() - stored.version_min
+        self.on_event("group_replayed", {"group": stored.id, "times": stored.replayed, "age": age, "for": own.id})
+        return True
+
+    def _rerolled(self, id: str) -> None:
+        self._metrics.reused["rerolled"] += 1
+        self.on_event("group_rerolled", {"group": id})
+
+    def _drop_stale(self) -> None:
+        """A guard: slots bound the lag of what this buffer sampled, but a resumed group may be older."""
+        for entry in list(self._entries):
+            if entry.state is not EntryState.READY:
+                continue
+            most = self.options.replay.max_age if entry.group.replayed else self.options.max_lag
+            if self.version() - entry.group.version_min > most:
+                if not entry.group.replayed:
+                    self._sampler.repeat(entry.draw)
+                self._drop("stale", entry)
+        self._admit()
+
+    def _drop(self, reason: str, entry: Entry) -> None:
+        entry.become(EntryState.DROPPED)
+        self._entries.remove(entry)
+        self._dismiss(reason, entry)
+
+    def _dismiss(self, reason: str, entry: Entry) -> None:
+        """A group is not trained on, whatever becomes of its place."""
+        group = entry.group
+        self._metrics.dropped[reason] += 1
+        self._metrics.count(entry.draw, group)
+        self.on_drop(reason, group)
+        self._over(entry)
+        starved = self._mixture.dropped(entry.draw.env, reason, group, self._taken)
+        self._failure = self._failure or starved
+
+    def _over(self, entry: Entry) -> None:
+        """An entry's group was trained or dropped."""
+        if not entry.group.replayed:  # of one that is replayed this was so before
+            self._sampler.over(entry.draw)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

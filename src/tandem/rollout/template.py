@@ -1,0 +1,144 @@
+"""Chat template: messages to token ids and back. What was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from tandem.agents.tool_calls import Speech, as_template, speech
+from tandem.errors import ConfigError, EnvError
+from tandem.observability import waits
+from tandem.types import TEXT, Json, Message, Task
+
+_MARK = "\u2042tandem\u2042"
+"""Stands for the policy's words while a template is rendered around them."""
+
+
+class Template:
+    """A tokenizer's chat template, rendered so that sampled tokens stay as they are."""
+
+    def __init__(self, tokenizer: Any, options: dict[str, Json]):
+        self._tokenizer = tokenizer
+        self._options = options
+        self._piece: dict[int, str] = {}
+
+    @cached_property
+    def _quick(self) -> Any:
+        """The tokenizer itself, without what transformers does for every call; None where that changes texts."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if self._tokenizer.clean_up_tokenization_spaces else fast
+
+    @cached_property
+    def speech(self) -> Speech:
+        """What the template knows of tools."""
+        return speech(self._render)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> list[int]:
+        """Token ids of a conversation, up to where the policy speaks; ``tools`` are those that it may call."""
+        if len(messages) == 1 and messages[0].role == TEXT:
+            return self.text(messages[0].content)
+        return self._encode(self._render(messages, tools))
+
+    def bridge(
+        self, opening: Sequence[Message], reply: Sequence[Message], last: int, tools: Sequence[Json] = ()
+    ) -> list[int]:
+        """Token ids between a sampled completion and the policy's next words.
+
+        Args:
+            opening: the conversation before the completion; templates may look at it.
+            reply: what the environment says.
+            last: the last sampled token; if it is the end-of-turn token the template writes, it is not repeated.
+            tools: those that the policy may call.
+        """
+        text = self._render([*opening, Message(role="assistant", content=_MARK), *reply], tools)
+        after = text.rpartition(_MARK)[2]
+        # A model may end a turn with another token than the tokenizer's eos, so the token itself is compared.
+        tokens = self._encode(after)
+        return tokens[1:] if self.ends(last) and tokens[:1] == [last] else tokens
+
+    def ends(self, token: int) -> bool:
+        """True if a token has no text, as those that end a turn."""
+        return not self.decode([token])
+
+    def text(self, text: str) -> list[int]:
+        """Token ids of text that begins a prompt, with the tokens that the tokenizer begins all text with."""
+        tokens: list[int] = self._tokenizer.encode(text)
+        first = self._tokenizer.bos_token_id
+        # A text of somebody who writes templates by hand has that token already.
+        return tokens[1:] if tokens[:2] == [first, first] else tokens
+
+    def more(self, text: str) -> list[int]:
+        """Token ids of text that goes on after other tokens."""
+        return self._encode(text)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that have a text are below this."""
+        return len(self._tokenizer)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of sampled tokens, special ones left out."""
+        if (quick := self._quick) is not None:
+            return quick.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Text of each token on its own, for people; each is decoded once, and new ones without Python's lock."""
+        new = [token for token in dict.fromkeys(tokens) if token not in self._piece]
+        fast = self._quick
+        if fast is None:
+            texts = [self._tokenizer.decode([token]) for token in new]
+        else:
+            texts = fast.decode_batch([[token] for token in new], skip_special_tokens=False)
+        self._piece.update(zip(new, texts, strict=True))
+        return [self._piece[token] for token in tokens]
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> str:
+        if any(message.role == TEXT for message in messages):
+            raise EnvError("a text that the policy goes on with has no chat template, so no message can follow it")
+        plain = [as_template(message) for message in messages]
+        options = {**self._options, "tools": list(tools)} if tools else self._options
+        try:
+            with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
+                return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+                    plain, tokenize=False, add_generation_prompt=True, **options
+                )
+        except Exception as error:
+            roles = ", ".join(m.role for m in messages)
+            raise EnvError(f"the chat template refuses messages of roles {roles}: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        # The template writes special tokens itself.
+        if (quick := self._quick) is not None and quick.truncation is None and quick.padding is None:
+            return quick.encode_batch_fast([text], add_special_tokens=False)[0].ids  # type: ignore[no-any-return]
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+
+FIRST_PROMPTS = 64
+"""Tasks whose prompts are measured before a run: enough to see that the context is too small for the data."""
+
+
+def longest_prompt(tasks: Sequence[Task], template: Template, context: int) -> int:
+    """Tokens of the longest prompt, before anything is played.
+
+    Raises:
+        ConfigError: it leaves no room for an answer.
+        EnvError: the chat template refuses a prompt.
+    """
+    lengths = [len(template.prompt(task.prompt)) for task in tasks]
+    most = max(lengths)
+    if most >= context:
+        raise ConfigError(
+            f"the prompt of task {tasks[lengths.index(most)].id} has {most} tokens and the context is {context}, so "
+            "no room is left for an answer; raise context if the model allows, shorten prompts, or choose another model"
+        )
+    return most
+
+
+def shortfall(prompt_tokens: int, context: int, max_tokens: int) -> str:
+    """What is said where the context cuts answers before ``sampling.max_tokens`` does; empty where it does not."""
+    room = context - prompt_tokens
+    if room >= max_tokens:
+        return ""
+    return f"leaves {room} for answers, fewer than sampling.max_tokens ({max_tokens}): longer answers are cut there"
