@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.observability.alarms.watch import Notice, Watch
+from tandem.observability.alarms.watch import AlarmWatch, Notice
 
 Curve = Callable[[float], float]
 """A level by the step."""
@@ -140,7 +140,7 @@ def share(rng: random.Random, level: float, groups: int, size: int) -> float:
 
 def watched(made: Made, count: int, seed: int = 0, **config: Any) -> list[Notice]:
     """What is told of a run."""
-    watch = Watch({**made.recipe(), **config})
+    watch = AlarmWatch({**made.recipe(), **config})
     notices: list[Notice] = []
     for step, row in made.steps(count, seed):
         notices += watch.step(step, row)

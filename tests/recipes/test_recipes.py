@@ -10,7 +10,7 @@ import pytest
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig, dump, load
-from tandem.config.sources import Source
+from tandem.config.sources import EnvSource
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import check_environment
 
@@ -63,7 +63,7 @@ def test_a_recipes_gold_answers_get_full_marks(path: Path) -> None:
         asyncio.run(grade(source))
 
 
-async def grade(source: Source) -> None:
+async def grade(source: EnvSource) -> None:
     specs = {name: (spec.reward, spec.weight) for name, spec in source.rewards.items()}
     async with Graders(specs, timeout=30) as graders:
         assert await check_environment(source.env, graders, 8) == []

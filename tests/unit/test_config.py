@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import registry as resolve
-from tandem.config.build import Builder
-from tandem.config.encode import encode
+from tandem.config.build import Builder, encode
 from tandem.config.loading import RunConfig, as_json, digest, dump, from_options, load
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.arithmetic import Arithmetic

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from plays import answered, make_group
 
-from tandem.observability.dropped import KEPT, DroppedGroups
+from tandem.observability.board import RunBoard
+from tandem.observability.completions import KEPT, DroppedGroups
 from tandem.observability.emit import Telemetry
-from tandem.observability.loggers._board import Board
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console
 from tandem.types import Group
@@ -125,7 +125,7 @@ def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
 
 def test_the_board_shows_them_until_the_step_is_there(tmp_path: Path) -> None:
     told = drop(tmp_path, count=4)
-    board = Board(info(tmp_path))
+    board = RunBoard(info(tmp_path))
     board.event("groups_dropped", told[-1])
     assert board.dropped == "step 1: 4 groups dropped so far: 4 with every reward 0"
     board.write(1, {"reward": 0.5})

@@ -12,7 +12,7 @@ import pytest
 
 from tandem import errors
 from tandem.cli.app import main
-from tandem.config.sources import Source
+from tandem.config.sources import EnvSource
 from tandem.errors import EnvError
 from tandem.rollout.gold import siblings
 from tandem.rollout.group_runner import GroupRunner
@@ -76,13 +76,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 )  # fmt: skip
 def test_tasks(mine: Callable[[str], Any], wrong: str, said: str) -> None:
     with pytest.raises(EnvError) as caught:
-        players.tasks_of("mine", Source(env=mine(wrong)), "train")
+        players.tasks_of("mine", EnvSource(env=mine(wrong)), "train")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_tasks_that_are_right(mine: Callable[[str], Any]) -> None:
-    assert len(players.tasks_of("mine", Source(env=mine("")), "train")) > 1
+    assert len(players.tasks_of("mine", EnvSource(env=mine("")), "train")) > 1
 
 
 @pytest.mark.parametrize(

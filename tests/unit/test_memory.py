@@ -11,7 +11,7 @@ import pytest
 from tandem import machine
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.config.sections import Grading, Rate
+from tandem.config.sections import GradingOptions, Rate
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
@@ -49,7 +49,7 @@ def attention_and_feed_forward() -> list[tuple[int, int]]:
 PARAMETERS = VOCAB * HIDDEN + HIDDEN + LAYERS * (2 * HIDDEN + sum(a * b for a, b in attention_and_feed_forward()))
 
 
-GRADERS = memory.GRADER * Grading().processes(RunConfig.groups_per_step)
+GRADERS = memory.GRADER * GradingOptions().processes(RunConfig.groups_per_step)
 """Of one environment."""
 TRAINING = ("activations", "logprobs", "gradients", "slack")
 

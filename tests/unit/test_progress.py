@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from tandem.observability import progress
-from tandem.observability.loggers import _bars
-from tandem.observability.loggers._board import Board
+from tandem.observability.board import RunBoard
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.progress import Progress
 
@@ -20,7 +19,7 @@ from tandem.observability.progress import Progress
 @contextmanager
 def listened() -> Iterator[list[str]]:
     lines: list[str] = []
-    stop = progress.listen(_bars.Lines(lines.append))
+    stop = progress.listen(progress.ProgressLines(lines.append))
     try:
         yield lines
     finally:
@@ -49,7 +48,7 @@ def test_the_time_that_is_left_follows_from_what_is_done(clock: list[float]) -> 
     clock[0] = 108.0
     shown.reach(4)
     assert shown.left == pytest.approx(12.0)
-    assert _bars.text(shown) == "evaluating 4 of 10 tasks, 8.0 s gone, about 12 s left"
+    assert progress.text(shown) == "evaluating 4 of 10 tasks, 8.0 s gone, about 12 s left"
 
 
 def test_lines_say_little_of_what_is_short_and_the_rest_now_and_then(clock: list[float]) -> None:
@@ -76,7 +75,7 @@ def test_lines_tell_what_nothing_is_known_of_when_it_begins_and_when_it_took_lon
 def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None:
     shown = Progress(what="evaluating", total=total, unit="tasks", done=total // 4, begun=90.0)
     out = io.StringIO()
-    Console(file=out, width=90, force_terminal=True, no_color=True).print(_bars.bar(shown))
+    Console(file=out, width=90, force_terminal=True, no_color=True).print(progress.bar(shown))
     text = out.getvalue().strip()
     assert "\n" not in text
     assert all(word in text for word in ("evaluating", "10 s"))
@@ -86,7 +85,7 @@ def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None
 def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:
     from tandem.observability.loggers._live import Picture
 
-    board = Board(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
+    board = RunBoard(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
 
     def drawn() -> str:
         terminal = Console(file=io.StringIO(), record=True, width=100)

@@ -15,9 +15,9 @@ import pytest
 from unit.report_run import made_rollouts, make_run, write
 
 from tandem.errors import TandemError
-from tandem.observability.report import alarms, build, page, samples, series
+from tandem.observability.report import build, page, samples
 from tandem.observability.report.folder import load
-from tandem.observability.report.summary import summarise
+from tandem.observability.report.summary import episodes, summarise
 from tandem.processes import identity
 
 HOSTILE = (
@@ -158,7 +158,7 @@ def test_alarms_are_told_by_episode_without_what_a_resume_undid(tmp_path: Path) 
     ]
     (tmp_path / "config.yaml").write_text("steps: 200\nmodel: m\n")
     write(tmp_path / "events.jsonl", told)
-    found = alarms.episodes(load(tmp_path))
+    found = episodes(load(tmp_path))
     assert [(row["alarm"], row["step"], row["told"], row["over"]) for row in found] == [
         ("length", 10, 1, 18),
         ("ess", 40, 2, None),
@@ -173,7 +173,7 @@ def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
         for i in range(1, 2001)
     ]
     write(tmp_path / "metrics.jsonl", rows)
-    columns = series.columns(load(tmp_path), most=500)
+    columns = page.columns(load(tmp_path), most=500)
     assert columns["share"] == 4
     assert len(columns["steps"]) == 500
     assert columns["steps"][-1] == 2000

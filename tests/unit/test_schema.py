@@ -165,7 +165,7 @@ def test_defaults_are_told() -> None:
 
 def test_a_mapping_may_be_one_word_where_the_recipe_says_so() -> None:
     either = schema()["properties"]["alarms"]["anyOf"]
-    assert either[0] == {"enum": ["warn", "stop"]}
+    assert either[0] == {"enum": ["stop", "warn"]}
     assert set(either[1]["properties"]) == {"action", "ignore"}
     broker = schema()["properties"]["broker"]["anyOf"]
     assert broker[0] == {"type": "string"}

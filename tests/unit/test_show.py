@@ -29,7 +29,7 @@ def test_it_counts_the_phases_of_the_whole_run(tmp_path: Path, capsys: pytest.Ca
     write(tmp_path / "eval.jsonl", [{"step": 0, "time": 30.0, "seconds": 20.0, "env": "e", "mean": 0.5}])
     write(tmp_path / "events.jsonl", [{"time": 0.0, "event": "run_started"}, {"time": 250.0, "event": "run_done"}])
     assert (
-        "time: sampling 2 min 20 s (56%), training 50 s (20%), evaluation 20 s (8%), publish 10 s (4%), "
+        "time: sampling 2 m 20 s (56%), training 50 s (20%), evaluation 20 s (8%), publish 10 s (4%), "
         "start and the rest 30 s (12%)" in shown(tmp_path, capsys)
     )
 
@@ -52,7 +52,7 @@ def test_a_live_run_says_what_it_is_doing(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "vitals.json").write_text(json.dumps(signs))
     told = shown(tmp_path, capsys)
     assert "running, 0 of 2 steps" in told
-    assert "now: sampling for 2 min" in told
+    assert "now: sampling for 2 m" in told
 
 
 def test_a_run_without_a_step_has_no_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

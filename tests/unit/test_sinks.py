@@ -10,9 +10,9 @@ import pty
 import re
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import pytest
 
 from tandem.compat.atropos.wandb import AtroposWandb
 from tandem.errors import ConfigError
-from tandem.observability.loggers import _board
-from tandem.observability.loggers._board import Board, duration, number, sparkline
+from tandem.observability import board as boards
+from tandem.observability.board import RunBoard, duration, number, sparkline
 from tandem.observability.loggers.base import COLUMNS, Activity, RunInfo, Writer, kind, phases
 from tandem.observability.loggers.console import Console
 from tandem.observability.loggers.tensorboard import Tensorboard
 from tandem.observability.loggers.trackio import Trackio
 from tandem.observability.loggers.wandb import Wandb
+from tandem.observability.waits import Wait
 
 CONFIG = {
     "model": "org/SmolLM2-135M",
@@ -155,15 +156,12 @@ def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, m
         writer.write(1, METRICS)
 
 
-@dataclass
-class Waiting:
-    owner: str = "trainer"
-    reason: str = "the next batch"
-    on: str = "rollout workers"
-    seconds: float = 12.0
+def waiting() -> Wait:
+    """A wait that has lasted for 12 seconds."""
+    return Wait(owner="trainer", reason="the next batch", on="rollout workers", since=time.monotonic() - 12.0)
 
 
-def drawn(board: Board, width: int) -> list[str]:
+def drawn(board: RunBoard, width: int) -> list[str]:
     from rich.console import Console as Terminal
 
     from tandem.observability.loggers._live import Picture
@@ -176,7 +174,7 @@ def drawn(board: Board, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", [80, 120, 40])
 def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) -> None:
-    board = Board(info(tmp_path, activity=lambda: Activity(phases=(("seconds/wait", 12.0),), waits=[Waiting()])))
+    board = RunBoard(info(tmp_path, activity=lambda: Activity(phases=(("seconds/wait", 12.0),), waits=[waiting()])))
     board.evaluation(0, evaluation(0, 0.25))
     for step in range(1, 31):
         board.write(step, METRICS | {"reward": step / 30})
@@ -208,7 +206,7 @@ def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) 
 
 
 def test_the_board_evaluates_no_longer_than_it_does(tmp_path: Path) -> None:
-    board = Board(info(tmp_path))
+    board = RunBoard(info(tmp_path))
     board.event("eval_started", {"step": 0})
     assert "evaluating" in "\n".join(drawn(board, 80))
     board.event("eval_done", {"step": 0})
@@ -222,18 +220,18 @@ def test_phases_have_the_names_that_a_user_gives_them(tmp_path: Path, lag: Any, 
     told = phases({f"seconds/{part}": seconds for part, seconds in spans.items()}, config)
     assert told == {name: 6.0, "training": 2.0, "publish": 2.0}
     opened = dataclasses.replace(info(tmp_path), config=config)
-    wait = Activity(phases=(("seconds/wait", 12.0),), waits=[Waiting()])
+    wait = Activity(phases=(("seconds/wait", 12.0),), waits=[waiting()])
     assert f"{name}  trainer waits for" in "\n".join(
-        drawn(Board(dataclasses.replace(opened, activity=lambda: wait)), 80)
+        drawn(RunBoard(dataclasses.replace(opened, activity=lambda: wait)), 80)
     )
     step = Activity(phases=(("seconds/forward_backward", 3.0),))
-    assert "training 3.0 s" in "\n".join(drawn(Board(dataclasses.replace(opened, activity=lambda: step)), 80))
+    assert "training 3.0 s" in "\n".join(drawn(RunBoard(dataclasses.replace(opened, activity=lambda: step)), 80))
 
 
 def test_what_is_left_of_the_time_goes_on_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(_board.time, "monotonic", lambda: now)
-    board = Board(info(tmp_path))
+    monkeypatch.setattr(boards.time, "monotonic", lambda: now)
+    board = RunBoard(info(tmp_path))
     told = []
     for now in (110.0, 120.0):
         board.write(int(now - 100) // 10, METRICS)
@@ -252,7 +250,7 @@ def test_an_alarm_is_told_in_full_and_stays_on_the_board(tmp_path: Path, capsys:
     assert "ALARM length at step 52, since step 50: answers have 4 tokens" in told
     assert all(ALARM[key] in told for key in ("means", "change"))
     assert "alarm length is over at step 75" in told
-    board = Board(info(tmp_path))
+    board = RunBoard(info(tmp_path))
     board.event("alarm", ALARM)
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", " ".join(drawn(board, 60))).split())
     assert all(ALARM[key] in shown for key in ("seen", "means", "change"))
@@ -299,11 +297,11 @@ def test_a_long_answer_is_cut_in_the_console(tmp_path: Path, capsys: pytest.Capt
 def test_a_resumed_board_shows_alarms_that_are_open(tmp_path: Path) -> None:
     told = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "ess", "step": 90}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in told))
-    assert set(Board(info(tmp_path, resumed_step=60)).alarms) == {"length"}, "step 90 did not happen"
+    assert set(RunBoard(info(tmp_path, resumed_step=60)).alarms) == {"length"}, "step 90 did not happen"
 
 
 def test_live_board_before_the_first_step_and_after_the_end(tmp_path: Path) -> None:
-    board = Board(info(tmp_path))
+    board = RunBoard(info(tmp_path))
     assert "no step has finished yet" in "\n".join(drawn(board, 80))
     board.closed = True
     assert "ended" in "\n".join(drawn(board, 80))
@@ -314,7 +312,7 @@ def test_a_resumed_board_shows_its_past(tmp_path: Path) -> None:
         '{"step": 1, "metrics": {"reward": 0.1, "loss": null}}\n{"step": 2, "metrics": {"reward": 0.3}}\n'
     )
     (tmp_path / "eval.jsonl").write_text('{"step": 0, "mean": 0.2}\n')
-    board = Board(info(tmp_path, resumed_step=2))
+    board = RunBoard(info(tmp_path, resumed_step=2))
     board.write(3, {"reward": 0.5})
     assert board.history("reward") == [0.1, 0.3, 0.5]
     assert [record["step"] for record in board.evaluations] == [0]
@@ -401,12 +399,12 @@ def test_numbers_for_people() -> None:
 
 
 def test_rare_events_are_told_and_frequent_ones_are_not() -> None:
-    assert _board.event_text("published", {"step": 1}) == ""
+    assert boards.event_text("published", {"step": 1}) == ""
     late = {"owner": "sync", "reason": "health", "on": "engine", "seconds": 61.0, "state": "deadline"}
-    assert _board.event_text("wait", late) == "sync gave up on engine (health) after 1 m 01 s"
+    assert boards.event_text("wait", late) == "sync gave up on engine (health) after 1 m 01 s"
     for quiet in ("waiting", "done", "cancelled"):
-        assert _board.event_text("wait", late | {"state": quiet}) == ""
-    assert _board.event_text("run_done", {}) == "run done"
+        assert boards.event_text("wait", late | {"state": quiet}) == ""
+    assert boards.event_text("run_done", {}) == "run done"
 
 
 def read_tensorboard(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, str]]:

@@ -18,7 +18,7 @@ import pytest
 from tandem.errors import ConfigError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.observability import json_lines, trace, waits
-from tandem.observability.alarms.watch import Watch
+from tandem.observability.alarms.watch import AlarmWatch
 from tandem.observability.emit import Telemetry, activity, evaluation_scalars
 from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
@@ -352,7 +352,7 @@ def collapsing(step: int) -> dict[str, Mean]:
 
 def test_an_alarm_is_an_event_and_a_metric(tmp_path: Path) -> None:
     writer = Recorder()
-    with Telemetry(info(tmp_path), [Recording(writer)], Watch({})) as telemetry:
+    with Telemetry(info(tmp_path), [Recording(writer)], AlarmWatch({})) as telemetry:
         for step in range(1, 31):
             telemetry.emit(step, [collapsing(step)])
     (alarm,) = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "alarm"]
@@ -368,10 +368,10 @@ def test_an_alarm_is_an_event_and_a_metric(tmp_path: Path) -> None:
 @pytest.mark.parametrize("resumed", [10, 21, 26])
 def test_a_resumed_run_tells_what_it_would_have_told(resumed: int, tmp_path: Path) -> None:
     for folder in ("whole", "resumed"):
-        with Telemetry(info(tmp_path / folder), [], Watch({})) as telemetry:
+        with Telemetry(info(tmp_path / folder), [], AlarmWatch({})) as telemetry:
             for step in range(1, 31):
                 telemetry.emit(step, [collapsing(step)])
-    with Telemetry(info(tmp_path / "resumed", resumed_step=resumed), [], Watch({})) as telemetry:
+    with Telemetry(info(tmp_path / "resumed", resumed_step=resumed), [], AlarmWatch({})) as telemetry:
         for step in range(resumed + 1, 31):
             telemetry.emit(step, [collapsing(step)])
     whole, again = (

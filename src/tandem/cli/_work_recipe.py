@@ -15,8 +15,8 @@ from tandem.config import override
 from tandem.config import registry as resolve
 from tandem.config.build import Builder, RewardSpec
 from tandem.config.loading import RunConfig
-from tandem.config.sections import Grading, sampling_checks
-from tandem.config.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.config.sections import GradingOptions, sampling_checks
+from tandem.config.sources import EnvSource, complete_rewards, default_rewards, fault, rewarded, spell_out
 from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, require
@@ -70,7 +70,7 @@ class Work:
     """Where answers are sampled: an address, a list of them, or a mapping."""
     env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": ("envs",)})
     """Where tasks come from."""
-    envs: Mapping[str, Source] = field(default_factory=dict, metadata={"entries": Source})
+    envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
     """Several environments instead, by name; each is one of its own to the broker."""
     env_name: str | None = None
     """The one entry of envs that is played; null: all of them."""
@@ -94,7 +94,7 @@ class Work:
     """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
-    grading: Grading = field(default_factory=Grading)
+    grading: GradingOptions = field(default_factory=GradingOptions)
     """Processes that compute rewards."""
     patience: Patience = field(default_factory=Patience)
     """How long the work may stand still."""
@@ -142,11 +142,11 @@ class Work:
             object.__setattr__(self, "rewards", default_rewards(self.env))
 
     @property
-    def sources(self) -> Mapping[str, Source]:
+    def sources(self) -> Mapping[str, EnvSource]:
         """What is played, by its name at the broker."""
         if self.env is not None:
             name, share = self.known_as or self.env.name, self.min_share or 0.0
-            return {name: Source(env=self.env, rewards=self.rewards, weight=self.weight, min_share=share)}
+            return {name: EnvSource(env=self.env, rewards=self.rewards, weight=self.weight, min_share=share)}
         return {name: source for name, source in self.envs.items() if self.env_name in (None, name)}
 
     def inert(self) -> Mapping[str, str]:

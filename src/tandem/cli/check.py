@@ -8,11 +8,11 @@ import inspect
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -20,20 +20,22 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import machine
-from tandem.cli import _remembered
-from tandem.cli._remembered import Modelled
+from tandem.cli import _check_cache
+from tandem.cli._check_cache import ModelFigures
 from tandem.config import registry as resolve
+from tandem.config.build import RewardSpec
 from tandem.config.loading import Loaded, RunConfig, load
-from tandem.config.sources import Source
+from tandem.config.sources import EnvSource
 from tandem.engines.base import CanAttest, CanLend
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.rewards.base import Reward
+from tandem.rewards.grading.calls import Adapter
+from tandem.rewards.grading.workers import Graders
+from tandem.rollout.gold import Siblings, distinct, failures_of
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import MemoryPlan
-from tandem.types import Task
-
-if TYPE_CHECKING:
-    from tandem.rewards.grading.workers import Graders
+from tandem.types import Rollout, Task
 
 Found = str | None
 """What a look found; None if what it needs is missing."""
@@ -56,7 +58,7 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    look = _Look(loaded.config, tasks, loaded.given)
+    look = _RecipeCheck(loaded.config, tasks, loaded.given)
     console = Console()
     problems: list[TandemError] = []
     doubtful = 0
@@ -96,7 +98,7 @@ def _row(state: Text, what: str, told: str, width: int) -> Table:
     return table
 
 
-class _Look:
+class _RecipeCheck:
     """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
 
     def __init__(self, config: RunConfig, most: int, given: Collection[str]):
@@ -108,7 +110,7 @@ class _Look:
         self._planner: memory.Planner | None = None
         self._opening: dict[str, asyncio.Task[Graders]] = {}
         self._place: Path | None = None
-        self._kept: Modelled | None = None
+        self._kept: ModelFigures | None = None
         self._said: dict[str, str] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
@@ -125,7 +127,7 @@ class _Look:
         grading = self._config.grading
         log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
 
-        async def opened(source: Source) -> Graders:
+        async def opened(source: EnvSource) -> Graders:
             specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
             graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout, log=log)
             await graders.open()
@@ -228,21 +230,20 @@ class _Look:
         sources = self._config.sources
         return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
 
-    async def _gold_of(self, name: str, source: Source) -> str:
-        from tandem.cli import _grades
+    async def _gold_of(self, name: str, source: EnvSource) -> str:
         from tandem.rollout.gold import siblings
 
         graders = await self._opening[name]
         graded = await siblings(source.env, graders, self._tasks[name])
-        _grades.require_right(name, graders, graded)
+        require_right(name, graders, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
-        self.doubts += [label + doubt for doubt in _grades.doubts(source.rewards, graded)]
-        return _grades.told(graders, graded)
+        self.doubts += [label + doubt for doubt in doubts(source.rewards, graded)]
+        return graded_text(graders, graded)
 
     def _model_config(self) -> str:
         """Configuration of the model; weights are not read."""
-        self._place = _remembered.place(self._config, self._tasks)
-        self._kept = _remembered.read(self._place)
+        self._place = _check_cache.place(self._config, self._tasks)
+        self._kept = _check_cache.read(self._place)
         if self._kept is not None:
             return self._kept.model
         from tandem.model.policy import load_config
@@ -310,7 +311,7 @@ class _Look:
         """For the next time: what the model told, and it took long to hear."""
         if "prompts" not in self._said and self._config.plays:
             return
-        found = Modelled(
+        found = ModelFigures(
             model=self._said["model"],
             prompts=self._said.get("prompts", ""),
             lines=plan.lines,
@@ -318,7 +319,7 @@ class _Look:
             trainable=plan.trainable,
             checkpoint_bytes=planner.checkpoint_bytes(self._config),
         )
-        _remembered.write(self._place, found)
+        _check_cache.write(self._place, found)
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
@@ -342,7 +343,7 @@ class _Look:
         return told
 
 
-def _environment(name: str, source: Source) -> str:
+def _environment(name: str, source: EnvSource) -> str:
     """An environment in words; the kind is left out where it is the name."""
     kind = resolve.kind_of("envs", source.env)
     return f"env {name}" + (f" ({kind})" if kind != name else "")
@@ -351,3 +352,68 @@ def _environment(name: str, source: Source) -> str:
 def _of_each(told: Mapping[str, str]) -> str:
     """What is said of each environment; of one alone without its name."""
     return "; ".join(told.values() if len(told) == 1 else (f"{name} {text}" for name, text in told.items()))
+
+
+_SHOWN = 4
+"""Kinds of failures that are told."""
+
+
+def require_right(name: str, graders: Graders, graded: Sequence[Siblings]) -> None:
+    """Refuse rewards of an environment that do not give its gold replies full marks, or cannot grade an answer.
+
+    Raises:
+        RewardError: one line for each kind of failure.
+    """
+    failures = failures_of(graded, graders)
+    if not failures:
+        return
+    lines = distinct(failures)
+    more = f"; and {len(lines) - _SHOWN} other kinds of failure" if len(lines) > _SHOWN else ""
+    if all(failure.error for failure in failures):
+        what, remedy = f"answers of {name} could not be graded", "mend the reward"
+    else:
+        what = f"{sum(not f.error for f in failures)} gold replies of {name} did not get full marks"
+        remedy = "mend the reward, or what the environment's check() replies"
+    raise RewardError(f"{what}: {'; '.join(lines[:_SHOWN])}{more}; {remedy}")
+
+
+def graded_text(graders: Graders, graded: Sequence[Siblings]) -> str:
+    """What each reward gave; only a person can judge one that does not say what full marks are."""
+    if not graded:
+        return "the environment knows none: its rewards are not proven"
+    each = [_told(name, full, graded) for name, full in graders.full_marks.items()]
+    return f"{len(graded)} graded, each beside a wrong answer: {'; '.join(each)}"
+
+
+def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[Siblings]) -> Iterator[str]:
+    """What is likely a mistake, and need not be one."""
+    if not graded:
+        return
+    for name, spec in rewards.items():
+        right = _values(name, [pair.right for pair in graded])
+        wrong = _values(name, [pair.wrong for pair in graded])
+        own = not isinstance(spec.reward, Reward) or isinstance(spec.reward, Adapter)
+        if own and not right:
+            yield f"{name} gives no gold reply anything (None)"
+        elif own and not any(right) and max(wrong, default=0.0) >= 0:
+            yield f"{name} gives every gold reply 0: does it find the answer in its columns?"
+    if all(pair.right.reward == pair.wrong.reward for pair in graded):
+        yield (
+            "a gold reply and a wrong one get the same reward in every task: if the policy's answers do, too, groups "
+            "have no signal, and nothing is learned"
+        )
+
+
+def _told(name: str, full: float | None, graded: Sequence[Siblings]) -> str:
+    right, wrong = (_mean(_values(name, some)) for some in ([p.right for p in graded], [p.wrong for p in graded]))
+    if full is not None:
+        return f"{name} gives full marks, and the wrong ones {wrong}"
+    return f"{name} gives {right} on average, and the wrong ones {wrong}"
+
+
+def _values(name: str, rollouts: Sequence[Rollout]) -> list[float]:
+    return [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.3g}" if values else "nothing"

@@ -31,7 +31,7 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
     config = load(recipe, overrides).config
     if config.broker is not None:
         raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
-    from tandem.observability.loggers.console import shown
+    from tandem.observability.progress import shown
 
     with shown():
         found = run_to_end(_played(config, count))
@@ -51,9 +51,8 @@ async def _played(config: RunConfig, count: int) -> Forecast:
 
 def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
     """What was seen, in words."""
-    from tandem.observability.completions import shown
-    from tandem.observability.dropped import change, why
-    from tandem.observability.loggers.console import answer_lines
+    from tandem.observability.board import answer_lines
+    from tandem.observability.completions import change, shown, why
 
     groups, signal = found.groups, found.signal
     without = [("flat" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance]

@@ -19,7 +19,8 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
         ConfigError: the target is none of the three, or there is nothing to evaluate on.
     """
     config, weights = to_evaluate(target, overrides, step)
-    from tandem.observability.loggers.console import answer_lines, ends, shown
+    from tandem.observability.board import answer_lines, best_and_worst
+    from tandem.observability.progress import shown
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     with shown():
@@ -27,7 +28,7 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
     for line in _lines(str(weights or config.model), record):
         typer.echo(line)
     if config.print_completions.every:
-        for sample in ends(record["rollouts"]):
+        for sample in best_and_worst(record["rollouts"]):
             for line in answer_lines(sample, "an answer"):
                 typer.echo(line)
 

@@ -12,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config import registry as resolve
-from tandem.config.build import hints
-from tandem.config.encode import plain_value
-from tandem.config.words import describe
+from tandem.config.build import describe, hints, plain_value
 
 _OPTION = {
     "envs": "env",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,17 +13,18 @@ from rich.text import Text
 
 from tandem.api.targets import recipe_of
 from tandem.observability import report, vitals
+from tandem.observability.board import duration, sparkline
 from tandem.observability.loggers.base import PHASES, phase, phases
-from tandem.observability.report import alarms
 from tandem.observability.report.folder import Row, RunFolder, load
-from tandem.observability.report.summary import column, headline_evaluations, summarise
+from tandem.observability.report.summary import column, episodes, headline_evaluations, summarise
 
-_BARS = "▁▂▃▄▅▆▇█"
 _CURVES = (
     "reward", "accuracy", "length", "entropy", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second",
     "seconds/step",
 )  # fmt: skip
 """Metrics drawn as a line each, in this order."""
+_WIDTH = 32
+"""Columns of such a line."""
 
 
 def show(run: Path, write_report: bool) -> None:
@@ -96,7 +95,7 @@ def _print_curves(console: Console, folder: RunFolder) -> None:
     for name in _CURVES:
         values = column(folder, name)
         if values:
-            table.add_row(name, _number(values[0]), curve(values), _number(values[-1]))
+            table.add_row(name, _number(values[0]), sparkline(values, _WIDTH), _number(values[-1]))
     if table.row_count:
         console.print()
         console.print(table)
@@ -104,7 +103,7 @@ def _print_curves(console: Console, folder: RunFolder) -> None:
 
 def _alarms(folder: RunFolder) -> Iterator[str]:
     """Alarms that are open in full, and a line for each that is over."""
-    for row in alarms.episodes(folder):
+    for row in episodes(folder):
         if row["over"] is not None:
             yield f"alarm {row['alarm']}, steps {row['since']} to {row['over']}, over: {row['seen']}"
             continue
@@ -154,25 +153,6 @@ def _events(folder: RunFolder) -> Iterator[str]:
         last = folder.events[-1]
         ago = duration(max(0.0, time.time() - last.get("time", time.time())))
         yield f"last event: {last.get('event')}, {ago} ago"
-
-
-def curve(values: Sequence[float], width: int = 32) -> str:
-    """A line of bars, each the mean of its share of the values."""
-    width = min(width, len(values))
-    edges = [round(index * len(values) / width) for index in range(width + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def duration(seconds: float) -> str:
-    """``1 h 02 min``, ``3 min 20 s`` or ``12 s``."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
 
 
 def _number(value: float | None) -> str:

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
-from tandem.cli.show import duration
 from tandem.observability import json_lines, vitals, waits
+from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
 from tandem.processes import alive_after

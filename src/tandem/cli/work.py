@@ -20,7 +20,7 @@ from tandem.broker.producer import Pace, Producer, Tally
 from tandem.broker.protocol.messages import EnvRegistration
 from tandem.broker.remote_engine import Remote, RemoteEngine
 from tandem.cli._work_recipe import Work, load
-from tandem.config.sources import Source
+from tandem.config.sources import EnvSource
 from tandem.errors import BrokerError, ConfigError
 from tandem.model.policy import load_config, load_tokenizer
 from tandem.observability import waits, watchdog
@@ -159,7 +159,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
         ]
 
 
-def _registration(config: Work, name: str, source: Source, context: int) -> EnvRegistration:
+def _registration(config: Work, name: str, source: EnvSource, context: int) -> EnvRegistration:
     """What the broker is told of one environment."""
     return EnvRegistration(
         max_token_length=context,
@@ -180,7 +180,7 @@ def _warn_of_foreign(engine: RemoteEngine, sampling: Sampling) -> None:
 
 
 @asynccontextmanager
-async def _graders(config: Work, name: str, source: Source) -> AsyncIterator[Graders]:
+async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[Graders]:
     """Graders that gave full marks to the first gold replies.
 
     Raises:

@@ -25,8 +25,8 @@ from typing import Any, Literal, Union
 from tandem.config import registry as resolve
 from tandem.config.dialects import elsewhere
 from tandem.config.tree import SHELL, Branch, Items, Leaf, Problems, Tree, plain
-from tandem.config.words import describe, got
 from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.types import Json
 
 
 class _Bad:
@@ -396,3 +396,89 @@ def _without(branch: Branch, key: str) -> Branch:
 def _import_error(slot: str, kind: str) -> type[Exception]:
     """The error that a part which cannot be found is: a reward's own import path has its own exit code."""
     return RewardError if slot == "rewards" and ":" in kind else ConfigError
+
+
+def encode(built: Any, *, complete: bool = True) -> dict[str, Json]:
+    """Every option of a dataclass; ``complete=False`` leaves out those that ``inert`` names."""
+    return _dataclass(built, complete, frozenset())
+
+
+def _dataclass(built: Any, complete: bool, skipped: frozenset[str]) -> dict[str, Json]:
+    if not complete:
+        skipped = skipped | frozenset(inert(built))
+    encoded: dict[str, Json] = {}
+    for field in resolve.options(type(built)):
+        if field.name in skipped:
+            continue
+        below = frozenset(name.partition(".")[2] for name in skipped if name.startswith(f"{field.name}."))
+        value = getattr(built, field.name)
+        slot: str | None = field.metadata.get("slot")
+        if field.metadata.get("weighted"):
+            encoded[field.name] = {name: _reward(name, spec, complete) for name, spec in value.items()}
+        elif slot is not None and field.metadata.get("many"):
+            encoded[field.name] = [_part(slot, item, complete, below) for item in value]
+        elif slot is not None and value is not None:
+            encoded[field.name] = _part(slot, value, complete, below)
+        else:
+            encoded[field.name] = plain_value(value, complete, below)
+    return encoded
+
+
+def _part(slot: str, built: Any, complete: bool, skipped: frozenset[str]) -> Json:
+    """``{kind, ...options}``, or the kind alone where there are none."""
+    kind, options = resolve.kind_of(slot, built), _dataclass(built, complete, skipped)
+    return {"kind": kind, **options} if options else kind
+
+
+def _reward(name: str, spec: RewardSpec, complete: bool) -> Json:
+    """``weight``, or ``{kind, weight, ...options}``; the kind is left out where it is the name."""
+    options = _dataclass(spec.reward, complete, frozenset()) if dataclasses.is_dataclass(spec.reward) else {}
+    if spec.kind == name and not options:
+        return spec.weight
+    kind = {} if spec.kind == name else {"kind": spec.kind}
+    return {**kind, "weight": spec.weight, **options}
+
+
+def plain_value(value: Any, complete: bool = True, skipped: frozenset[str] = frozenset()) -> Json:
+    """One option's value; dataclasses, mappings and lists in depth."""
+    if dataclasses.is_dataclass(value):
+        return _dataclass(value, complete, skipped)
+    if isinstance(value, Mapping):
+        return {key: plain_value(inner, complete) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item, complete) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    if hint in words:
+        return words[hint]
+    if hint is type(None):
+        return "null"
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in args)}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if origin in (list, Sequence) or (origin is tuple and args[-1] is Ellipsis):
+        return f"a list (of {describe(args[0])})"
+    if origin is tuple:
+        return f"a list of {len(args)}: {', '.join(describe(arg) for arg in args)}"
+    if origin in (dict, Mapping):
+        return f"a mapping (of names to {describe(args[1])})"
+    return "anything" if hint in (Any, object) else f"a mapping ({getattr(hint, '__name__', hint)})"
+
+
+def got(tree: Tree) -> str:
+    """A tree in words."""
+    if isinstance(tree, Branch):
+        return "a mapping"
+    if isinstance(tree, Items):
+        return "a list"
+    if tree.value is None:
+        return "nothing"
+    if isinstance(tree.value, str):
+        return f"the text {tree.value!r}"
+    return f"{tree.text}" if isinstance(tree.value, bool) else f"the number {tree.text}"

@@ -16,22 +16,21 @@ from tandem import machine
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config import override
 from tandem.config import registry as resolve
-from tandem.config.build import Builder, RewardSpec, part, parts
+from tandem.config.build import Builder, RewardSpec, encode, part, parts
 from tandem.config.dialects import translate
-from tandem.config.encode import encode
 from tandem.config.sections import (
     Alarms,
-    Broker,
+    BrokerOptions,
     Checkpoint,
     Evaluate,
-    Grading,
+    GradingOptions,
     Rate,
     Replay,
     Reroll,
     group_size_check,
     sampling_checks,
 )
-from tandem.config.sources import Source, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.config.sources import EnvSource, complete_rewards, default_rewards, fault, rewarded, spell_out
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, require
@@ -62,9 +61,9 @@ class RunConfig:
     """Optimizer steps of the whole run."""
     env: Environment | None = field(default=None, metadata={"slot": "envs", "unless": ("envs", "broker")})
     """Where tasks come from; with broker those to evaluate on, if any."""
-    envs: Mapping[str, Source] = field(default_factory=dict, metadata={"entries": Source})
+    envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
     """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
-    broker: Broker | None = field(default=None, metadata={"shorthand": "url"})
+    broker: BrokerOptions | None = field(default=None, metadata={"shorthand": "url"})
     """Train on what environments elsewhere send to this broker: its address, or a mapping."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"slot": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
@@ -142,7 +141,7 @@ class RunConfig:
     """Measuring on held-out tasks."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata={"shorthand": "save"})
     """When the run is saved."""
-    grading: Grading = field(default_factory=Grading)
+    grading: GradingOptions = field(default_factory=GradingOptions)
     """Processes that compute rewards."""
     patience: Patience = field(default_factory=Patience)
     """How long a run may stand still."""
@@ -215,9 +214,9 @@ class RunConfig:
         return self.rate.max_lag if self.max_lag == "auto" else self.max_lag
 
     @property
-    def sources(self) -> Mapping[str, Source]:
+    def sources(self) -> Mapping[str, EnvSource]:
         """Every environment with its rewards, by the name that its groups and metrics bear; one is a mixture of one."""
-        return self.envs if self.env is None else {self.env.name: Source(env=self.env, rewards=self.rewards)}
+        return self.envs if self.env is None else {self.env.name: EnvSource(env=self.env, rewards=self.rewards)}
 
     @property
     def plays(self) -> bool:

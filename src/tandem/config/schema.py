@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
+
+import msgspec
 
 from tandem.config import registry as resolve
-from tandem.config.build import RewardSpec, hints
-from tandem.config.encode import plain_value
+from tandem.config.build import RewardSpec, hints, plain_value
 from tandem.config.loading import RunConfig
 from tandem.types import Json
 
@@ -19,16 +18,6 @@ _OUTSIDE = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$", "description": "A p
 _PATH = r"^[\w.]+[:.][\w.]+$"
 """An import path as the name of a reward: with a colon, or with dots alone."""
 _WEIGHT = {"type": "number", "description": resolve.field_docs(RewardSpec)["weight"]}
-_PLAIN: dict[Any, dict[str, Json]] = {
-    str: {"type": "string"},
-    Path: {"type": "string"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    bool: {"type": "boolean"},
-    type(None): {"type": "null"},
-    Any: {},
-    object: {},
-}
 
 
 def schema() -> dict[str, Json]:
@@ -67,7 +56,7 @@ def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
     if "entries" in field.metadata:
         # A number is a weight, and without an env the name is one.
         entry = {**_dataclass(field.metadata["entries"]), "required": []}
-        return {"type": "object", "additionalProperties": {"anyOf": [_PLAIN[float], entry]}}
+        return {"type": "object", "additionalProperties": {"anyOf": [{"type": "number"}, entry]}}
     if slot is None:
         described = _type(hints(cls)[field.name])
         key = field.metadata.get("shorthand")
@@ -81,7 +70,7 @@ def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
         one: dict[str, Json] = {"$ref": f"#/$defs/{slot}"}
         if slot == "rewards":  # entries of that slot have a name, so that a part's own reward is its only bare kind
             one = {"anyOf": [{"enum": resolve.names(slot)}, one]}
-        return {"anyOf": [one, _PLAIN[type(None)]]} if field.default is None else one
+        return {"anyOf": [one, {"type": "null"}]} if field.default is None else one
     without_kind = _dataclass(resolve.find(slot, default))
     return {"anyOf": [{"$ref": f"#/$defs/{slot}"}, without_kind], "default": default}
 
@@ -137,18 +126,11 @@ def _with_weight(options: dict[str, Json]) -> dict[str, Json]:
 
 
 def _type(hint: Any) -> dict[str, Json]:
-    """A plain type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _PLAIN:
-        return dict(_PLAIN[hint])
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_type(arg) for arg in args]}
-    if origin in (list, Sequence) or (origin is tuple and args[-1] is Ellipsis):
-        return {"type": "array", "items": _type(args[0])}
-    if origin is tuple:
-        return {"type": "array", "prefixItems": [_type(arg) for arg in args], "minItems": len(args), "items": False}
-    if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _type(args[1])}
-    return _dataclass(hint)
+    """A plain type, by msgspec; dataclasses in it by their own options."""
+    inner = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _dataclass(hint)
+    if any(map(dataclasses.is_dataclass, inner)):
+        return {"anyOf": [_type(one) for one in inner]}
+    return msgspec.json.schema(hint, schema_hook=lambda kind: {"type": "string"} if kind is Path else {})

@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grading:
+class GradingOptions:
     """How rewards are computed: in processes that can be killed."""
 
     workers: int | None = None
@@ -171,7 +171,7 @@ class Alarms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broker:
+class BrokerOptions:
     """Environments elsewhere: what they sample and score is trained on, through a broker."""
 
     url: str

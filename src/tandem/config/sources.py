@@ -16,7 +16,7 @@ from tandem.errors import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class EnvSource:
     """One of several environments: what is played, how it is scored, and how much of it."""
 
     env: Environment = field(metadata={"slot": "envs"})
@@ -42,7 +42,7 @@ def exactly(number: float) -> Fraction:
     return Fraction(repr(float(number)))
 
 
-def fault(env: Environment | None, envs: Mapping[str, Source]) -> str | None:
+def fault(env: Environment | None, envs: Mapping[str, EnvSource]) -> str | None:
     """What ``envs`` must be, if it is something else."""
     if envs and env is not None:
         return "left out where env is given: a run has one environment (env) or several (envs)"

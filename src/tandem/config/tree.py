@@ -143,7 +143,7 @@ def _compose(text: str, locate: _Locate, problems: Problems) -> Tree | None:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            return None if node is None else _convert(node, _Reading(locate, loader, problems, count()), ())
+            return None if node is None else _convert(node, _YamlReading(locate, loader, problems, count()), ())
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -185,7 +185,7 @@ def render(data: Json) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _YamlReading:
     locate: _Locate
     loader: _Loader
     problems: Problems
@@ -196,7 +196,7 @@ class _TooMany(Exception):
     """More values than a recipe may have."""
 
 
-def _convert(node: yaml.Node, reading: _Reading, parents: tuple[yaml.Node, ...]) -> Tree | None:
+def _convert(node: yaml.Node, reading: _YamlReading, parents: tuple[yaml.Node, ...]) -> Tree | None:
     """One composed node as a tree."""
     where = reading.locate(node.start_mark)
     if next(reading.values) >= MOST_VALUES:
@@ -217,7 +217,7 @@ def _convert(node: yaml.Node, reading: _Reading, parents: tuple[yaml.Node, ...])
         return None
 
 
-def _convert_mapping(node: yaml.MappingNode, reading: _Reading, parents: tuple[yaml.Node, ...]) -> Branch:
+def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading, parents: tuple[yaml.Node, ...]) -> Branch:
     """A mapping whose keys are words, each once; what ``<<`` names lies beneath them."""
     branch, beneath = Branch(where=reading.locate(node.start_mark)), []
     for key_node, value_node in node.value:
@@ -243,7 +243,7 @@ def _convert_mapping(node: yaml.MappingNode, reading: _Reading, parents: tuple[y
     return branch
 
 
-def _merged(value: Tree | None, where: str, reading: _Reading) -> list[Branch]:
+def _merged(value: Tree | None, where: str, reading: _YamlReading) -> list[Branch]:
     """The mappings that a ``<<`` names, the first before the others."""
     found = value.items if isinstance(value, Items) else () if value is None else (value,)
     branches = [one for one in found if isinstance(one, Branch)]

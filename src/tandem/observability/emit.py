@@ -15,7 +15,7 @@ from typing import Self
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.observability import json_lines, trace, waits
-from tandem.observability.alarms.watch import Watch
+from tandem.observability.alarms.watch import AlarmWatch
 from tandem.observability.loggers.base import Activity, RunInfo, Sink, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
@@ -41,7 +41,7 @@ class Telemetry:
     """
 
     def __init__(
-        self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: Watch | None = None, on_step: OnStep | None = None
+        self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: AlarmWatch | None = None, on_step: OnStep | None = None
     ) -> None:
         """Nothing is opened or written yet.
 

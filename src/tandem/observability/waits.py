@@ -2,7 +2,7 @@
 
 Past its deadline a wait raises and names who was waited for, so that nothing hangs in silence; one that lasts
 is told to listeners while it is still going on. A wait without a deadline of its own has the run's patience
-(``telemetry/watchdog.py``). Standard library only: any module may import this one.
+(``observability/watchdog.py``). Standard library only: any module may import this one.
 
 Names chain: a wait that begins within another one explains it, and so does one whose ``owner`` is, or is of the kind,
 that another waits ``on``. ``actor`` is for code that waits for the sake of whoever called it.
@@ -14,17 +14,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 from weakref import WeakSet
 
 from tandem.errors import Deadline
-from tandem.observability.wait_chains import chain as chain
-from tandem.observability.wait_chains import is_part as is_part
 
 logger = logging.getLogger(__name__)
 
@@ -387,3 +385,52 @@ def _tell(wait: Wait, state: State) -> None:
                 logger.exception("a listener of waits failed")
     finally:
         _telling.now = False
+
+
+class WaitLink(Protocol):
+    """As much of a wait as a chain needs."""
+
+    @property
+    def number(self) -> int:
+        """Its name in this process."""
+
+    @property
+    def within(self) -> int | None:
+        """Number of the wait that it began in, if any."""
+
+    @property
+    def owner(self) -> str:
+        """Who waits."""
+
+    @property
+    def on(self) -> str:
+        """Who has to deliver."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+
+
+L = TypeVar("L", bound=WaitLink)
+
+
+def chain(wait: L, every: Sequence[L]) -> list[L]:
+    """From a wait along who waits for whom to the last: nobody whom that one is for waits himself, or it is a circle.
+
+    Args:
+        wait: the first.
+        every: all there are, longest first; among several that explain one the longest is taken.
+    """
+    found = [wait]
+    while True:
+        last = found[-1]
+        inner = [one for one in every if one.within == last.number and one not in found]
+        named = inner or [one for one in every if one not in found and is_part(last.on, one.owner)]
+        if not named:
+            return found
+        found.append(named[0])
+
+
+def is_part(party: str, owner: str) -> bool:
+    """Whether a party of a wait (``rollouts``) is one that waits itself, or its kind (``rollouts group 12``)."""
+    return owner == party or owner.startswith(f"{party} ")

@@ -32,7 +32,7 @@ _IMPORT_SECONDS = 180
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """One thing looked at."""
 
     what: str
@@ -71,9 +71,9 @@ def doctor(folder: Path = Path("runs"), recipe: Path | None = None, overrides: S
     return 1 if problems else 0
 
 
-def findings(folder: Path) -> Iterator[Finding]:
+def findings(folder: Path) -> Iterator[Diagnosis]:
     """Everything that is looked at, in order."""
-    yield Finding(what="tandem", state="ok", detail=f"{__version__}, Python {platform.python_version()}")
+    yield Diagnosis(what="tandem", state="ok", detail=f"{__version__}, Python {platform.python_version()}")
     yield from _packages()
     yield from _memory()
     yield _disk(folder)
@@ -83,25 +83,25 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield _tried("parts", _parts, "reinstall tandem-rl, or mend the file that the message names")
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Diagnosis]:
     """What the distribution's own metadata says it needs."""
     try:
         needed = requirements()
     except importlib.metadata.PackageNotFoundError:
         detail = f"{DISTRIBUTION} runs from its source, so what it needs cannot be looked up"
-        yield Finding(what="libraries", state="note", detail=detail, fix=f"{sys.executable} -m pip install -e .")
+        yield Diagnosis(what="libraries", state="note", detail=detail, fix=f"{sys.executable} -m pip install -e .")
         return
     for extra, names in needed.items():
         missing = [name for name in names if _version(name) is None]
         what = f"extra {extra}" if extra else "libraries"
         if not missing:
-            yield Finding(what=what, state="ok", detail=", ".join(f"{name} {_version(name)}" for name in names))
+            yield Diagnosis(what=what, state="ok", detail=", ".join(f"{name} {_version(name)}" for name in names))
         elif extra:
             fix = f"{sys.executable} -m pip install '{DISTRIBUTION}[{extra}]', if you want it"
-            yield Finding(what=what, state="note", detail=f"missing: {', '.join(missing)}", fix=fix)
+            yield Diagnosis(what=what, state="note", detail=f"missing: {', '.join(missing)}", fix=fix)
         else:
             fix = f"{sys.executable} -m pip install {' '.join(missing)}"
-            yield Finding(what=what, state="problem", detail=f"missing: {', '.join(missing)}", fix=fix)
+            yield Diagnosis(what=what, state="problem", detail=f"missing: {', '.join(missing)}", fix=fix)
 
 
 def requirements() -> dict[str, list[str]]:
@@ -120,27 +120,27 @@ def requirements() -> dict[str, list[str]]:
     return needed
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[Diagnosis]:
     here, gpu = machine.host(), machine.accelerator()
     little = here.free < _LITTLE_MEMORY
-    yield Finding(
+    yield Diagnosis(
         what="memory",
         state="note" if little else "ok",
         detail=f"{machine.readable(here.free)} free of {machine.readable(here.total)}, {machine.cores()} cores",
         fix="close other programs; a 135M model in bfloat16 wants about 3 GB" if little else "",
     )
     if gpu is None:
-        yield Finding(what="accelerator", state="ok", detail="none: the CPU trains")
+        yield Diagnosis(what="accelerator", state="ok", detail="none: the CPU trains")
     else:
         free = f"{machine.readable(gpu.free)} free of {machine.readable(gpu.total)}"
-        yield Finding(what="accelerator", state="ok", detail=f"{gpu.name}, {free}")
+        yield Diagnosis(what="accelerator", state="ok", detail=f"{gpu.name}, {free}")
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> Diagnosis:
     free = machine.free_disk(folder)
     little = free < _LITTLE_DISK
     fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
-    return Finding(
+    return Diagnosis(
         what="disk",
         state="note" if little else "ok",
         detail=f"{machine.readable(free)} free for {folder}",
@@ -148,32 +148,32 @@ def _disk(folder: Path) -> Finding:
     )
 
 
-def _tried(what: str, attempt: Callable[[], str], fix: str) -> Finding:
+def _tried(what: str, attempt: Callable[[], str], fix: str) -> Diagnosis:
     """Do something that training needs; any failure is the finding."""
     try:
-        return Finding(what=what, state="ok", detail=attempt())
+        return Diagnosis(what=what, state="ok", detail=attempt())
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError, TandemError) as error:
-        return Finding(what=what, state="problem", detail=f"{type(error).__name__}: {error}", fix=fix)
+        return Diagnosis(what=what, state="problem", detail=f"{type(error).__name__}: {error}", fix=fix)
 
 
-def _any_engine() -> Finding:
+def _any_engine() -> Diagnosis:
     """vLLM, where one might be: in this environment, or in the one beside it."""
     if importlib.util.find_spec("vllm") is not None:
         return _tried("vLLM", lambda: _vllm(sys.executable), "mend it, or name another engine.python")
     if ENGINE_PYTHON.exists():
         return _tried("vLLM", lambda: _vllm(str(ENGINE_PYTHON)), "make it anew: bash scripts/setup")
     fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
-    return Finding(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
+    return Diagnosis(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
 
 
-def _asked_engine(recipe: Path, overrides: Sequence[str]) -> Finding:
+def _asked_engine(recipe: Path, overrides: Sequence[str]) -> Diagnosis:
     """vLLM, where a recipe's engine.python says."""
     from tandem.config.loading import load
     from tandem.engines.vllm.spec import Vllm
 
     engine = load(recipe, overrides).config.engine
     if not isinstance(engine, Vllm) or engine.urls:
-        return Finding(what="vLLM", state="ok", detail="the recipe starts none")
+        return Diagnosis(what="vLLM", state="ok", detail="the recipe starts none")
     python = engine.python or sys.executable
     return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
 

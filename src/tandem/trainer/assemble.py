@@ -22,7 +22,7 @@ from tandem.model import float8, layers
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, vitals, waits, watchdog
-from tandem.observability.alarms.watch import Watch
+from tandem.observability.alarms.watch import AlarmWatch
 from tandem.observability.completions import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
@@ -104,7 +104,7 @@ async def _train(
             config=recipes.as_json(config),
             resumed_step=steps[-1] if steps else 0,
         )
-        alarms = Watch(info.config)
+        alarms = AlarmWatch(info.config)
         with Telemetry(info, config.sinks, alarms, on_step) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
             async with AsyncExitStack() as stack:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.config.loading import RunConfig
-from tandem.config.sources import Source
+from tandem.config.sources import EnvSource
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
 from tandem.errors import EnvError, TandemError, defined_at, raised
@@ -52,7 +52,7 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
     return found
 
 
-def tasks_of(name: str, source: Source, split: Split) -> Sequence[Task]:
+def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
     """Tasks of one environment; raises as ``tasks``."""
     try:
         found: object = source.env.tasks(split)
@@ -144,7 +144,7 @@ class Players:
 
 
 @asynccontextmanager
-async def opened(config: RunConfig, played: Mapping[str, Source], log: Path | None) -> AsyncIterator[Players]:
+async def opened(config: RunConfig, played: Mapping[str, EnvSource], log: Path | None) -> AsyncIterator[Players]:
     """Graders of the environments that are played here; what they print goes to ``log``, or to our own stderr."""
     async with AsyncExitStack() as stack:
         graders = {
@@ -162,7 +162,7 @@ async def opened(config: RunConfig, played: Mapping[str, Source], log: Path | No
         yield Players(config=config, graders=graders)
 
 
-def _solved(source: Source, graders: Graders) -> Solved:
+def _solved(source: EnvSource, graders: Graders) -> Solved:
     """Right answers by the environment's first reward; 1.0 where it does not say what full marks are."""
     first = next(iter(source.rewards))
     full = graders.full_marks[first]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.config.loading import RunConfig
-from tandem.observability.dropped import DroppedGroups
+from tandem.observability.completions import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.rollout.buffer import BufferOptions, RolloutBuffer
 from tandem.rollout.group_runner import PostprocessRewards, keep_rewards, penalise_truncated

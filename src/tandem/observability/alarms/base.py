@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tandem.observability.alarms.history import History
+from tandem.observability.alarms.history import MetricsHistory
 
 Name = Literal[
     "reward_hacking", "length", "entropy", "zero_variance", "kl_behavior", "ess", "grad_norm", "loss", "environments",
@@ -39,7 +39,7 @@ class Alarm(ABC):
     """Steps in a row that must show the pattern before it is reported."""
 
     @abstractmethod
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         """The pattern, if the newest steps show it."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import History, Window, short
+from tandem.observability.alarms.history import MetricsHistory, Window, short
 
 COLLAPSE = 0.1
 """Part of an earlier entropy that is a collapse, wherever it ends."""
@@ -17,20 +17,20 @@ MORE = 0.7
 """... if it is at least as many nats more: about twice as many tokens to choose from."""
 
 
-class Entropy(Alarm):
+class EntropyAlarm(Alarm):
     """The policy becomes certain, or random. Not reported while the main reward rises."""
 
     name: ClassVar[Name] = "entropy"
     metrics: ClassVar[tuple[str, ...]] = ("entropy",)
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         if now is None:
             return None
         then = [window for window in history.earlier() if not history.rises(window)]
         return first(self._compared(history, now, window) for window in then)
 
-    def _compared(self, history: History, now: Window, then: Window) -> Finding | None:
+    def _compared(self, history: MetricsHistory, now: Window, then: Window) -> Finding | None:
         entropy, before = now.median("entropy"), then.median("entropy")
         if entropy is None or not before:
             return None
@@ -56,7 +56,7 @@ class Entropy(Alarm):
         return None
 
 
-def _clip_higher(history: History) -> str:
+def _clip_higher(history: MetricsHistory) -> str:
     """Advice on the upper clip, where the loss has one: it is what lets rare tokens grow (DAPO's clip-higher)."""
     high = history.recipe.get("loss.clip_high")
     return f"loss.clip_high={high + 0.1:.2g} (now {high:g}); " if isinstance(high, float) else ""

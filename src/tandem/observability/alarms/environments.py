@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
 from tandem.observability.alarms.grading import FAILURES, sampled
-from tandem.observability.alarms.history import History, Window, percent, short
+from tandem.observability.alarms.history import MetricsHistory, Window, percent, short
 
 WITHIN = 10
 """Steps in which an environment of a mixture gives nothing."""
@@ -24,19 +24,19 @@ SECONDS = 1.0
 """Least wait of a step, in seconds, that is worth telling of."""
 
 
-class Environments(Alarm):
+class EnvironmentsAlarm(Alarm):
     """The data that a step needs do not come."""
 
     name: ClassVar[Name] = "environments"
     metrics: ClassVar[tuple[str, ...]] = ("seconds/wait", "groups/trained", "rollouts/failed")
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         if now is None:
             return None
         return first((self._gives_nothing(history), self._fails(history, now), self._slow(history, now)))
 
-    def _gives_nothing(self, history: History) -> Finding | None:
+    def _gives_nothing(self, history: MetricsHistory) -> Finding | None:
         window = history.now(WITHIN)
         if window is None:
             return None
@@ -56,7 +56,7 @@ class Environments(Alarm):
             )
         return None
 
-    def _fails(self, history: History, now: Window) -> Finding | None:
+    def _fails(self, history: MetricsHistory, now: Window) -> Finding | None:
         rollouts = sampled(history, now)
         graders = sum(now.total(f"grading/failed_{why}") for why in FAILURES)
         failed = now.total("rollouts/failed") - graders
@@ -70,7 +70,7 @@ class Environments(Alarm):
             change="logs/run.log has each error with its traceback; mend the environment, or leave it out.",
         )
 
-    def _slow(self, history: History, now: Window) -> Finding | None:
+    def _slow(self, history: MetricsHistory, now: Window) -> Finding | None:
         step, wait = now.median("seconds/step"), now.median("seconds/wait")
         if not step or wait is None or wait < max(SECONDS, WAITS * step):
             return None
@@ -86,7 +86,7 @@ class Environments(Alarm):
                 )
         return None
 
-    def _slower(self, history: History, now: Window, then: Window) -> float | None:
+    def _slower(self, history: MetricsHistory, now: Window, then: Window) -> float | None:
         """How many times as long it waits, for a token or for a rollout, whichever is less: lengths may change."""
         wait, before = now.median("seconds/wait"), then.median("seconds/wait")
         tokens, tokens_then = now.mean("tokens/generated"), then.mean("tokens/generated")
@@ -95,7 +95,7 @@ class Environments(Alarm):
             return None
         return wait / before / max(1.0, tokens / tokens_then, rollouts / rollouts_then)
 
-    def _finding(self, history: History, seen: str) -> Finding:
+    def _finding(self, history: MetricsHistory, seen: str) -> Finding:
         lag = history.recipe.get("max_lag")
         overlap = f"max_lag={lag + 1} (now {lag})" if isinstance(lag, int) else "a larger rate.max_lag"
         return Finding(

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name
-from tandem.observability.alarms.history import History, short
+from tandem.observability.alarms.history import MetricsHistory, short
 
 ON_POLICY, OFF_POLICY = 0.8, 0.5
 """Share of a step's tokens below which it is too low, on policy and off."""
 
 
-class Ess(Alarm):
+class EssAlarm(Alarm):
     """The effective sample size of the ratios to the sampler is low."""
 
     name: ClassVar[Name] = "ess"
     metrics: ClassVar[tuple[str, ...]] = ("ess", "ratio")
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         level = None if now is None else now.median("ess")
         least = OFF_POLICY if history.recipe.off_policy else ON_POLICY

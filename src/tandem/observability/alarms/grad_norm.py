@@ -6,7 +6,7 @@ import statistics
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import History, short
+from tandem.observability.alarms.history import MetricsHistory, short
 
 PEAK = 8.0
 """Multiple of the window's median that is a peak ..."""
@@ -18,16 +18,16 @@ LEVEL = 10.0
 """Multiple of an earlier level that is a rise."""
 
 
-class GradNorm(Alarm):
+class GradNormAlarm(Alarm):
     """The norm of the gradient before clipping jumps or rises."""
 
     name: ClassVar[Name] = "grad_norm"
     metrics: ClassVar[tuple[str, ...]] = ("grad_norm",)
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         return first((self._peaks(history), self._level(history)))
 
-    def _peaks(self, history: History) -> Finding | None:
+    def _peaks(self, history: MetricsHistory) -> Finding | None:
         window = history.now(WITHIN) or history.now(WITHIN // 2)
         norms = [norm for norm in window.values("grad_norm") if norm > 0] if window else []
         if window is None or len(norms) < WITHIN // 2:
@@ -40,7 +40,7 @@ class GradNorm(Alarm):
         highest = f"up to {short(max(peaks))} where {short(usual)} is the median"
         return self._finding(history, f"grad_norm had {len(peaks)} peaks in {window}, {highest}")
 
-    def _level(self, history: History) -> Finding | None:
+    def _level(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         level = None if now is None else now.median("grad_norm")
         for then in history.earlier():
@@ -49,12 +49,12 @@ class GradNorm(Alarm):
                 return self._finding(history, f"grad_norm is {short(level)} ({now}), {short(before)} at {then}")
         return None
 
-    def _clip(self, history: History) -> float:
+    def _clip(self, history: MetricsHistory) -> float:
         """What the norm is clipped to; a rise below it is no danger."""
         clip = history.recipe.get("optimizer.max_grad_norm")
         return float(clip) if isinstance(clip, (int, float)) else 1.0
 
-    def _finding(self, history: History, seen: str) -> Finding:
+    def _finding(self, history: MetricsHistory, seen: str) -> Finding:
         return Finding(
             seen=seen,
             means="Steps go in the direction of a few extreme samples (clipping bounds the length of a step, not where "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import GROUPS, NOW, History, Window, percent, short
+from tandem.observability.alarms.history import GROUPS, NOW, MetricsHistory, Window, percent, short
 
 SHARE = 0.5
 """Part of a step that grading takes while the trainer waits, from which on it is the larger part."""
@@ -15,17 +15,17 @@ FAILURES = ("timeout", "raised", "bad_value", "crashed", "away")
 """Why a rollout has no reward, as metrics count it under ``grading/failed_``."""
 
 
-class Grading(Alarm):
+class GradingAlarm(Alarm):
     """Graders hold the run up, or lose what was sampled."""
 
     name: ClassVar[Name] = "grading"
     metrics: ClassVar[tuple[str, ...]] = ("grading/busy_seconds", "seconds/step", "rollouts/failed")
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         return None if now is None else first((self._fails(history, now), self._slow(history, now)))
 
-    def _slow(self, history: History, now: Window) -> Finding | None:
+    def _slow(self, history: MetricsHistory, now: Window) -> Finding | None:
         step, wait, busy = (now.median(name) for name in ("seconds/step", "seconds/wait", "grading/busy_seconds"))
         if not step or wait is None or busy is None or min(busy, wait) < SHARE * step:
             return None
@@ -39,7 +39,7 @@ class Grading(Alarm):
             "grading.timeout where a few answers take all of it.",
         )
 
-    def _fails(self, history: History, now: Window) -> Finding | None:
+    def _fails(self, history: MetricsHistory, now: Window) -> Finding | None:
         counts = {why: now.total(f"grading/failed_{why}") for why in FAILURES}
         rollouts = sampled(history, now)
         lost = sum(counts.values())
@@ -58,7 +58,7 @@ class Grading(Alarm):
         )  # fmt: skip
 
 
-def sampled(history: History, window: Window) -> float:
+def sampled(history: MetricsHistory, window: Window) -> float:
     """Rollouts of the groups that a window's steps measured."""
     size = history.recipe.get("group_size")
     return window.total(GROUPS) * (size if isinstance(size, int) else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import History, Window, short
+from tandem.observability.alarms.history import MetricsHistory, Window, short
 
 ON_POLICY, OFF_POLICY = 0.05, 0.3
 """Nats per token that are too much whatever they were before, on policy and off."""
@@ -15,13 +15,13 @@ LEAST = 0.01
 """... if it ends above as many nats."""
 
 
-class KlBehavior(Alarm):
+class KlBehaviorAlarm(Alarm):
     """What samples is not what is trained."""
 
     name: ClassVar[Name] = "kl_behavior"
     metrics: ClassVar[tuple[str, ...]] = ("kl_behavior", "ratio")
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         level = None if now is None else now.median("kl_behavior")
         if now is None or level is None:
@@ -30,14 +30,14 @@ class KlBehavior(Alarm):
             (self._much(history, now, level), *(self._rose(history, now, level, w) for w in history.earlier()))
         )
 
-    def _much(self, history: History, now: Window, level: float) -> Finding | None:
+    def _much(self, history: MetricsHistory, now: Window, level: float) -> Finding | None:
         most = OFF_POLICY if history.recipe.off_policy else ON_POLICY
         if level <= most:
             return None
         usual = f"at max_lag: {history.recipe.get('max_lag')} at most {short(most)} is usual"
         return self._finding(history, f"kl_behavior is {short(level)} nats per token ({now}); {usual}")
 
-    def _rose(self, history: History, now: Window, level: float, then: Window) -> Finding | None:
+    def _rose(self, history: MetricsHistory, now: Window, level: float, then: Window) -> Finding | None:
         before = then.median("kl_behavior")
         if before is None or level < max(RISE * before, LEAST):
             return None
@@ -45,7 +45,7 @@ class KlBehavior(Alarm):
             history, f"kl_behavior is {short(level)} nats per token ({now}), {short(before)} at {then}"
         )
 
-    def _finding(self, history: History, seen: str) -> Finding:
+    def _finding(self, history: MetricsHistory, seen: str) -> Finding:
         if history.recipe.off_policy:
             means = "What is trained on is too far from the policy: it is too old, or the policy moves too fast for it."
             change = (

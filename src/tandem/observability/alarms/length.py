@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import START, History, Window, percent, short
+from tandem.observability.alarms.history import START, MetricsHistory, Window, percent, short
 
 COLLAPSE = 0.25
 """Part of an earlier length that is a collapse."""
@@ -21,13 +21,13 @@ FALLS = 0.05
 """Fall of that share since an earlier window that shows that it mends itself."""
 
 
-class Length(Alarm):
+class LengthAlarm(Alarm):
     """Answers become very short, very long, or do not end. Not reported while the main reward rises."""
 
     name: ClassVar[Name] = "length"
     metrics: ClassVar[tuple[str, ...]] = ("length", "rollouts/truncated")
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         if now is None:
             return None
@@ -40,7 +40,7 @@ class Length(Alarm):
             )
         )
 
-    def _collapsed(self, history: History, now: Window, then: Window) -> Finding | None:
+    def _collapsed(self, history: MetricsHistory, now: Window, then: Window) -> Finding | None:
         length, before = now.median("length"), then.median("length")
         if length is None or before is None or before < SHORT or length > COLLAPSE * before:
             return None
@@ -53,7 +53,7 @@ class Length(Alarm):
             "near what it was.",
         )
 
-    def _exploded(self, history: History, now: Window, then: Window) -> Finding | None:
+    def _exploded(self, history: MetricsHistory, now: Window, then: Window) -> Finding | None:
         length, before = now.median("length"), then.median("length")
         if length is None or not before or length - before < SHORT or length < EXPLOSION * before:
             return None
@@ -69,7 +69,7 @@ class Length(Alarm):
             f"{history.recipe.less('optimizer.lr')}.",
         )
 
-    def _cut(self, history: History, now: Window, then: list[Window]) -> Finding | None:
+    def _cut(self, history: MetricsHistory, now: Window, then: list[Window]) -> Finding | None:
         """Too many answers are cut, and not fewer than before."""
         cut = now.median("rollouts/truncated")
         if cut is None or cut <= CUT or cut + (now.mean("accuracy") or 0.0) > 1.0 + FALLS:
@@ -90,7 +90,7 @@ class Length(Alarm):
         return None
 
 
-def _bonuses(history: History) -> str:
+def _bonuses(history: MetricsHistory) -> str:
     """Advice on the lesser rewards, where there are some."""
     bonuses = history.recipe.bonuses
     return f"Take {' and '.join(bonuses)} out of rewards, or make them pay only beside a right answer. " * bool(bonuses)

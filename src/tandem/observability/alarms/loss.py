@@ -7,7 +7,7 @@ import statistics
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import History, short
+from tandem.observability.alarms.history import MetricsHistory, short
 
 WATCHED = ("loss", "grad_norm", "entropy", "kl_behavior", "reward")
 """Metrics that are always finite in a run that is well."""
@@ -19,17 +19,17 @@ JUMPS, WITHIN = 3, 20
 """As many jumps within as many steps are reported."""
 
 
-class Loss(Alarm):
+class LossAlarm(Alarm):
     """The loss is not a number, an update was skipped for that, or the loss jumps."""
 
     name: ClassVar[Name] = "loss"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "grad_norm")
     confirm: ClassVar[int] = 1
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         return first((self._not_finite(history), self._jumps(history)))
 
-    def _not_finite(self, history: History) -> Finding | None:
+    def _not_finite(self, history: MetricsHistory) -> Finding | None:
         odd = [name for name in WATCHED if not math.isfinite(history.newest(name) or 0.0)]
         skipped = history.newest("optimizer/skipped") or 0.0
         if not odd and not skipped:
@@ -44,7 +44,7 @@ class Loss(Alarm):
             f"{history.recipe.less('optimizer.lr')}; dtype=float32; look at the rewards of that step's rollouts.",
         )
 
-    def _jumps(self, history: History) -> Finding | None:
+    def _jumps(self, history: MetricsHistory) -> Finding | None:
         window = history.now(WITHIN) or history.now(WITHIN // 2)
         losses = window.values("loss") if window else []
         if window is None or len(losses) < WITHIN // 2:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import EARLIER, NOW, SOLVED, History, Window, percent, short
+from tandem.observability.alarms.history import EARLIER, NOW, SOLVED, MetricsHistory, Window, percent, short
 
 RISE = 0.25
 """Rise of a lesser reward, as a share of its scale, from which on the goal should have moved too."""
@@ -19,16 +19,16 @@ NOTHING = 0.1
 """Share of its scale below which a goal hardly ever pays."""
 
 
-class RewardHacking(Alarm):
+class RewardHackingAlarm(Alarm):
     """A bonus such as a format reward is collected and the task is not learned."""
 
     name: ClassVar[Name] = "reward_hacking"
     metrics: ClassVar[tuple[str, ...]] = ("reward", "accuracy")
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         return first((self._bonus(history), self._held_out(history)))
 
-    def _bonus(self, history: History) -> Finding | None:
+    def _bonus(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         if now is None:
             return None
@@ -39,7 +39,7 @@ class RewardHacking(Alarm):
         )
         return first(found)
 
-    def _compared(self, history: History, now: Window, then: Window, name: str, weight: float) -> Finding | None:
+    def _compared(self, history: MetricsHistory, now: Window, then: Window, name: str, weight: float) -> Finding | None:
         """A bonus now against then, and the goal beside it."""
         metric, goal = f"reward/{name}", history.recipe.goal
         level, before = now.mean(metric), then.mean(metric)
@@ -68,7 +68,7 @@ class RewardHacking(Alarm):
     def _pays_nothing(self, rise: float, share: float) -> bool:
         return rise >= WHOLE and share <= NOTHING
 
-    def _fell(self, history: History, then: Window) -> bool:
+    def _fell(self, history: MetricsHistory, then: Window) -> bool:
         """True if the goal is below what it was by far more than scatter."""
         now, goal = history.now(EARLIER), history.recipe.goal
         level, before = None if now is None else now.mean(goal), then.mean(goal)
@@ -76,7 +76,7 @@ class RewardHacking(Alarm):
             return False
         return before - level > max(0.1 * history.scale(goal), 3 * (now.error(goal) + then.error(goal)))
 
-    def _stays(self, history: History, then: Window, metric: str) -> bool:
+    def _stays(self, history: MetricsHistory, then: Window, metric: str) -> bool:
         """True if the bonus has been up for long, and the goal has not followed."""
         whole, goal = history.now(PATIENCE + NOW), history.recipe.goal
         if whole is None or whole.first <= then.last:
@@ -94,7 +94,7 @@ class RewardHacking(Alarm):
             return False
         return abs(risen - was) >= 0.8 * abs(now - was)
 
-    def _held_out(self, history: History) -> Finding | None:
+    def _held_out(self, history: MetricsHistory) -> Finding | None:
         """Held-out accuracy falls below its best beyond both intervals, while training rewards stay or rise."""
         seen = [(step, row) for step, row in history.evaluations if "eval/mean/low" in row and "eval/mean/high" in row]
         if len(seen) < 2:
@@ -115,7 +115,7 @@ class RewardHacking(Alarm):
             f"step {best_step} (checkpoint.keep keeps more of them).",
         )
 
-    def _trained(self, history: History, since: int) -> tuple[float, float] | None:
+    def _trained(self, history: MetricsHistory, since: int) -> tuple[float, float] | None:
         """Training reward around an earlier step and now."""
         now = history.now()
         for then in self._windows(history, since):
@@ -125,7 +125,7 @@ class RewardHacking(Alarm):
                 return before, level
         return None
 
-    def _windows(self, history: History, since: int) -> Iterator[Window]:
+    def _windows(self, history: MetricsHistory, since: int) -> Iterator[Window]:
         """Earlier windows, those nearest to a step first."""
         yield from sorted(history.earlier(), key=lambda window: abs(window.last - since))
 

@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.observability.alarms.base import Alarm, Finding
-from tandem.observability.alarms.entropy import Entropy
-from tandem.observability.alarms.environments import Environments
-from tandem.observability.alarms.ess import Ess
-from tandem.observability.alarms.grad_norm import GradNorm
-from tandem.observability.alarms.grading import Grading
-from tandem.observability.alarms.history import History
-from tandem.observability.alarms.kl_behavior import KlBehavior
-from tandem.observability.alarms.length import Length
-from tandem.observability.alarms.loss import Loss
-from tandem.observability.alarms.recipe import Recipe
-from tandem.observability.alarms.reward_hacking import RewardHacking
-from tandem.observability.alarms.zero_variance import ZeroVariance
+from tandem.observability.alarms.entropy import EntropyAlarm
+from tandem.observability.alarms.environments import EnvironmentsAlarm
+from tandem.observability.alarms.ess import EssAlarm
+from tandem.observability.alarms.grad_norm import GradNormAlarm
+from tandem.observability.alarms.grading import GradingAlarm
+from tandem.observability.alarms.history import MetricsHistory, RecipeOptions
+from tandem.observability.alarms.kl_behavior import KlBehaviorAlarm
+from tandem.observability.alarms.length import LengthAlarm
+from tandem.observability.alarms.loss import LossAlarm
+from tandem.observability.alarms.reward_hacking import RewardHackingAlarm
+from tandem.observability.alarms.zero_variance import ZeroVarianceAlarm
 from tandem.types import Json
 
 ALARMS: tuple[Alarm, ...] = (
-    Loss(), RewardHacking(), Length(), Entropy(), ZeroVariance(), KlBehavior(), Ess(), GradNorm(), Environments(),
-    Grading(),
+    LossAlarm(), RewardHackingAlarm(), LengthAlarm(), EntropyAlarm(), ZeroVarianceAlarm(), KlBehaviorAlarm(),
+    EssAlarm(), GradNormAlarm(), EnvironmentsAlarm(), GradingAlarm(),
 )  # fmt: skip
 """All of them, in the order in which they are told."""
 CLEAR = 10
@@ -73,7 +72,7 @@ class _Episode:
     """Steps in a row without the pattern that end it: an alarm that comes and goes is one that stays."""
 
 
-class Watch:
+class AlarmWatch:
     """The alarms of one run. What it knows it knows from metrics alone, so a resumed run knows the same."""
 
     def __init__(self, config: Mapping[str, Json]) -> None:
@@ -85,7 +84,7 @@ class Watch:
         asked = config.get("alarms") or {}
         self._alarms = [alarm for alarm in ALARMS if alarm.name not in (asked.get("ignore") or ())]
         self._stops = asked.get("action") == "stop"
-        self._history = History(Recipe(config))
+        self._history = MetricsHistory(RecipeOptions(config))
         self._episodes = {alarm.name: _Episode() for alarm in self._alarms}
         self.ended: Notice | None = None
         """The alarm for which the run was stopped."""

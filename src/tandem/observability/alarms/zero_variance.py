@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import EARLIER, FLAT, GROUPS, SOLVED, History, Window, percent, short
+from tandem.observability.alarms.history import EARLIER, FLAT, GROUPS, SOLVED, MetricsHistory, Window, percent, short
 
 MOST = 0.85
 """Share of groups without variance that is too many, whatever it was before."""
@@ -17,13 +17,13 @@ LEAST = 16
 """Groups that a share is of, at least."""
 
 
-class ZeroVariance(Alarm):
+class ZeroVarianceAlarm(Alarm):
     """Groups have no variance, and not since the tasks are solved."""
 
     name: ClassVar[Name] = "zero_variance"
     metrics: ClassVar[tuple[str, ...]] = ("groups/dropped_flat",)
 
-    def look(self, history: History) -> Finding | None:
+    def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now(EARLIER)
         if now is None:
             return None
@@ -34,14 +34,14 @@ class ZeroVariance(Alarm):
             (self._most(history, now, share), *(self._rose(history, now, share, w) for w in history.earlier()))
         )
 
-    def _most(self, history: History, now: Window, share: float) -> Finding | None:
+    def _most(self, history: MetricsHistory, now: Window, share: float) -> Finding | None:
         if share <= MOST:
             return None
         return self._finding(
             history, now, f"{percent(share)} of groups have zero variance ({now}; at most half is usual)"
         )
 
-    def _rose(self, history: History, now: Window, share: float, then: Window) -> Finding | None:
+    def _rose(self, history: MetricsHistory, now: Window, share: float, then: Window) -> Finding | None:
         before = zero_variance(then)
         if before is None or share < HIGH or share - before < RISE or history.rises(then):
             return None
@@ -50,7 +50,7 @@ class ZeroVariance(Alarm):
         )
         return self._finding(history, now, seen)
 
-    def _finding(self, history: History, now: Window, seen: str) -> Finding:
+    def _finding(self, history: MetricsHistory, now: Window, seen: str) -> Finding:
         accuracy = now.mean("accuracy") or 0.0
         hard = accuracy < 0.5
         return Finding(

@@ -1,4 +1,4 @@
-"""The live board, drawn with Rich. It reads a `Board` a few times per second and keeps nothing itself."""
+"""The live board, drawn with Rich. It reads a `RunBoard` a few times per second and keeps nothing itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tandem.observability import board as boards
 from tandem.observability import progress
-from tandem.observability.loggers import _answers, _bars, _board
-from tandem.observability.loggers._board import Board, duration, number, sparkline
+from tandem.observability.board import RunBoard, duration, number, sparkline
 from tandem.observability.loggers.base import RunInfo, phase
 from tandem.observability.progress import LONG
 from tandem.types import Json
@@ -38,7 +38,7 @@ class LiveWriter:
             terminal: where to draw.
             refresh: redraws per second.
         """
-        self.board = Board(info)
+        self.board = RunBoard(info)
         picture = Picture(self.board)
         # Redirecting puts log lines above the board instead of through it.
         self._live = Live(
@@ -57,15 +57,15 @@ class LiveWriter:
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
         """Show an evaluation from the next redraw on; an answer of it stays above the board."""
         self.board.evaluation(step, record)
-        if lines := _answers.held_out_lines(record, self.board.info.config):
-            for line in [_board.evaluation_line(self.board), *lines]:
+        if lines := boards.held_out_lines(record, self.board.info.config):
+            for line in [boards.evaluation_line(self.board), *lines]:
                 self._live.console.print(Text(line), highlight=False)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Show an event from the next redraw on; answers of the policy stay above the board."""
         self.board.event(name, fields)
         if name == "completions" or (name == "groups_dropped" and "example" in fields):
-            for line in _board.lines_of(name, fields):
+            for line in boards.lines_of(name, fields):
                 self._live.console.print(Text(line), highlight=False)
 
     def close(self) -> None:
@@ -75,9 +75,9 @@ class LiveWriter:
 
 
 class Picture:
-    """A `Board` as Rich draws it."""
+    """A `RunBoard` as Rich draws it."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: RunBoard) -> None:
         """Nothing is drawn yet."""
         self._board = board
 
@@ -99,7 +99,7 @@ class Picture:
             )
 
     def _head(self) -> RenderableType:
-        text = " · ".join(_board.settings(self._board.info.config))
+        text = " · ".join(boards.settings(self._board.info.config))
         return Text(text, style="bright_black", no_wrap=True, overflow="ellipsis")
 
     def _progress(self) -> RenderableType:
@@ -138,7 +138,7 @@ class Picture:
         """A bar for each thing that takes long."""
         if self._board.dropped and not self._board.closed:
             yield Text(self._board.dropped, style=ORANGE, no_wrap=True, overflow="ellipsis")
-        yield from (_bars.bar(one) for one in progress.current() if one.seconds >= LONG and not self._board.closed)
+        yield from (progress.bar(one) for one in progress.current() if one.seconds >= LONG and not self._board.closed)
 
     def _numbers(self, width: int, plain: bool) -> RenderableType:
         table = Table.grid(padding=(0, 1))
@@ -149,7 +149,7 @@ class Picture:
         table.add_column(width=spark, style=BLUE, no_wrap=True)
         table.add_column(width=30, style="bright_black", no_wrap=True, overflow="ellipsis")
         scalars = self._board.scalars
-        for row in _board.ROWS:
+        for row in boards.ROWS:
             if row.metric in scalars:
                 line = "" if plain else sparkline(self._board.history(row.metric), spark)
                 value = Text(number(scalars[row.metric], row.metric), style="bold")
@@ -166,7 +166,7 @@ class Picture:
         if metric == "lag" and "lag/max" in scalars:
             return f"at most {number(scalars['lag/max'])}"
         if metric == "seconds/step":
-            shares = _board.time_shares(scalars, self._board.info.config)[:2]
+            shares = boards.time_shares(scalars, self._board.info.config)[:2]
             return ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares)
         return ""
 
@@ -177,20 +177,20 @@ class Picture:
         ends = [first] if first["step"] == last["step"] else [first, last]
         means = Text("  →  ", style="bright_black").join(
             Text.assemble(
-                (_board.percent_with_interval(record), "bold" if record is first else f"bold {BLUE}"),
+                (boards.percent_with_interval(record), "bold" if record is first else f"bold {BLUE}"),
                 (f" step {record['step']}", "bright_black"),
             )
             for record in ends
         )
         table.add_row("held-out", means)
-        passes = [found for found in map(_board.largest_pass, ends) if found]
+        passes = [found for found in map(boards.largest_pass, ends) if found]
         if len(passes) == len(ends):
             table.add_row(f"pass@{passes[-1][0]}", "  →  ".join(f"{100 * share:.1f} %" for _, share in passes))
         yield table
 
     def _alarms(self) -> Iterator[RenderableType]:
         for fields in self._board.alarms.values():
-            head, means, change = _board.alarm_lines(fields)
+            head, means, change = boards.alarm_lines(fields)
             yield Text(head, style=f"bold {ORANGE}")
             yield Text(means, style="bright_black")
             yield Text(change)

@@ -10,31 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import ConfigError
+from tandem.observability.waits import Wait
 from tandem.types import Json
-
-
-class Waiting(Protocol):
-    """Somebody who waits for somebody else right now."""
-
-    @property
-    def owner(self) -> str:
-        """Who waits."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """What for."""
-        ...
-
-    @property
-    def on(self) -> str:
-        """Who has to deliver it."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """How long it has lasted, in seconds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +20,7 @@ class Activity:
 
     phases: tuple[tuple[str, float], ...] = ()
     """Open spans, outermost first: name and seconds since it began."""
-    waits: Sequence[Waiting] = ()
+    waits: Sequence[Wait] = ()
     """Open waits, longest first."""
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.observability import board as boards
 from tandem.observability import progress
-from tandem.observability.loggers import _answers, _bars, _board
 from tandem.observability.loggers.base import RunInfo, Sink, Writer
 from tandem.types import Json
 
@@ -36,43 +35,26 @@ class Console(Sink):
         return _PlainWriter(info)
 
 
-def shown() -> AbstractContextManager[None]:
-    """Show on stderr what takes long while the block lasts, for a command that is no run."""
-    from rich.console import Console as Terminal
-
-    return _bars.shown(Terminal(stderr=True))
-
-
-def answer_lines(sample: Mapping[str, Json], head: str) -> list[str]:
-    """An answer of the policy as the console shows it; ``sample`` as in the event ``completions``."""
-    return _answers.lines(sample, head)
-
-
-def ends(samples: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
-    """Of answers the one with the highest and the one with the lowest reward, or one where all earn the same."""
-    return _answers.ends(samples)
-
-
 class _PlainWriter:
     """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
 
     def __init__(self, info: RunInfo) -> None:
-        self._board = _board.Board(info)
-        self._stop = progress.listen(_bars.Lines(self._say))
-        self._say(" · ".join([info.name, *_board.settings(info.config), f"{info.steps} steps"]))
+        self._board = boards.RunBoard(info)
+        self._stop = progress.listen(progress.ProgressLines(self._say))
+        self._say(" · ".join([info.name, *boards.settings(info.config), f"{info.steps} steps"]))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._board.write(step, scalars)
-        self._say(_board.step_line(self._board))
+        self._say(boards.step_line(self._board))
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
         self._board.evaluation(step, record)
-        self._say(_board.evaluation_line(self._board))
-        for line in _answers.held_out_lines(record, self._board.info.config):
+        self._say(boards.evaluation_line(self._board))
+        for line in boards.held_out_lines(record, self._board.info.config):
             self._say(line)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        for line in _board.lines_of(name, fields) or [_board.event_text(name, fields)]:
+        for line in boards.lines_of(name, fields) or [boards.event_text(name, fields)]:
             if line:
                 self._say(line)
 

@@ -1,4 +1,4 @@
-"""Puts a run's page together: one file, no network, nothing of it from anywhere but the run folder."""
+"""The report of a run as one page: one file, no network, nothing of it from anywhere but the run folder."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import base64
 import hashlib
 import html
 import os
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
 import msgspec
 
 from tandem.observability.loggers.base import phase
-from tandem.observability.report import alarms, samples, series
+from tandem.observability.report import samples
 from tandem.observability.report.folder import Row, RunFolder, load
-from tandem.observability.report.summary import Summary, evaluations, summarise
+from tandem.observability.report.summary import Summary, episodes, evaluations, summarise
+from tandem.types import Json
 
 SCRIPTS = ("charts.js", "page.js", "rollouts.js")
 """Inlined in this order."""
@@ -75,10 +78,10 @@ def payload(run: RunFolder, summary: Summary) -> Row:
         "name": run.name,
         "made": time.time(),
         "summary": summary,
-        "series": series.columns(run),
+        "series": columns(run),
         "evaluations": evaluations(run),
         "resumed": [event["step"] for event in run.events if event.get("event") == "resumed" and "step" in event],
-        "alarms": alarms.episodes(run),
+        "alarms": episodes(run),
         "events": events,
         "event_counts": counts,
         "answers": samples.answers(run),
@@ -124,3 +127,42 @@ def headline(summary: Summary) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("tandem.observability.report").joinpath(name).read_text(encoding="utf-8")
+
+
+MOST_POINTS = 1500
+"""More steps than this are averaged in equal shares."""
+
+
+def columns(run: RunFolder, most: int = MOST_POINTS) -> dict[str, Json]:
+    """``{"steps": [...], "share": steps per point, "values": {name: [...]}, "odd": {name: [steps]}}``.
+
+    A point stands for ``share`` steps and bears the last one's number: their mean, or the largest (smallest) where
+    the name ends in ``max`` (``min``). A missing value is None. ``odd`` lists where a value was not finite.
+    """
+    rows = run.metrics
+    share = max(1, -(-len(rows) // most))
+    names = sorted({name for row in rows for name in row["metrics"]})
+    chunks = [rows[i : i + share] for i in range(0, len(rows), share)]
+    values = {name: [_join(name, [row["metrics"].get(name) for row in chunk]) for chunk in chunks] for name in names}
+    odd = {name: [row["step"] for row in rows if row["metrics"].get(name, 0.0) is None] for name in names}
+    return {
+        "steps": [chunk[-1]["step"] for chunk in chunks],
+        "share": share,
+        "values": values,
+        "odd": {name: steps for name, steps in odd.items() if steps},
+    }
+
+
+def short(value: float) -> float:
+    """Six significant figures: what a page can show, at half the size."""
+    return float(f"{value:.6g}")
+
+
+def _join(name: str, values: Sequence[float | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    if not known:
+        return None
+    how: Callable[[Sequence[float]], float] = (
+        max if name.endswith("/max") else min if name.endswith("/min") else statistics.fmean
+    )
+    return short(how(known))

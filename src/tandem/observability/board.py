@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.observability import json_lines
-from tandem.observability.loggers import _answers
-from tandem.observability.loggers.base import RunInfo, kind, phases
+from tandem.observability.loggers.base import RunInfo, kind, parts, phases
+from tandem.printable import printable
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -22,7 +22,7 @@ _ALARMS = ("alarm", "alarm_over")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BoardRow:
     """One line of the table of numbers."""
 
     metric: str
@@ -34,19 +34,19 @@ class Row:
 
 
 ROWS = (
-    Row(metric="reward", label="reward"),
-    Row(metric="accuracy", label="accuracy"),
-    Row(metric="length", label="length", unit="tokens"),
-    Row(metric="lag", label="lag", unit="steps"),
-    Row(metric="tokens_per_second", label="speed", unit="tokens/s"),
-    Row(metric="entropy", label="entropy", unit="nats"),
-    Row(metric="kl_behavior", label="kl_behavior", unit="nats"),
-    Row(metric="grad_norm", label="grad_norm"),
-    Row(metric="seconds/step", label="step", unit="s"),
+    BoardRow(metric="reward", label="reward"),
+    BoardRow(metric="accuracy", label="accuracy"),
+    BoardRow(metric="length", label="length", unit="tokens"),
+    BoardRow(metric="lag", label="lag", unit="steps"),
+    BoardRow(metric="tokens_per_second", label="speed", unit="tokens/s"),
+    BoardRow(metric="entropy", label="entropy", unit="nats"),
+    BoardRow(metric="kl_behavior", label="kl_behavior", unit="nats"),
+    BoardRow(metric="grad_norm", label="grad_norm"),
+    BoardRow(metric="seconds/step", label="step", unit="s"),
 )
 
 
-class Board:
+class RunBoard:
     """The state of a run as a terminal shows it. Written by the trainer's thread, read by the display's."""
 
     def __init__(self, info: RunInfo) -> None:
@@ -94,7 +94,7 @@ class Board:
             if name in _ALARMS:
                 self._alarm(name, fields)
             if name == "groups_dropped":
-                self.dropped = _answers.dropped_lines(fields)[0]
+                self.dropped = dropped_lines(fields)[0]
             if text := event_text(name, fields):
                 self.news.append((time.time(), text))
 
@@ -160,8 +160,8 @@ def lines_of(name: str, fields: Mapping[str, Json]) -> list[str]:
         return alarm_lines(fields)
     if name == "completions":
         head = f"answer at step {fields['step']}"
-        return [line for sample in fields["samples"] for line in _answers.lines(sample, head)]
-    return _answers.dropped_lines(fields) if name == "groups_dropped" else []
+        return [line for sample in fields["samples"] for line in answer_lines(sample, head)]
+    return dropped_lines(fields) if name == "groups_dropped" else []
 
 
 def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
@@ -243,7 +243,7 @@ def kept_without_signal(scalars: Mapping[str, float]) -> int:
     return max(0, round(flat - scalars.get("groups/dropped_flat", 0.0))) if math.isfinite(flat) else 0
 
 
-def step_line(board: Board) -> str:
+def step_line(board: RunBoard) -> str:
     """One step in one line of about 80 columns."""
     metrics, steps = board.scalars, board.info.steps
     parts = [f"{board.step:>{len(str(steps))}}/{steps}"]
@@ -269,7 +269,7 @@ def step_line(board: Board) -> str:
     return "  ".join(parts).replace(" %", "%")
 
 
-def evaluation_line(board: Board) -> str:
+def evaluation_line(board: RunBoard) -> str:
     """The latest evaluation in one line, compared with the first."""
     last, first = board.evaluations[-1], board.evaluations[0]
     text = f"evaluation at step {last['step']}: {percent_with_interval(last)}"
@@ -280,3 +280,64 @@ def evaluation_line(board: Board) -> str:
     if last is not first and last["step"] != first["step"]:
         text += f"; {percent_with_interval(first)} at step {first['step']}"
     return text
+
+
+def answer_lines(sample: Mapping[str, Json], head: str) -> list[str]:
+    """An answer of the policy with its reward, its task before it: a head, then ``> prompt`` and ``< answer``."""
+    reward = "no reward" if sample.get("reward") is None else f"reward {float(sample['reward']):.4g}"
+    rewards = sample.get("rewards") or {}
+    told = f" ({parts(sample)})" if len(rewards) > 1 else ""
+    cut = ", cut by a length limit" if sample.get("truncated") else ""
+    gold = f", gold answer {_clean(str(sample['answer']))[:60]}" if sample.get("answer") else ""
+    out = [f"{head}, {reward}{told}{cut}: task {_clean(str(sample.get('task', '')))}{gold}"]
+    out += [f"  > {line}" for line in _few_lines(str(sample.get("prompt") or ""), 4)]
+    out += [f"  < {line}" for line in _few_lines(str(sample.get("text") or ""), 12) or ["(nothing)"]]
+    return out + ([f"  failed: {_clean(str(sample['error']))}"] if sample.get("error") else [])
+
+
+def held_out_lines(record: Mapping[str, Json], config: Mapping[str, Json]) -> list[str]:
+    """The first answer of an evaluation: the same task each time. None where the recipe has answers not shown."""
+    shows = (config.get("print_completions") or {}).get("every", 1)
+    samples = record.get("rollouts") or []
+    return answer_lines(samples[0], "  its first answer") if shows and samples else []
+
+
+def best_and_worst(samples: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
+    """The answer with the highest reward and the one with the lowest; one where all have the same."""
+    ranked = sorted(samples, key=lambda sample: -math.inf if sample.get("reward") is None else float(sample["reward"]))
+    if not ranked:
+        return []
+    return [ranked[0]] if ranked[0].get("reward") == ranked[-1].get("reward") else [ranked[-1], ranked[0]]
+
+
+def _few_lines(text: str, most: int, width: int = 240) -> list[str]:
+    """The first and last lines of a text, none of them long, without control characters."""
+    lines = [_clean(line) for line in text.strip().splitlines() if line.strip()]
+    lines = [line if len(line) <= width else f"{line[: width - 40]} [...] {line[-34:]}" for line in lines]
+    if len(lines) <= most:
+        return lines
+    head = most // 2
+    return [*lines[:head], f"[... {len(lines) - most + 1} lines ...]", *lines[head - most + 1 :]]
+
+
+def _clean(text: str) -> str:
+    """A text of somebody else's without what a terminal would obey; white space is one space."""
+    return printable(" ".join(text.split()))
+
+
+def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
+    """Groups that were dropped while a step was sampled: one line, or with an example and what to change."""
+    why = sorted(fields["why"].items(), key=lambda item: -item[1])
+    told = ", ".join(
+        f"{count} with {reason}" if reason.startswith("every") else f"{count} {reason}" for reason, count in why[:3]
+    )
+    more = f", {sum(count for _, count in why[3:])} others" * (len(why) > 3)
+    count = fields["dropped"]
+    head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {told}{more}"
+    head = f"WARNING {head}" if fields["warning"] else head
+    if "example" not in fields:
+        return [head]
+    out = [head, "  there is nothing to learn from a group without different rewards: others are sampled for them"]
+    if "change" in fields:
+        out += [f"  change: {_clean(fields['change'])}", "  more of them: dropped.jsonl in the run's folder"]
+    return out + answer_lines(fields["example"], "  an answer of theirs")

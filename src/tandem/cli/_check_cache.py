@@ -42,7 +42,7 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "peft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Modelled:
+class ModelFigures:
     """What the model told."""
 
     model: str
@@ -83,15 +83,15 @@ def place(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> Path | None
     return home / "tandem" / "check" / f"{key[:32]}.json"
 
 
-def read(path: Path | None) -> Modelled | None:
+def read(path: Path | None) -> ModelFigures | None:
     """What is kept there; None if there is nothing, or nothing that can be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Modelled) if path else None
+        return msgspec.json.decode(path.read_bytes(), type=ModelFigures) if path else None
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def write(path: Path | None, found: Modelled) -> None:
+def write(path: Path | None, found: ModelFigures) -> None:
     """Keep it; a disk that cannot is no fault of the recipe."""
     if path is None:
         return
