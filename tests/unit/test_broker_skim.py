@@ -14,7 +14,7 @@ from brokers import group
 from hypothesis import example, given
 
 from tandem.broker.protocol import wire
-from tandem.broker.protocol.lax import Malformed
+from tandem.broker.protocol.lenient import Malformed
 from tandem.broker.protocol.messages import FIELDS
 from tandem.broker.protocol.skim import INTS, MOST_ROWS, REALS, STAND_INS, Cut, cut
 

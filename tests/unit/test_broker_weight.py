@@ -13,10 +13,10 @@ import pytest
 from brokers import Client, group, play
 from hypothesis import given
 
-from tandem.broker.protocol import weight as weighing
+from tandem.broker.protocol import checks as weighing
 from tandem.broker.protocol import wire
-from tandem.broker.protocol.lax import Malformed
-from tandem.broker.protocol.weight import CONTAINER, check_weight
+from tandem.broker.protocol.checks import CONTAINER, check_weight
+from tandem.broker.protocol.lenient import Malformed
 from tandem.broker.server.bodies import Limits
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=40)

@@ -13,7 +13,7 @@ from brokers import ENV, RUN, group
 from hypothesis import given
 
 from tandem.broker.protocol import wire
-from tandem.broker.protocol.lax import Malformed
+from tandem.broker.protocol.lenient import Malformed
 from tandem.broker.protocol.messages import FIELDS, EnvRegistration, RunParameters, ScoredGroup
 
 FULL = group(
@@ -138,7 +138,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         )
         for step in (2**53, 2**63 - 1, 2**63, 2**64 - 1)
     ),
-    ("1e200", group(1, scores=[1e200]), "scores.0: Input should be less than or equal to 1000000000000.0"),
+    ("1e200", group(1, scores=[1e200]), "scores.0: Input should be less than or equal to 1000000000000"),
     ("beyond float32", group(1, scores=[-1e39]), "scores.0: Input should be greater than or equal to"),
     ("logprob", group(1, inference_logprobs=[[1.0, -1e39, 0.0]]), "inference_logprobs.0.1: Input should be greater"),
     ("advantage", group(1, advantages=[[1.0, 1e39, 0.0]]), "advantages.0.1: Input should be less"),
@@ -292,13 +292,13 @@ def test_registrations_are_coerced(given_as: Any) -> None:
     assert (found.batch_size, found.num_steps) == (8, 1)
 
 
-def test_every_missing_field_is_named_but_not_without_end() -> None:
+def test_every_missing_field_is_named_and_of_a_list_the_first_problem() -> None:
     with pytest.raises(Malformed) as caught:
         wire.read(b"{}", RunParameters)
     assert len(caught.value.problems) == 8
     with pytest.raises(Malformed) as caught:
         wire.read_group(encoded(group(1, scores=["x"] * 1000), "json"))
-    assert len(caught.value.problems) == 20
+    assert [one.loc for one in caught.value.problems] == [["body", "scores", 0]]
 
 
 VALUES = st.recursive(

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from tandem.broker.client import NotRegistered, Taken, TrainerClient
-from tandem.broker.protocol.convert import Notes, Rules, group_from_wire
+from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, sequences
 from tandem.broker.protocol.messages import RunParameters, ScoredGroup
-from tandem.broker.protocol.sequences import sequences
 from tandem.errors import BrokerError, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits

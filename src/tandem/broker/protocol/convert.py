@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from tandem.broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
-from tandem.broker.protocol.sequences import Wired, sequences
 from tandem.errors import BrokerError
 from tandem.printable import named
 from tandem.types import MASKED, NO_LOGPROB, UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
+
+Number = TypeVar("Number", int, float)
 
 LEAST_SCORE = 1.1754943508222875e-38
 """Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""
@@ -58,6 +59,78 @@ class Notes:
     """Sequences that cannot be trained on, by why: malformed, too_long or untrained."""
     unread: set[str] = field(default_factory=set)
     """Fields of the wire that had something in them and were not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wired:
+    """One conversation of a rollout."""
+
+    turns: tuple[Turn, ...]
+    """Each continues the one before it, at one temperature."""
+    places: tuple[int, ...]
+    """Of every sampled token of these turns, its place among all that the rollout sampled."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything that was said."""
+        last = self.turns[-1]
+        return [*last.prompt, *last.completion.tokens]
+
+    @property
+    def temperature(self) -> float:
+        """Of every turn."""
+        return self.turns[0].temperature
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the sampled tokens."""
+        return [value for turn in self.turns for value in turn.completion.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy step of each sampled token."""
+        return [step for turn in self.turns for step in turn.completion.versions]
+
+    def spread(self, values: Sequence[Number], elsewhere: Number) -> list[Number]:
+        """One value for each sampled token, laid out over all tokens."""
+        row, done = [elsewhere] * len(self.tokens), 0
+        for turn in self.turns:
+            start, num = len(turn.prompt), len(turn.completion.tokens)
+            row[start : start + num] = values[done : done + num]
+            done += num
+        return row
+
+
+def sequences(rollout: Rollout) -> list[Wired]:
+    """The conversations of a rollout, in the order in which they began; none where nothing was sampled.
+
+    Of several that a turn could continue it continues the longest.
+    """
+    found: list[tuple[list[Turn], list[int]]] = []
+    done = 0
+    for turn in rollout.turns:
+        places = range(done, done + len(turn.completion.tokens))
+        done = places.stop
+        if not places:
+            continue
+        fits = [entry for entry in found if _continues(turn, entry[0][-1])]
+        if fits:
+            turns, held = max(fits, key=lambda entry: len(_said(entry[0][-1])))
+        else:
+            turns, held = [], []
+            found.append((turns, held))
+        turns.append(turn)
+        held.extend(places)
+    return [Wired(tuple(turns), tuple(places)) for turns, places in found]
+
+
+def _continues(turn: Turn, before: Turn) -> bool:
+    said = _said(before)
+    return turn.temperature == before.temperature and turn.prompt[: len(said)] == said
+
+
+def _said(turn: Turn) -> tuple[int, ...]:
+    return turn.prompt + turn.completion.tokens
 
 
 def group_to_wire(group: Group) -> ScoredGroup:

@@ -1,7 +1,7 @@
 """Atropos' messages as bytes: encoding, and decoding that checks them.
 
 A message is JSON or MessagePack, chosen by its content type. It is decoded once, strictly and typed, by msgspec; only
-if that fails is it read again leniently (``lax``), which either understands it or says what is wrong. Of groups in
+if that fails is it read again leniently (``lenient``), which either understands it or says what is wrong. Of groups in
 JSON the long lists of numbers are checked without making objects of them (``skim``); what is unusual there is decoded
 like the rest. A group keeps the bytes of its values, with the optional keys that it lacks added as null: a batch is a
 join of such payloads.
@@ -17,14 +17,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import astuple
 
-from tandem.broker.protocol.checks import check
-from tandem.broker.protocol.complete import completed, flat_advantages
-from tandem.broker.protocol.decoding import Encoding as Encoding
-from tandem.broker.protocol.decoding import decoder, plain
-from tandem.broker.protocol.lax import Malformed, coerce, refuse
+from tandem.broker.protocol.checks import MOST_FREE, MOST_NUMBERS, check, check_weight
+from tandem.broker.protocol.lenient import Encoding as Encoding
+from tandem.broker.protocol.lenient import Malformed, coerce, decoder, plain, refuse
 from tandem.broker.protocol.messages import FIELDS, ScoredGroup
 from tandem.broker.protocol.skim import REALS, STAND_INS, cut
-from tandem.broker.protocol.weight import MOST_FREE, MOST_NUMBERS, check_weight
 
 T = TypeVar("T")
 
@@ -51,7 +48,6 @@ _Sent: Any = msgspec.defstruct(
     forbid_unknown_fields=True,
 )
 
-_known: dict[Any, Any] = {}
 _TO_JSON, _TO_MSGPACK = msgspec.json.Encoder(), msgspec.msgpack.Encoder()
 
 
@@ -67,9 +63,9 @@ def read(body: bytes, kind: type[T], encoding: Encoding = "json") -> T:
         Malformed: it is none, or not of this type.
     """
     try:
-        made: T = decoder(kind, encoding).decode(body)
+        made: T = decoder(kind, encoding).decode(body)  # type: ignore[arg-type]  # every type is hashable
     except (ValueError, RecursionError):
-        made = msgspec.convert(coerce(plain(body, encoding), kind, _known), kind)
+        made = coerce(plain(body, encoding), kind)
     return made
 
 
@@ -119,7 +115,7 @@ def _read_group(body: bytes, encoding: Encoding) -> Submission:
     missing = [name for name in _OPTIONAL if getattr(group, name) is UNSET]
     for name in missing:
         setattr(group, name, None)
-    return _checked(group, completed(body, missing, encoding))
+    return _checked(group, _completed(body, missing, encoding))
 
 
 def _weigh_all(body: bytes, encoding: Encoding) -> None:
@@ -158,27 +154,27 @@ def _skimmed(body: bytes) -> Submission | None:
     Raises:
         Malformed: its lengths disagree, or a free field holds what it may not.
     """
-    found = cut(body)
-    if found is None:
+    parts = cut(body)
+    if parts is None:
         return None
     try:
-        slices = decoder(_Slices, "json").decode(found.rest)
+        slices = decoder(_Slices, "json").decode(parts.rest)
     except (ValueError, RecursionError):
         return None
     values: list[bytes | memoryview] = [b"null" if raw is UNSET else bytes(raw) for raw in astuple(slices)]
     if len(body) > WEIGH_BYTES:
-        _weigh({name: values[place] for place, name in enumerate(FIELDS) if name not in found.lists}, "json")
+        _weigh({name: values[place] for place, name in enumerate(FIELDS) if name not in parts.lists}, "json")
     light = list(values)
     for name, place in _LISTS.items():
-        if name in found.lists and values[place] == STAND_INS[name]:  # nowhere else is one: this is that list
-            values[place], light[place] = found.lists[name], b"[]"
-        elif name in found.lists or values[place] not in (b"null", b"[]"):
+        if name in parts.lists and values[place] == STAND_INS[name]:  # nowhere else is one: this is that list
+            values[place], light[place] = parts.lists[name], b"[]"
+        elif name in parts.lists or values[place] not in (b"null", b"[]"):
             return None
     try:
         group: ScoredGroup = decoder(ScoredGroup, "json").decode(_object(light))
     except (ValueError, RecursionError):
         return None
-    for name, rows in found.rows.items():
+    for name, rows in parts.rows.items():
         setattr(group, name, rows)  # all that is looked at is how long they are
     return _checked(group, _object(values))
 
@@ -193,9 +189,41 @@ def _understood(body: bytes, encoding: Encoding) -> ScoredGroup:
     try:
         group: ScoredGroup = decoder(ScoredGroup, encoding).decode(body)
     except (ValueError, RecursionError):
-        fields = coerce(flat_advantages(plain(body, encoding)), ScoredGroup, _known)
-        group = msgspec.convert(fields, ScoredGroup)
+        group = coerce(_flat_advantages(plain(body, encoding)), ScoredGroup)
     return group
+
+
+def _flat_advantages(value: Any) -> Any:
+    """One advantage per sequence instead of per token, which a known client sends, spread over the tokens."""
+    if not isinstance(value, dict):
+        return value
+    advantages, tokens = value.get("advantages"), value.get("tokens")
+    if not (isinstance(advantages, list) and isinstance(tokens, list) and len(advantages) == len(tokens) > 0):
+        return value
+    if any(isinstance(one, list) for one in advantages) or not all(isinstance(one, list) for one in tokens):
+        return value
+    return {**value, "advantages": [[one] * len(ids) for one, ids in zip(advantages, tokens, strict=True)]}
+
+
+def _completed(body: bytes, missing: Sequence[str], encoding: str) -> bytes:
+    """A group's own bytes, with the keys that it lacks in front."""
+    if encoding == "json":
+        start = body.index(b"{")  # only whitespace can precede it
+        if not missing and start == 0:
+            return body
+        return b"".join((b"{", *(f'"{name}":null,'.encode() for name in missing), memoryview(body)[start + 1 :]))
+    size, start = _map_head(body)
+    head = b"\xde" + (size + len(missing)).to_bytes(2, "big")
+    return b"".join((head, *(msgspec.msgpack.encode(name) + b"\xc0" for name in missing), memoryview(body)[start:]))
+
+
+def _map_head(body: bytes) -> tuple[int, int]:
+    """Pairs of a MessagePack map, and where the first begins."""
+    if body[0] == 0xDE:
+        return int.from_bytes(body[1:3], "big"), 3
+    if body[0] == 0xDF:
+        return int.from_bytes(body[1:5], "big"), 5
+    return body[0] & 0x0F, 1
 
 
 def read_groups(body: bytes, encoding: Encoding = "json", *, most: int = 10_000) -> list[Submission]:
@@ -208,7 +236,7 @@ def read_groups(body: bytes, encoding: Encoding = "json", *, most: int = 10_000)
         raws = decoder(list[msgspec.Raw], encoding).decode(body)
     except (ValueError, RecursionError) as error:
         if len(body) <= WEIGH_BYTES:
-            coerce(plain(body, encoding), list[Any], _known)  # says what is wrong
+            coerce(plain(body, encoding), list[Any])  # says what is wrong
         raise refuse("list_type", (), f"Input should be a valid list, {error}") from None
     if len(raws) > most:
         raise refuse("too_long", (), f"List should have at most {most} groups", len(raws))
@@ -230,8 +258,8 @@ def encoding_of(payload: bytes) -> Encoding:
 
 def recode(payload: bytes, encoding: Encoding) -> bytes:
     """A stored group in the encoding that is asked for, whatever bounds held when it was taken: its reader judges."""
-    found = encoding_of(payload)
-    return payload if found == encoding else write(decoder(Any, found).decode(payload), encoding)
+    stored = encoding_of(payload)
+    return payload if stored == encoding else write(decoder(Any, stored).decode(payload), encoding)
 
 
 def write_batch(payloads: Sequence[bytes] | None, encoding: Encoding = "json", lease: Any = None) -> bytes:

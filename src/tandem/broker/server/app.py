@@ -20,7 +20,7 @@ from aiohttp import web
 from tandem import __version__, doors
 from tandem.broker.journal.kept import read
 from tandem.broker.protocol import messages, wire
-from tandem.broker.protocol.lax import Malformed
+from tandem.broker.protocol.lenient import Malformed
 from tandem.broker.queue.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
 from tandem.broker.queue.store import Store
 from tandem.broker.server import openapi

@@ -16,7 +16,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from tandem.broker.compression import BROKEN, gunzip
-from tandem.broker.protocol.lax import refuse
+from tandem.broker.protocol.lenient import refuse
 from tandem.broker.protocol.wire import Encoding
 
 T = TypeVar("T")
