@@ -9,12 +9,12 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from tandem.broker.client import Backoff
+from tandem.http import RetryPolicy
 
 
-def quick() -> Backoff:
+def quick(**options: Any) -> RetryPolicy:
     """Waits that a test does not notice."""
-    return Backoff(first=0.01, most=0.02)
+    return RetryPolicy(first_seconds=0.01, max_seconds=0.02, **options)
 
 
 class FakeBroker:

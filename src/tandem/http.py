@@ -1,4 +1,4 @@
-"""HTTP to a broker: failures told apart by whether the request may have arrived, and waits that grow."""
+"""HTTP client of brokers, engines and judges: failures by whether the request may have arrived, and retries."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REPEAT_SECONDS = 30.0
 """Between two log lines about one and the same trouble."""
 
 
-class Unreachable(BrokerError):
+class ServerAway(BrokerError):
     """No connection came about: the request did not arrive."""
 
 
-class AnswerLost(BrokerError):
+class ResponseLost(BrokerError):
     """The connection broke after the request was sent: whether it was carried out is not known."""
 
 
@@ -36,8 +36,8 @@ class _Broken(aiohttp.ClientError):
     """As aiohttp says it, but nothing that aiohttp mends."""
 
 
-class Answered(BrokerError):
-    """The broker answered with an error."""
+class HttpStatusError(BrokerError):
+    """The server answered with an error status."""
 
     def __init__(self, message: str, status: int, retry_after: float | None = None):
         super().__init__(message)
@@ -46,7 +46,7 @@ class Answered(BrokerError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HttpResponse:
     """An answer that is no error."""
 
     body: bytes
@@ -55,70 +55,66 @@ class Answer:
     """By name, in any case."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Backoff:
-    """Waits that double up to a bound, of which a random part is waited: many clients do not return in step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Exponential backoff with jitter, so that many clients do not return in step, and an end to it."""
 
-    first: float = 0.5
-    """Bound of the first wait, in seconds."""
-    most: float = 15.0
-    """Largest bound, in seconds."""
+    first_seconds: float = 0.5
+    """Upper bound of the first pause; each bound is twice the one before."""
+    max_seconds: float = 15.0
+    """Largest bound."""
+    patience_seconds: float = 1800.0
+    """How long a server may be away before a request fails."""
     draw: Callable[[], float] = random.random
     """A number from 0 to 1."""
-    _times: int = 0
 
-    def fresh(self) -> Backoff:
-        """One that starts from the beginning."""
-        return Backoff(first=self.first, most=self.most, draw=self.draw)
-
-    def next(self) -> float:
-        """Seconds of the next wait: longer than the last on average, and never less than half the bound."""
-        bound = min(self.most, self.first * 2.0**self._times)
-        self._times = min(self._times + 1, 32)
+    def seconds(self, attempt: int) -> float:
+        """The pause after a failed attempt (counted from 0): at least half its bound."""
+        bound = min(self.max_seconds, self.first_seconds * 2.0 ** min(attempt, 32))
         return bound * (0.5 + self.draw() / 2)
 
-    async def wait(self, at_least: float = 0.0) -> None:
-        """Wait once more, ``at_least`` so many seconds."""
-        await asyncio.sleep(max(at_least, self.next()))
+    async def pause(self, attempt: int, at_least: float = 0.0) -> None:
+        """Wait before the next attempt, ``at_least`` so many seconds."""
+        await asyncio.sleep(max(at_least, self.seconds(attempt)))
 
 
-class Trouble:
-    """Tells of one trouble when it begins, now and then while it lasts, and when it is over."""
+class OutageLog:
+    """Log lines about one outage of a server: when it begins, now and then while it lasts, and when it is over."""
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, server: str) -> None:
+        self._server = server
         self._since: float | None = None
-        self._told = 0.0
+        self._logged = 0.0
 
     @property
-    def there(self) -> bool:
-        """True while it lasts."""
+    def ongoing(self) -> bool:
+        """True from ``report`` to ``end``."""
         return self._since is not None
 
-    def lasts(self, what: str) -> float:
-        """It is there; returns the seconds since it began."""
+    def report(self, error: str) -> float:
+        """The server failed; returns the seconds since it first did."""
         now = time.monotonic()
         if self._since is None:
-            self._since, self._told = now, now - REPEAT_SECONDS
-        if now - self._told >= REPEAT_SECONDS:
-            self._told = now
-            log.warning("%s; trying again", what)
+            self._since, self._logged = now, now - REPEAT_SECONDS
+        if now - self._logged >= REPEAT_SECONDS:
+            self._logged = now
+            log.warning("%s; trying again", error)
         return now - self._since
 
-    def over(self) -> None:
-        """It is gone, if it was there."""
+    def end(self) -> None:
+        """The server answered."""
         if self._since is not None:
-            log.warning("%s answers again after %.0f s", self._who, time.monotonic() - self._since)
+            log.warning("%s answers again after %.0f s", self._server, time.monotonic() - self._since)
             self._since = None
 
 
-class Http:
-    """One server; connections are shared by concurrent calls."""
+class HttpClient:
+    """Requests to one server; connections are shared by concurrent calls."""
 
-    def __init__(self, url: str, key: str, *, who: str):
-        """``who`` names the server in messages; an empty ``key`` sends none."""
+    def __init__(self, url: str, key: str = "", *, kind: str):
+        """``kind`` (such as broker) and the URL name the server in messages; an empty ``key`` sends none."""
         self.url = url.rstrip("/")
-        self.who = f"{who} {self.url}"
+        self.name = f"{kind} {self.url}"
         self._key = key
         self._session: aiohttp.ClientSession | None = None
 
@@ -130,36 +126,36 @@ class Http:
 
     async def call(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], seconds: float
-    ) -> Answer:
-        """Ask once.
+    ) -> HttpResponse:
+        """Send a request once.
 
         Raises:
-            Unreachable: the request did not arrive.
-            AnswerLost: it may have arrived.
-            Answered: with an error's status.
+            ServerAway: the request did not arrive.
+            ResponseLost: it may have arrived.
+            HttpStatusError: the answer has a status of 400 or more.
         """
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with (
                 # No deadline of its own: the timeout says more, and a run may have less patience than that.
-                waits.waiting(waits.actor("client"), f"{method} {path}", on=self.who),
+                waits.waiting(waits.actor("client"), f"{method} {path}", on=self.name),
                 self._opened().request(
                     method, self.url + path, data=body, headers=dict(headers), timeout=timeout
                 ) as response,
             ):
-                found = await response.read()
+                content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(f"{self.who} does not answer: {_said(error)}") from error
+            raise ServerAway(f"{self.name} does not answer: {_reason(error)}") from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise AnswerLost(f"{self.who} broke off {path}: {_said(error)}") from error
+            raise ResponseLost(f"{self.name} broke off {path}: {_reason(error)}") from error
         if response.status >= 400:
-            reason = " ".join(found.decode(errors="replace")[:500].split()) or response.reason or "no reason given"
-            raise Answered(
-                f"{self.who} answers {path} with {response.status}: {reason}",
+            reason = " ".join(content.decode(errors="replace")[:500].split()) or response.reason or "no reason given"
+            raise HttpStatusError(
+                f"{self.name} answers {path} with {response.status}: {reason}",
                 response.status,
                 _seconds(response.headers.get("Retry-After")),
             )
-        return Answer(body=found, headers=response.headers)
+        return HttpResponse(body=content, headers=response.headers)
 
     def _opened(self) -> aiohttp.ClientSession:
         """The session; made where the event loop runs."""
@@ -177,10 +173,10 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
         raise
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-        raise _Broken(_said(error)) from error
+        raise _Broken(_reason(error)) from error
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "engines/fake.py:generate": "within whoever asks it",
     "engines/fake.py:_sample": "within whoever asks it",
-    "broker/connection.py:_wait": "a pause, within the question's wait",
+    "broker/client.py:_wait": "a pause, within the question's wait",
     "broker/remote_engine.py:_found": "a pause; its deadline is the caller's patience",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",

@@ -18,7 +18,7 @@ import pytest
 from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 
-from tandem.broker.client import Connection, Taken, TrainerClient
+from tandem.broker.client import Connection, TakenBatch, TrainerClient
 from tandem.broker.journal.ledger import opened
 from tandem.broker.producer import Tally
 from tandem.broker.protocol.convert import group_from_wire
@@ -51,7 +51,7 @@ async def tandem_broker(folder: Path, port: int = 0) -> AsyncIterator[str]:
             yield url
 
 
-async def take(client: TrainerClient, step: int) -> Taken:
+async def take(client: TrainerClient, step: int) -> TakenBatch:
     while (taken := await client.batch(lease=60, policy=step)) is None:
         await asyncio.sleep(0.02)
     assert taken.id is not None
@@ -61,7 +61,7 @@ async def take(client: TrainerClient, step: int) -> Taken:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.broker.connection.Backoff", quick)
+    monkeypatch.setattr("tandem.cli.work.RetryPolicy", lambda **options: quick())
 
 
 @pytest.mark.parametrize("dialect", ["tandem", "atropos", "openai"])

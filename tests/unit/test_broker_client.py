@@ -11,10 +11,10 @@ import pytest
 from fake_broker import FakeBroker, quick, until
 from plays import make_group, make_rollout
 
-from tandem.broker.client import Backoff, Connection, EnvClient, NotRegistered, Refused, TrainerClient
+from tandem.broker.client import Connection, EnvClient, NotRegistered, RequestRefused, TrainerClient
 from tandem.broker.protocol.messages import EnvRegistration, RunParameters
 from tandem.errors import BrokerError
-from tandem.http import Trouble, Unreachable
+from tandem.http import OutageLog, RetryPolicy, ServerAway
 from tandem.types import Group
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def connection(broker: FakeBroker, **options: Any) -> Connection:
-    return Connection(broker.url, backoff=quick(), **options)
+    return Connection(broker.url, retry=quick(**options))
 
 
 def environment(broker: FakeBroker, **options: Any) -> EnvClient:
@@ -160,10 +160,10 @@ def test_a_refusal_is_final_and_says_why(ours: bool) -> None:
         async with FakeBroker(ours=ours) as broker, environment(broker) as client:
             await client.register()
             broker.faults["/scored_data"].append(422)
-            with pytest.raises(Refused, match="a fault"):
+            with pytest.raises(RequestRefused, match="a fault"):
                 await client.submit(group(), "k")
             broker.faults["/status-env"].append(401)
-            with pytest.raises(Refused, match="key_variable"):
+            with pytest.raises(RequestRefused, match="key_variable"):
                 await client.status()
 
     run(go())
@@ -242,8 +242,8 @@ def test_a_broker_that_runs_backwards_is_another_one() -> None:
 
 def test_gives_up_when_patience_ends() -> None:
     async def go() -> None:
-        client = EnvClient(Connection("http://127.0.0.1:9", patience=0.05, backoff=quick()), SPEC, key="me")
-        with pytest.raises(Unreachable, match="does not answer"):
+        client = EnvClient(Connection("http://127.0.0.1:9", retry=quick(patience_seconds=0.05)), SPEC, key="me")
+        with pytest.raises(ServerAway, match="does not answer"):
             async with client:
                 pass
 
@@ -354,15 +354,15 @@ def test_atropos_broker_is_spared_a_group_that_it_would_keep_for_ever() -> None:
 
 
 def test_waits_grow_and_differ() -> None:
-    backoff = Backoff(first=1.0, most=6.0, draw=iter([0.0, 1.0, 0.0, 1.0, 0.5]).__next__)
-    assert [backoff.next() for _ in range(5)] == [0.5, 2.0, 2.0, 6.0, 4.5]
+    retry = RetryPolicy(first_seconds=1.0, max_seconds=6.0, draw=iter([0.0, 1.0, 0.0, 1.0, 0.5]).__next__)
+    assert [retry.seconds(attempt) for attempt in range(5)] == [0.5, 2.0, 2.0, 6.0, 4.5]
 
 
 def test_a_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    trouble = Trouble("it")
+    outage = OutageLog("it")
     for _ in range(5):
-        trouble.lasts("it is away")
+        outage.report("it is away")
     assert caplog.text.count("it is away") == 1
-    trouble.over()
-    trouble.over()
+    outage.end()
+    outage.end()
     assert caplog.text.count("answers again") == 1

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.broker import source as sources
-from tandem.broker.client import Connection, NotRegistered, Taken, TrainerClient
+from tandem.broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
 from tandem.broker.protocol.convert import Rules, group_from_wire
 from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
 from tandem.broker.queue.records import Batch, Entry, Run
@@ -108,7 +108,7 @@ class Local:
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
-    ) -> Taken | None:
+    ) -> TakenBatch | None:
         await asyncio.sleep(0)
         self.polls += 1
         if self.store.run is None:
@@ -126,8 +126,8 @@ class Local:
             return None
         return self._told(taken)
 
-    def _told(self, taken: Batch) -> Taken:
-        return Taken(
+    def _told(self, taken: Batch) -> TakenBatch:
+        return TakenBatch(
             id=taken.id if self.leases else None,
             groups=[entry.payload for entry in taken.entries],
             ids=[entry.id for entry in taken.entries],
@@ -250,7 +250,7 @@ def test_a_broker_that_forgot_is_told_again() -> None:
 @pytest.mark.parametrize("hangs", [False, True], ids=["the broker has nothing", "the broker does not answer"])
 def test_where_nobody_can_sample_any_more_nothing_is_waited_for(hangs: bool) -> None:
     class Silent(Local):
-        async def batch(self, **asked: Any) -> Taken | None:
+        async def batch(self, **asked: Any) -> TakenBatch | None:
             if hangs and self.polls:
                 self.on_empty()
                 await asyncio.Event().wait()

@@ -18,7 +18,7 @@ from plays import make_group, make_rollout
 from tandem.broker.client import Connection, EnvClient, Status
 from tandem.broker.producer import IN_A_ROW, Pace, Producer
 from tandem.broker.protocol.messages import EnvRegistration, Info
-from tandem.broker.remote_engine import Remote, RemoteEngine, native
+from tandem.broker.remote_engine import RemoteEngine, RemoteEngines, native
 from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
 from tandem.cli.work import mask_truncated
@@ -287,7 +287,7 @@ def producer(broker: FakeBroker, **pace: Any) -> Producer:
     return Producer(
         worker=FakeWorker(),  # type: ignore[arg-type]
         tasks=tasks,
-        client=EnvClient(Connection(broker.url, backoff=quick()), spec, key="k", poll=0.01),
+        client=EnvClient(Connection(broker.url, retry=quick()), spec, key="k", poll=0.01),
         sampling=Sampling(),
         postprocess_rewards=keep_rewards,
         drop_flat=True,
@@ -576,8 +576,8 @@ def sample(engine: RemoteEngine, max_tokens: int = 16, prompt: Sequence[int] = (
     return engine.generate(prompt, Sampling(max_tokens=max_tokens), 1)
 
 
-def remote(*engines: FakeEngine, **options: Any) -> Remote:
-    return Remote(urls=tuple(e.url for e in engines), model="m", backoff=quick(), **options)
+def remote(*engines: FakeEngine, **options: Any) -> RemoteEngines:
+    return RemoteEngines(urls=tuple(e.url for e in engines), model="m", retry=quick(**options))
 
 
 @pytest.mark.parametrize(("dialect", "version"), [("tandem", 7), ("atropos", -1), ("openai", -1)])
@@ -661,7 +661,7 @@ def test_others_take_over_while_one_is_away() -> None:
         async with (
             FakeEngine("tandem") as one,
             FakeEngine("tandem") as other,
-            remote(one, other, patience=0.0).open(context=100, ends=[]) as engine,
+            remote(one, other, patience_seconds=0.0).open(context=100, ends=[]) as engine,
         ):
             await one.down()
             for _ in range(4):
@@ -675,7 +675,10 @@ def test_others_take_over_while_one_is_away() -> None:
 
 def test_patience_ends_when_all_are_away() -> None:
     async def go() -> None:
-        async with FakeEngine("tandem") as fake, remote(fake, patience=0.05).open(context=100, ends=[]) as engine:
+        async with (
+            FakeEngine("tandem") as fake,
+            remote(fake, patience_seconds=0.05).open(context=100, ends=[]) as engine,
+        ):
             await fake.down()
             with pytest.raises(EngineError, match="is it running"):
                 await sample(engine)

@@ -1,6 +1,6 @@
-"""Both roles at a broker, Tandem's or Atropos': environments hand in groups, a trainer takes batches.
+"""Clients of a broker, Tandem's or Atropos': an environment submits groups, a trainer takes batches.
 
-Nothing is handed in twice. A submission to Tandem's broker bears a key by which it knows a repetition. Atropos' broker
+Nothing is submitted twice. A submission to Tandem's broker bears a key by which it knows a repetition. Atropos' broker
 knows no keys: a submission whose answer was lost is given up and counted, since it may have arrived.
 """
 
@@ -8,38 +8,178 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import count, zip_longest
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
-from tandem.broker.connection import ALWAYS, MIME, Connection, Fate, Lost, Refused, encoding_of, told
 from tandem.broker.protocol import messages, wire
 from tandem.broker.protocol.convert import group_to_wire
 from tandem.errors import BrokerError
-from tandem.http import Answer, Backoff, Unreachable
+from tandem.http import HttpClient, HttpResponse, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
+from tandem.observability import waits
 from tandem.printable import printable
 from tandem.types import Group, Json
 
-__all__ = [
-    "Backoff",
-    "Connection",
-    "EnvClient",
-    "Lost",
-    "NotRegistered",
-    "Refused",
-    "Taken",
-    "TrainerClient",
-    "Unreachable",
-]
-
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Speaks = Literal["tandem", "atropos"]
+Fate = Literal["unsent", "broken", "failed"]
+"""Of a request without an answer: it did not arrive, it may have arrived, or the broker failed at it (5xx)."""
+ALWAYS: frozenset[Fate] = frozenset({"unsent", "broken", "failed"})
+
+SECONDS = 60.0
+"""How long one answer may take."""
+MIME: dict[wire.Encoding, str] = {"json": "application/json", "msgpack": "application/msgpack"}
 Receipt = Literal["received", "buffered", "lost"]
 """buffered: it waits at the broker for others that make up a group size; lost: whether it arrived is not known."""
+
+
+class RequestRefused(BrokerError):
+    """The broker will not have this, now or later; ``status`` is HTTP's."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+class RequestLost(BrokerError):
+    """Nobody knows whether a request was carried out, and repeating it could do it twice."""
+
+
+class Connection:
+    """Where the broker is, and what it speaks."""
+
+    def __init__(self, url: str, key: str = "", *, retry: RetryPolicy | None = None):
+        """Nothing is opened yet: ``url`` is such as http://127.0.0.1:8000; an empty ``key`` sends none."""
+        self._http = HttpClient(url, key, kind="broker")
+        self._retry = retry or RetryPolicy()
+        self._outage = OutageLog(self.name)
+        self.speaks: Speaks = "atropos"
+        """Whose broker it is; known once opened."""
+        self.outages = 0
+        """How often it was found away since; whoever it knew may then be unknown to it."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._http.name
+
+    @property
+    def encoding(self) -> wire.Encoding:
+        """Of bodies: MessagePack where the broker understands it."""
+        return "msgpack" if self.speaks == "tandem" else "json"
+
+    async def open(self) -> Connection:
+        """Wait for the broker and find out whose it is.
+
+        Raises:
+            ServerAway: nobody answered for as long as patience lasts.
+            BrokerError: who answers is no broker, or wants another key.
+        """
+        try:
+            answer = await self.ask("GET", "/")
+            if answer.headers.get("Tandem"):
+                self.speaks = "tandem"
+            elif b"AtroposLib" in answer.body:
+                self.speaks = "atropos"
+            else:
+                raise BrokerError(f"{self.name} is no broker: GET / answers {answer.body[:80]!r}; look at the port")
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._http.close()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        encoding: wire.Encoding = "json",
+        repeat: Set[Fate] = ALWAYS,
+    ) -> HttpResponse:
+        """Ask until it is answered.
+
+        Args:
+            method: GET or POST.
+            path: the route.
+            body: what is said.
+            headers: beside the usual ones.
+            encoding: of the body.
+            repeat: what may have become of a request that is made again.
+
+        Raises:
+            ServerAway: nobody answered for as long as patience lasts, or unsent requests are not repeated.
+            RequestRefused: it answers with an error that asking again will not mend.
+            RequestLost: it may have been done, or it failed, and such requests are not repeated.
+        """
+        async with waits.waiting(waits.actor("client"), f"{method} {path.partition('?')[0]}", on=self.name):
+            return await self._ask(method, path, body, headers, encoding, repeat)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        headers: Mapping[str, str] | None,
+        encoding: wire.Encoding,
+        repeat: Set[Fate],
+    ) -> HttpResponse:
+        data = None if body is None else wire.write(body, encoding)
+        typed = {} if data is None else {"Content-Type": MIME[encoding]}
+        sent_headers = {"Accept": MIME["json"], **typed, **(headers or {})}
+        for attempt in count():
+            try:
+                answer = await self._http.call(method, path, data, sent_headers, SECONDS)
+            except ServerAway as error:
+                await self._wait(error, "unsent" in repeat, attempt)
+            except ResponseLost as error:
+                if "broken" not in repeat:
+                    self._note(error)
+                    raise RequestLost(f"{error}; it is not sent again, since it may have arrived") from error
+                await self._wait(error, True, attempt)
+            except HttpStatusError as error:
+                if error.status < 500 and error.status != 429:
+                    raise RequestRefused(_advice(error), error.status) from error
+                if error.status in (429, 503):
+                    await self._put_off(error, "unsent" in repeat, attempt)
+                elif "failed" not in repeat:
+                    raise RequestLost(f"{error}; it is not sent again, since it may have been carried out") from error
+                else:
+                    await self._wait(error, True, attempt)
+            else:
+                self._outage.end()
+                return answer
+        raise AssertionError("attempts have no end")
+
+    def _note(self, error: BrokerError) -> float:
+        """Remember that the broker is away; returns the seconds since it went."""
+        self.outages += not self._outage.ongoing
+        return self._outage.report(f"{error}; is it running? (tandem serve broker)")
+
+    async def _wait(self, error: BrokerError, again: bool, attempt: int) -> None:
+        if self._note(error) > self._retry.patience_seconds:
+            raise error
+        await self._retry.pause(attempt)
+        if not again:
+            raise error
+
+    async def _put_off(self, error: HttpStatusError, again: bool, attempt: int) -> None:
+        """It is there and says when to come back, however often."""
+        log.info("%s", error)
+        await self._retry.pause(attempt, error.retry_after or 0.0)
+        if not again:
+            raise ServerAway(str(error)) from error
 
 
 class Status(msgspec.Struct, kw_only=True, frozen=True):
@@ -59,8 +199,8 @@ class Status(msgspec.Struct, kw_only=True, frozen=True):
     """Its share of generation."""
 
 
-class _Ticket(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to /register-env; a status other than success has nothing else."""
+class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
+    """HttpResponse to /register-env; a status other than success has nothing else."""
 
     status: str
     env_id: int = -1
@@ -69,7 +209,7 @@ class _Ticket(msgspec.Struct, kw_only=True, frozen=True):
     num_steps: int = -1
 
 
-class _Receipt(msgspec.Struct, kw_only=True, frozen=True):
+class _StatusReply(msgspec.Struct, kw_only=True, frozen=True):
     status: str
 
 
@@ -91,7 +231,7 @@ class _Client:
 
     async def info(self) -> messages.Info:
         """What the trainer wants; -1 before it has registered."""
-        return told(await self.connection.ask("GET", "/info"), messages.Info)
+        return parse(await self.connection.ask("GET", "/info"), messages.Info)
 
 
 class EnvClient(_Client):
@@ -122,22 +262,22 @@ class EnvClient(_Client):
         """Wait until a trainer has started, and take part.
 
         Raises:
-            Refused: the broker will not have it.
+            RequestRefused: the broker will not have it.
         """
         waited = False
         while True:
             outages = self.connection.outages
             headers = {"Idempotency-Key": self._key} if self.connection.speaks == "tandem" else {}
             answer = await self.connection.ask("POST", "/register-env", self.spec, headers=headers)
-            found = told(answer, _Ticket)
-            if found.status == "success":
-                self.ticket = told(answer, messages.EnvAccepted)
+            reply = parse(answer, _RegistrationReply)
+            if reply.status == "success":
+                self.ticket = parse(answer, messages.EnvAccepted)
                 self._known, self._step = outages, self.ticket.starting_step
                 self.registrations += 1
                 log.info("registered at %s as %s", self.connection.name, self.ticket.wandb_name)
                 return self.ticket
             if not waited:
-                log.info("%s says: %s (tandem train RECIPE broker=...)", self.connection.name, found.status)
+                log.info("%s says: %s (tandem train RECIPE broker=...)", self.connection.name, reply.status)
                 waited = True
             await asyncio.sleep(self._poll)
 
@@ -145,15 +285,15 @@ class EnvClient(_Client):
         """How much is queued; registers again where the broker has forgotten this environment.
 
         Raises:
-            Unreachable: the broker stays away.
+            ServerAway: the broker stays away.
         """
         await self._still_known()
         while True:
             registrations = self.registrations
-            found = await self._ask_status()
-            if found is not None and found.current_step >= self._step:
-                self._step = found.current_step
-                return found
+            status = await self._ask_status()
+            if status is not None and status.current_step >= self._step:
+                self._step = status.current_step
+                return status
             await self._register_again(registrations)
 
     async def submit(self, group: Group, key: str, params: Mapping[str, Json] | None = None) -> Receipt:
@@ -165,7 +305,7 @@ class EnvClient(_Client):
             params: how it was sampled, beside the temperature.
 
         Raises:
-            Refused: the broker will not have this group.
+            RequestRefused: the broker will not have this group.
             BrokerError: this broker could never serve it; says why.
         """
         scored = group_to_wire(group)
@@ -187,16 +327,16 @@ class EnvClient(_Client):
                 scored.env_id = self.ticket.env_id
             try:
                 answer = await self._hand_in(scored, key)
-            except Lost as error:
+            except RequestLost as error:
                 log.warning("group %s: %s", group.id, error)
                 return "lost"
-            except Unreachable:
+            except ServerAway:
                 if self.connection.speaks == "tandem":
                     raise
             else:
-                return "buffered" if told(answer, _Receipt).status == "buffered" else "received"
+                return "buffered" if parse(answer, _StatusReply).status == "buffered" else "received"
 
-    async def _hand_in(self, scored: messages.ScoredGroup, key: str) -> Answer:
+    async def _hand_in(self, scored: messages.ScoredGroup, key: str) -> HttpResponse:
         if self.connection.speaks == "tandem":
             headers = {"Idempotency-Key": key}
             return await self.connection.ask("POST", "/scored_data", scored, headers=headers, encoding="msgpack")
@@ -217,13 +357,13 @@ class EnvClient(_Client):
         again = ALWAYS if self.connection.speaks == "tandem" else ALWAYS - {"failed"}
         try:
             answer = await self.connection.ask("GET", "/status-env", body, repeat=again)
-        except Refused as error:
+        except RequestRefused as error:
             if error.status in (401, 403):
                 raise
             return None
-        except Lost:
+        except RequestLost:
             return None
-        return told(answer, Status)
+        return parse(answer, Status)
 
     async def _still_known(self) -> None:
         """After an outage, make sure that the broker knows this environment before anything is handed in.
@@ -237,8 +377,8 @@ class EnvClient(_Client):
             outages = self.connection.outages
             if self._known == outages:
                 return
-            found = await self._ask_status()
-            if found is None or found.current_step < self._step:
+            status = await self._ask_status()
+            if status is None or status.current_step < self._step:
                 log.warning(
                     "%s does not know this environment any more, or went back to an earlier step; registering again",
                     self.connection.name,
@@ -258,7 +398,7 @@ class EnvClient(_Client):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class TakenBatch:
     """A batch that a trainer was given."""
 
     id: str | None
@@ -289,7 +429,7 @@ class TrainerClient(_Client):
 
     async def register(self, run: messages.RunParameters) -> int:
         """Say what is trained. Atropos' broker ignores all but the first, so it is reset before: see ``reset``."""
-        return told(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
+        return parse(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
 
     async def reset(self) -> None:
         """Drop all that is queued, and every registration."""
@@ -297,7 +437,7 @@ class TrainerClient(_Client):
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
-    ) -> Taken | None:
+    ) -> TakenBatch | None:
         """The next batch, or None while there are too few groups.
 
         Args:
@@ -310,23 +450,23 @@ class TrainerClient(_Client):
         """
         headers, query = {}, ""
         if self.leases:
-            asked = {"lease": lease, "policy": policy, "max_lag": max_lag}
-            query = "&".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+            parameters = {"lease": lease, "policy": policy, "max_lag": max_lag}
+            query = "&".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
             headers = {"Accept": MIME["msgpack"]}
         path = f"/batch?{query}" if query else "/batch"
         try:
             # A lost answer of a broker without leases is a lost batch, whether it is asked again or not.
             again: frozenset[Fate] = ALWAYS if self.leases and lease is not None else frozenset({"unsent"})
             answer = await self.connection.ask("GET", path, headers=headers, repeat=again)
-        except Lost as error:
+        except RequestLost as error:
             log.warning("%s; a batch may be lost with it", error)
             return None
-        found = _read_batch(answer.body, encoding_of(answer))
-        if found.status == "error":
-            raise NotRegistered(f"{self.connection.name} says: {found.message or 'no trainer has registered'}")
-        if found.batch is None:
+        reply = _read_batch(answer.body, encoding_of(answer))
+        if reply.status == "error":
+            raise NotRegistered(f"{self.connection.name} says: {reply.message or 'no trainer has registered'}")
+        if reply.batch is None:
             return None
-        return _taken(found, found.batch, encoding_of(answer))
+        return _taken(reply, reply.batch, encoding_of(answer))
 
     async def acknowledge(self, batch: str) -> bool:
         """A leased batch was trained on; False if the broker had given it to somebody else by then."""
@@ -343,20 +483,20 @@ class TrainerClient(_Client):
     async def _settle(self, path: str, batch: str) -> bool:
         try:
             answer = await self.connection.ask("POST", path, messages.BatchName(batch=batch))
-        except Refused as error:
+        except RequestRefused as error:
             if error.status in (401, 403):
                 raise
             log.warning("%s", error)
             return False
-        return told(answer, _Receipt).status == "success"
+        return parse(answer, _StatusReply).status == "success"
 
     async def status(self) -> dict[str, Any]:
         """At least ``current_step`` and ``queue_size`` (groups)."""
-        found: dict[str, Any] = told(await self.connection.ask("GET", "/status"), dict)
-        return found
+        status: dict[str, Any] = parse(await self.connection.ask("GET", "/status"), dict)
+        return status
 
 
-class _Lease(msgspec.Struct, kw_only=True, frozen=True):
+class _LeaseReply(msgspec.Struct, kw_only=True, frozen=True):
     """What Tandem's broker says beside the groups of a leased batch; the lists have an entry for each."""
 
     batch: str | None = None
@@ -365,28 +505,28 @@ class _Lease(msgspec.Struct, kw_only=True, frozen=True):
     versions: list[int | None] = []
 
 
-class _Batch(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to /batch, its groups unread."""
+class _BatchReply(msgspec.Struct, kw_only=True, frozen=True):
+    """HttpResponse to /batch, its groups unread."""
 
     batch: list[msgspec.Raw] | None = None
     status: str = ""
     message: str = ""
-    tandem: _Lease = _Lease()
+    tandem: _LeaseReply = _LeaseReply()
 
 
-def _read_batch(body: bytes, encoding: wire.Encoding) -> _Batch:
+def _read_batch(body: bytes, encoding: wire.Encoding) -> _BatchReply:
     module: Any = msgspec.json if encoding == "json" else msgspec.msgpack
     try:
-        found: _Batch = module.decode(body, type=_Batch)
+        reply: _BatchReply = module.decode(body, type=_BatchReply)
     except msgspec.DecodeError as error:
         raise BrokerError(f"the broker answers /batch with something else than a batch: {error}") from error
-    return found
+    return reply
 
 
-def _taken(found: _Batch, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) -> Taken:
+def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) -> TakenBatch:
     """The groups that can be read, and what is wrong with the others: one bad group does not cost the batch."""
     groups, ids, versions, malformed = [], [], [], []
-    for raw, id, version in zip_longest(raws, found.tandem.ids[: len(raws)], found.tandem.versions[: len(raws)]):
+    for raw, id, version in zip_longest(raws, reply.tandem.ids[: len(raws)], reply.tandem.versions[: len(raws)]):
         try:
             groups.append(wire.read(bytes(raw), messages.ScoredGroup, encoding))
         except (BrokerError, msgspec.ValidationError) as error:
@@ -394,6 +534,29 @@ def _taken(found: _Batch, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) 
         else:
             ids.append(id)
             versions.append(version)
-    return Taken(
-        id=found.tandem.batch, groups=groups, ids=ids, versions=versions, malformed=malformed, step=found.tandem.step
+    return TakenBatch(
+        id=reply.tandem.batch, groups=groups, ids=ids, versions=versions, malformed=malformed, step=reply.tandem.step
     )
+
+
+def parse(answer: HttpResponse, kind: type[T]) -> T:
+    """What a JSON or MessagePack answer says, leniently.
+
+    Raises:
+        BrokerError: it is something else.
+    """
+    try:
+        return wire.read(answer.body, kind, encoding_of(answer))
+    except (BrokerError, msgspec.ValidationError) as error:
+        raise BrokerError(f"the broker answers with something else than was asked for: {error}") from error
+
+
+def encoding_of(answer: HttpResponse) -> wire.Encoding:
+    """What the body is in."""
+    return "msgpack" if "msgpack" in answer.headers.get("Content-Type", "") else "json"
+
+
+def _advice(error: HttpStatusError) -> str:
+    if error.status in (401, 403):
+        return f"{error}; name the variable that holds the broker's API key (broker.key_variable)"
+    return str(error)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.broker.client import EnvClient, Receipt, Refused, Status
+from tandem.broker.client import EnvClient, Receipt, RequestRefused, Status
 from tandem.broker.protocol.messages import Info
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
@@ -214,7 +214,7 @@ class Producer:
             late = in_a_row + 1 if self._finished == finished else 0
             self._failed("failed", name, error, max(self._in_a_row, late))
         except (EngineError, BrokerError) as error:
-            self._failed("refused" if isinstance(error, Refused) else "failed", name, error, self._in_a_row + 1)
+            self._failed("refused" if isinstance(error, RequestRefused) else "failed", name, error, self._in_a_row + 1)
 
     async def _played(self, task: Task, name: str, draw: int) -> Group:
         """Play a group.

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from tandem.engines.base import Engine, Health
 from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import ConfigError, EngineError
-from tandem.http import Answered, AnswerLost, Backoff, Http, Trouble, Unreachable
+from tandem.http import HttpClient, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
 from tandem.observability import waits
 from tandem.types import Completion, Finish, Json, PolicyVersion, Sampling
 
@@ -140,18 +141,18 @@ class OpenAiDialect:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Server:
-    http: Http
+class _EngineServer:
+    http: HttpClient
     dialect: Dialect
-    trouble: Trouble
-    backoff: Backoff
+    outage: OutageLog
     context: int | None = None
+    failed_attempts: int = 0
     outstanding: int = 0
     rests_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
+class RemoteEngines:
     """Which engines, and how they are spoken to."""
 
     urls: tuple[str, ...]
@@ -162,15 +163,13 @@ class Remote:
     """API key; empty: none is sent."""
     request_seconds: float = 3600.0
     """How long one answer may take."""
-    patience: float = 1800.0
-    """Seconds for which all of them may be away."""
-    backoff: Backoff = field(default_factory=lambda: Backoff(most=5.0))
-    """Waits between tries."""
+    retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(max_seconds=5.0))
+    """Pauses between attempts, and how long all of them may be away."""
 
     @property
     def waited(self) -> str:
         """The end of an error, once patience is at its end."""
-        return f"it was waited for {self.patience:g} s (patience_seconds)"
+        return f"it was waited for {self.retry.patience_seconds:g} s (patience_seconds)"
 
     @asynccontextmanager
     async def open(self, *, context: int, ends: Sequence[int]) -> AsyncIterator[RemoteEngine]:
@@ -184,7 +183,7 @@ class Remote:
             EngineError: one stays away, or cannot be sampled from.
             ConfigError: one serves another model.
         """
-        https = [Http(native(url), self.key, who="engine") for url in self.urls]
+        https = [HttpClient(native(url), self.key, kind="engine") for url in self.urls]
         try:
             servers = await asyncio.gather(*(self._found(http) for http in https))
             limits = [server.context for server in servers if server.context is not None]
@@ -192,55 +191,54 @@ class Remote:
         finally:
             await asyncio.gather(*(http.close() for http in https))
 
-    async def _found(self, http: Http) -> _Server:
-        trouble, backoff = Trouble(http.who), self.backoff.fresh()
-        while True:
+    async def _found(self, http: HttpClient) -> _EngineServer:
+        outage = OutageLog(http.name)
+        for attempt in count():
             try:
                 dialect, context = await self._kind(http)
-            except (Unreachable, AnswerLost) as error:
+            except (ServerAway, ResponseLost) as error:
                 said = f"{error}; is it running? (tandem serve engine RECIPE)"
-                if trouble.lasts(said) > self.patience:
+                if outage.report(said) > self.retry.patience_seconds:
                     raise EngineError(f"{said}; {self.waited}") from error
-                await backoff.wait()
-            except Answered as error:
+                await self.retry.pause(attempt)
+            except HttpStatusError as error:
                 if error.status < 500:
                     raise EngineError(_advice(error)) from error
-                if trouble.lasts(str(error)) > self.patience:
+                if outage.report(str(error)) > self.retry.patience_seconds:
                     raise EngineError(f"{error}; {self.waited}") from error
-                await backoff.wait(error.retry_after or 0.0)
+                await self.retry.pause(attempt, error.retry_after or 0.0)
             else:
-                trouble.over()
-                return _Server(
-                    http=http, dialect=dialect, context=context, trouble=trouble, backoff=self.backoff.fresh()
-                )
+                outage.end()
+                return _EngineServer(http=http, dialect=dialect, context=context, outage=outage)
+        raise AssertionError("attempts have no end")
 
-    async def _kind(self, http: Http) -> tuple[Dialect, int | None]:
+    async def _kind(self, http: HttpClient) -> tuple[Dialect, int | None]:
         """How a server is spoken to, and its context where it tells."""
         models, context = await self._models(http)
-        info = await _asked(http, "GET", "/bridge/info")
+        info = await _probe(http, "GET", "/bridge/info")
         ours = isinstance(info, dict) and {"engine", "context", "logprobs"} <= set(info)
         if models and self.model not in models and not (ours and info and info["model"] == self.model):
             raise ConfigError(
-                f"{http.who} serves {', '.join(models)}, not {self.model}; if it is the same model under another name, "
-                f"say engine.model={models[0]}; otherwise change model or the engine's url"
+                f"{http.name} serves {', '.join(models)}, not {self.model}; if it is the same model under another "
+                f"name, say engine.model={models[0]}; otherwise change model or the engine's url"
             )
         if ours and isinstance(info, dict):
             if info["logprobs"] != "processed_logprobs":
                 raise EngineError(
-                    f"{http.who} gives {info['logprobs']}, which leave the temperature out; start it with "
+                    f"{http.name} gives {info['logprobs']}, which leave the temperature out; start it with "
                     "--logprobs-mode processed_logprobs"
                 )
             return TandemDialect(), int(info["context"])
         probe = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "logprobs": 0, "temperature": 1.0}
-        if await _asked(http, "POST", "/generate", probe) is not None:
+        if await _probe(http, "POST", "/generate", probe) is not None:
             return AtroposDialect(), context
         if models:
             return OpenAiDialect(self.model), context
-        raise EngineError(f"{http.who} has neither /generate nor /v1/models; look at the url")
+        raise EngineError(f"{http.name} has neither /generate nor /v1/models; look at the url")
 
-    async def _models(self, http: Http) -> tuple[list[str], int | None]:
+    async def _models(self, http: HttpClient) -> tuple[list[str], int | None]:
         """What /v1/models lists, and the smallest context in it; nothing of a server without it."""
-        found = await _asked(http, "GET", "/v1/models")
+        found = await _probe(http, "GET", "/v1/models")
         listed = found.get("data") if isinstance(found, dict) else None
         entries = [entry for entry in listed or () if isinstance(entry, dict) and "id" in entry]
         limits = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
@@ -250,7 +248,7 @@ class Remote:
 class RemoteEngine(Engine):
     """One policy on servers of others. What a trainer alone may do is refused."""
 
-    def __init__(self, spec: Remote, servers: Sequence[_Server], *, context: int, ends: Sequence[int]):
+    def __init__(self, spec: RemoteEngines, servers: Sequence[_EngineServer], *, context: int, ends: Sequence[int]):
         self._spec = spec
         self._servers = servers
         self._context = context
@@ -281,52 +279,53 @@ class RemoteEngine(Engine):
             server.outstanding += 1
             try:
                 answer = await server.http.call("POST", server.dialect.path, body, JSON, self._spec.request_seconds)
-            except (Unreachable, AnswerLost) as error:
+            except (ServerAway, ResponseLost) as error:
                 self._rest(server, f"{error}; is it running?")
-            except Answered as error:
+            except HttpStatusError as error:
                 # An engine whose scheduler has died says so for some seconds, and is then restarted.
                 failures += error.status == 500 and "EngineDeadError" not in str(error)
                 if (error.status < 500 and error.status != 429) or failures == TRIES:
                     raise EngineError(_advice(error)) from error
                 self._rest(server, str(error), error.retry_after or 0.0)
             else:
-                server.trouble.over()
-                server.backoff = self._spec.backoff.fresh()
+                server.outage.end()
+                server.failed_attempts = 0
                 completion = self._read(server, answer.body)
                 self._newest = max(self._newest, completion.version_max)
                 return completion
             finally:
                 server.outstanding -= 1
 
-    def _read(self, server: _Server, body: bytes) -> Completion:
+    def _read(self, server: _EngineServer, body: bytes) -> Completion:
         try:
             return server.dialect.completion(body)
         except EngineError as error:
-            raise EngineError(f"{server.http.who}: {error}") from error
+            raise EngineError(f"{server.http.name}: {error}") from error
 
-    async def _next(self) -> _Server:
+    async def _next(self) -> _EngineServer:
         """The server with the fewest requests of those that answer; waits while none does."""
         while True:
             now = time.monotonic()
             awake = [server for server in self._servers if server.rests_until <= now]
             if awake:
                 return min(awake, key=lambda server: server.outstanding)
-            names = ", ".join(server.http.who for server in self._servers)
+            names = ", ".join(server.http.name for server in self._servers)
             async with waits.waiting(waits.actor("rollouts"), "to be asked again", on=names):
                 await asyncio.sleep(min(server.rests_until for server in self._servers) - now)
 
-    def _rest(self, server: _Server, what: str, at_least: float = 0.0) -> None:
+    def _rest(self, server: _EngineServer, what: str, at_least: float = 0.0) -> None:
         """Leave a server alone for a while.
 
         Raises:
             EngineError: patience is at its end.
         """
-        if server.trouble.lasts(what) > self._spec.patience and not self._others(server):
+        if server.outage.report(what) > self._spec.retry.patience_seconds and not self._others(server):
             raise EngineError(f"{what}; {self._spec.waited}")
-        server.rests_until = time.monotonic() + max(at_least, server.backoff.next())
+        server.rests_until = time.monotonic() + max(at_least, self._spec.retry.seconds(server.failed_attempts))
+        server.failed_attempts += 1
 
-    def _others(self, server: _Server) -> bool:
-        return any(not other.trouble.there for other in self._servers if other is not server)
+    def _others(self, server: _EngineServer) -> bool:
+        return any(not other.outage.ongoing for other in self._servers if other is not server)
 
     def version(self) -> PolicyVersion:
         """The newest version that sampled something here."""
@@ -345,7 +344,7 @@ class RemoteEngine(Engine):
         raise _not_ours("resume")
 
     async def health(self) -> Health:
-        away = [server.http.who for server in self._servers if server.trouble.there]
+        away = [server.http.name for server in self._servers if server.outage.ongoing]
         running = sum(server.outstanding for server in self._servers)
         return Health(ok=len(away) < len(self._servers), running=running, waiting=0, detail=", ".join(away))
 
@@ -358,7 +357,7 @@ def native(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-async def _asked(http: Http, method: str, path: str, body: Json = None) -> Json:
+async def _probe(http: HttpClient, method: str, path: str, body: Json = None) -> Json:
     """An answer's JSON; None where the server has no such route."""
     data = None if body is None else msgspec.json.encode(body)
     try:
@@ -366,13 +365,13 @@ async def _asked(http: Http, method: str, path: str, body: Json = None) -> Json:
         return msgspec.json.decode(answer.body)
     except msgspec.DecodeError:
         return None
-    except Answered as error:
+    except HttpStatusError as error:
         if error.status in (404, 405):
             return None
         raise
 
 
-def _advice(error: Answered) -> str:
+def _advice(error: HttpStatusError) -> str:
     if error.status in (401, 403):
         return f"{error}; name the variable that holds the engine's API key (engine.api_key_variable)"
     return str(error)

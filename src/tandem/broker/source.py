@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tandem.broker.client import NotRegistered, Taken, TrainerClient
+from tandem.broker.client import NotRegistered, TakenBatch, TrainerClient
 from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, sequences
 from tandem.broker.protocol.messages import RunParameters, ScoredGroup
 from tandem.errors import BrokerError, Starved
@@ -191,7 +191,7 @@ class BrokerSource:
                 with contextlib.suppress(BrokerError):  # one that is away is told of by whoever needs a batch
                     await self.broker.renew(batch)
 
-    async def _next(self) -> Taken:
+    async def _next(self) -> TakenBatch:
         """The next batch, unless none will come any more."""
         async with waits.waiting("trainer", "needs groups to train on", on="environments of the broker"):
             polling = asyncio.create_task(self._poll(), name="the next batch")
@@ -205,7 +205,7 @@ class BrokerSource:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
 
-    async def _poll(self) -> Taken:
+    async def _poll(self) -> TakenBatch:
         """Ask until there is a batch."""
         options = self.options
         while True:
@@ -222,7 +222,7 @@ class BrokerSource:
                 return taken
             await asyncio.sleep(options.poll_seconds)
 
-    def _receive(self, taken: Taken) -> None:
+    def _receive(self, taken: TakenBatch) -> None:
         """Read a batch's groups; what can be trained on waits for its turn."""
         notes, now = Notes(), self.version()
         unsaid = [None] * len(taken.groups)

@@ -18,10 +18,11 @@ from typing import Any
 from tandem.broker.client import Connection, EnvClient
 from tandem.broker.producer import Pace, Producer, Tally
 from tandem.broker.protocol.messages import EnvRegistration
-from tandem.broker.remote_engine import Remote, RemoteEngine
+from tandem.broker.remote_engine import RemoteEngine, RemoteEngines
 from tandem.cli._work_recipe import Work, load
 from tandem.config.sources import EnvSource
 from tandem.errors import BrokerError, ConfigError
+from tandem.http import RetryPolicy
 from tandem.model.policy import load_config, load_tokenizer
 from tandem.observability import waits, watchdog
 from tandem.rewards.grading.workers import Graders
@@ -114,12 +115,12 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
             tasks[name] = players.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
     broker_key = _key(config.broker.key_variable, "broker.key_variable")
-    remote = Remote(
+    remote = RemoteEngines(
         urls=config.engine.urls,
         model=config.engine.model or config.model,
         key=_key(config.engine.api_key_variable, "engine.api_key_variable"),
         request_seconds=config.engine.request_seconds,
-        patience=config.patience_seconds,
+        retry=RetryPolicy(max_seconds=5.0, patience_seconds=config.patience_seconds),
     )
     async with AsyncExitStack() as stack:
         graders = {
@@ -128,7 +129,9 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
         }
         clients = {}
         for name, source in config.sources.items():
-            connection = Connection(config.broker.url, broker_key, patience=config.patience_seconds)
+            connection = Connection(
+                config.broker.url, broker_key, retry=RetryPolicy(patience_seconds=config.patience_seconds)
+            )
             client = EnvClient(connection, _registration(config, name, source, context), key=secrets.token_hex(16))
             clients[name] = await stack.enter_async_context(client)
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
