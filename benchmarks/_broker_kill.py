@@ -85,8 +85,8 @@ class Witness:
 
 def child(folder: Path) -> None:
     """Read lines of JSON, answer each once the ledger has it."""
-    from tandem.broker.journal.kept import Reading
     from tandem.broker.journal.ledger import Ledger
+    from tandem.broker.journal.payloads import Reading
     from tandem.broker.queue.records import Entry, Options, Run
 
     ledger = Ledger.open(folder, Options(), time.time())

@@ -30,7 +30,7 @@ import pytest
 from brokers import RUN, group
 from odd_messages import BODIES, damaged, mutated
 
-from tandem.broker.server.listen import listening
+from tandem.broker.server.serving import listening
 
 log = logging.getLogger(__name__)
 pytestmark = pytest.mark.long

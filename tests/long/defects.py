@@ -374,7 +374,7 @@ DEFECTS = (
     # broker
     Defect(
         "a lease never expires",
-        "src/tandem/broker/queue/leases.py",
+        "src/tandem/broker/queue/store.py",
         "lease.expires <= now",
         "lease.expires < 0",
         "tests/unit/test_broker_store.py",

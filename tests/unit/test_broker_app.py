@@ -16,7 +16,7 @@ import pytest
 from brokers import ENV, RUN, Client, group, play
 
 from tandem.broker.queue.records import Options
-from tandem.broker.server import answers, app
+from tandem.broker.server import app
 from tandem.broker.server.bodies import Limits
 from tandem.broker.server.keys import Keys
 from tandem.errors import BrokerError
@@ -150,7 +150,7 @@ def test_without_a_content_type_a_body_is_none(kind: str | None) -> None:
 
 @pytest.mark.parametrize("near", [True, False])
 def test_gzip_out_is_for_clients_elsewhere(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "is_near", lambda address: near)
+    monkeypatch.setattr(app, "is_near", lambda address: near)
 
     async def scene(client: Client) -> None:
         await client.begin(batch_size=1)
@@ -165,9 +165,9 @@ def test_gzip_out_is_for_clients_elsewhere(near: bool, monkeypatch: pytest.Monke
 
 
 def test_which_addresses_are_near() -> None:
-    assert answers.is_near("127.0.0.1")
-    assert answers.is_near("::1")
-    assert not any(map(answers.is_near, ("10.0.0.1", None, "somewhere")))
+    assert app.is_near("127.0.0.1")
+    assert app.is_near("::1")
+    assert not any(map(app.is_near, ("10.0.0.1", None, "somewhere")))
 
 
 def test_messagepack_in_and_out() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from tandem.broker.queue.store import Store
 from tandem.broker.server.app import Broker
-from tandem.broker.server.gate import Room
-from tandem.broker.server.serving import serving
+from tandem.broker.server.serving import Room, serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -13,9 +13,8 @@ import pytest
 from brokers import Client, group, play
 
 from tandem.broker.journal import payloads
-from tandem.broker.journal.kept import Kept, Reading, read
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.journal.payloads import Payloads, Place
+from tandem.broker.journal.payloads import Kept, Payloads, Place, Reading, read
 from tandem.broker.queue.records import Batch, Entry, EnvSpec, Options, Run
 from tandem.errors import BrokerError
 

@@ -17,8 +17,8 @@ import pytest
 
 from tandem.broker.journal import ledger as ledgers
 from tandem.broker.journal import payloads
-from tandem.broker.journal.kept import Reading
 from tandem.broker.journal.ledger import Ledger
+from tandem.broker.journal.payloads import Reading
 from tandem.broker.queue.records import Entry, EnvSpec, Options, Refused, Run
 from tandem.errors import BrokerError
 

@@ -12,8 +12,7 @@ import pytest
 
 from tandem.broker.queue.store import Store
 from tandem.broker.server.app import Broker
-from tandem.broker.server.listen import listening
-from tandem.broker.server.serving import serving
+from tandem.broker.server.serving import listening, serving
 from tandem.errors import BrokerError
 
 

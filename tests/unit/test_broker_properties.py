@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.broker.journal.kept import Reading
 from tandem.broker.journal.ledger import Ledger
+from tandem.broker.journal.payloads import Reading
 from tandem.broker.queue import formation
 from tandem.broker.queue.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
 from tandem.broker.queue.store import Store

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.broker.server.listen import listening
+from tandem.broker.server.serving import listening
 from tandem.errors import BrokerError, ConfigError
 
 if TYPE_CHECKING:

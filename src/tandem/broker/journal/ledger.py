@@ -1,9 +1,8 @@
 """The store's journal on disk: what was accepted survives kill -9 and a power cut.
 
-A folder with ``ledger.sqlite`` (WAL; who, where, which state) and payload files (``payloads``). One thread writes: all
-that was told while it wrote the last time goes into one transaction, so many submissions share one flush of the disk.
-An answer may leave when ``settled`` says that what it promises is down. Payloads that are on disk leave memory once
-there is much of them (``kept``).
+A folder with ``ledger.sqlite`` (``database``: WAL; who, where, which state) and payload files (``payloads``). One
+thread writes: all events that came while it wrote the last time go into one transaction, so many submissions share one
+flush of the disk. An answer may leave when ``settled`` says that what it promises is down.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.broker.journal.database import Database, damaged, locked
-from tandem.broker.journal.kept import Kept, Memory
-from tandem.broker.journal.payloads import Payloads, Place
-from tandem.broker.journal.restore import restore
-from tandem.broker.queue.records import Entry, Options, State
-from tandem.broker.queue.store import Store
+from tandem.broker.journal.payloads import Kept, Memory, Payloads, Place
+from tandem.broker.queue.records import Entry, EnvSpec, Options, Run, State
+from tandem.broker.queue.store import Store, lease_of
+from tandem.broker.queue.tenants import Item, Tenant
 from tandem.errors import BrokerError
 
 log = logging.getLogger(__name__)
@@ -336,3 +334,85 @@ def _promise() -> Future[None]:
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def restore(
+    store: Store,
+    facts: Mapping[str, Any],
+    rows: Iterable[tuple[int, Entry, State, str | None]],
+    keys: Iterable[tuple[str, float]],
+    now: float,
+) -> None:
+    """Fill a new store. Leases and silences count from ``now``.
+
+    A batch that a trainer which never acknowledges had, and whose answer is not known to have gone out, comes back.
+
+    Args:
+        store: As constructed.
+        facts: What was noted, by name.
+        rows: ``(order, entry, state, batch)`` of every entry that is not trained or dropped, in any order.
+        keys: Idempotency keys and when they came, oldest first.
+        now: Seconds.
+    """
+    progress = facts.get("progress", {})
+    if facts.get("run"):
+        store.run = Run(**facts["run"])
+        store.tenants.batch_size = store.run.batch_size
+    store.started, store.step = progress.get("started", False), progress.get("step", 0)
+    store.policy, store.returned = progress.get("policy"), progress.get("returned", 0)
+    store.took = progress.get("took", False)
+    store.tenants.names.update(facts.get("names", progress.get("names", {})))
+    for key, at in keys:
+        store.seen.add(key, at)
+    envs = {int(name.removeprefix("env:")): fact for name, fact in facts.items() if name.startswith("env:")}
+    for env_id in sorted(envs):
+        _tenant(store, env_id, envs[env_id], now)
+    store.tenants.next_id = max(store.tenants.next_id, progress.get("next_id", 0))
+    items = _items(store, rows)
+    store.order = max([progress.get("order", 0), *(order + 1 for order in items)])
+    counts = store.counts
+    counts.update(progress.get("counts", {}))
+    counts["accepted"] = counts["trained"] + counts["dropped"] + len(items)
+    for name, fact in facts.items():
+        if name.startswith("lease:"):
+            _lease(store, name.removeprefix("lease:"), fact, items, now)
+    store.tenants.recount()
+
+
+def _tenant(store: Store, env_id: int, fact: Mapping[str, Any], now: float) -> None:
+    store.tenants.add(
+        Tenant(
+            env_id=env_id,
+            spec=EnvSpec(**fact["spec"]),
+            name=fact["name"],
+            heard=now,
+            key=fact["key"],
+            owner=fact.get("owner", ""),
+            connected=fact["connected"],
+            live=fact["connected"],
+        )
+    )
+
+
+def _items(store: Store, rows: Iterable[tuple[int, Entry, State, str | None]]) -> dict[int, Item]:
+    """Every entry in its place, by its order of arrival."""
+    items = {}
+    for order, entry, state, batch in sorted(rows, key=lambda row: row[0]):
+        item = Item(order, entry.size, entry.num_bytes, entry, store.tenants.of(entry.env), state, batch)
+        items[order] = item
+        store.waiting.hold(item)
+        if state == "buffered":
+            store.waiting.buffer(item)
+        elif state == "queued":
+            store.waiting.enqueue([item])
+    return items
+
+
+def _lease(store: Store, name: str, fact: dict[str, Any], items: Mapping[int, Item], now: float) -> None:
+    lease = lease_of(name, fact, items, now)
+    if not any(item.batch == name and item.state == "leased" for item in lease.items):
+        store.leases.over[name] = lease
+        return
+    store.leases.out[name] = lease
+    if lease.seconds is None and not lease.delivered:
+        store.release(name, now)

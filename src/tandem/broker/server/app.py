@@ -7,48 +7,155 @@ after the ledger has what it promises.
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
+import hashlib
+import ipaddress
 import logging
+import math
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from tandem import __version__, doors
-from tandem.broker.journal.kept import read
+from tandem.broker.journal.payloads import read
 from tandem.broker.protocol import messages, wire
 from tandem.broker.protocol.lenient import Malformed
 from tandem.broker.queue.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
 from tandem.broker.queue.store import Store
-from tandem.broker.server import openapi
-from tandem.broker.server.answers import (
-    EMPTY_EXAMPLE,
-    compressed,
-    done,
-    encoded,
-    idempotency_key,
-    lease,
-    number,
-    page,
-    told,
-)
 from tandem.broker.server.bodies import MESSAGE_BYTES, Answer, Bodies, Limits, wants
 from tandem.broker.server.keys import Keys, Role, may, scoped
 from tandem.broker.server.meter import Meter
 from tandem.broker.server.resent import Resent
+from tandem.broker.server.routes import ROUTES, Route, document
 from tandem.errors import BrokerError
 from tandem.printable import named
 
 log = logging.getLogger(__name__)
 
+GZIP_BYTES = 1000
+"""Answers of this size and more are compressed for clients elsewhere that accept it."""
+
+EMPTY_EXAMPLE = dict.fromkeys(
+    (
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "generation_params",
+        "inference_logprobs",
+        "messages",
+        "images",
+    ),
+    (),
+)
+"""``GET /latest_example`` before there is one."""
+
+
+def told(request: web.Request, value: Any) -> web.Response:
+    """A message in the encoding that the client asks for."""
+    encoding = wants(request)
+    return encoded(wire.write(value, encoding), encoding)
+
+
+def encoded(body: bytes, encoding: wire.Encoding, status: int = 200) -> web.Response:
+    """A message that is bytes already."""
+    return web.Response(body=body, status=status, content_type=f"application/{encoding}")
+
+
+def page(name: str) -> web.Response:
+    """A page of this package; it can load nothing from elsewhere and run no script but its own."""
+    text, policy = _asset(name)
+    return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+
+
+@cache
+def _asset(name: str) -> tuple[str, str]:
+    text = resources.files("tandem.broker.server").joinpath(name).read_text(encoding="utf-8")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return text, (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def done(is_done: bool, reason: str) -> dict[str, str]:
+    """Atropos' way to say whether something was done: with a status that is no HTTP status."""
+    return {"status": "success"} if is_done else {"status": "failure", "error": reason}
+
+
+def lease(batch: Batch) -> dict[str, Any]:
+    """What is told beside the groups of a leased batch: an id and a version for each, in their order."""
+    return {
+        "batch": batch.id,
+        "step": batch.step,
+        "expires": batch.expires,
+        "ids": [entry.id for entry in batch.entries],
+        "versions": [entry.version for entry in batch.entries],
+    }
+
+
+def idempotency_key(request: web.Request) -> str | None:
+    """The key by which a request is known when it comes again.
+
+    Raises:
+        Answer: 400, it is empty or too long.
+    """
+    found = request.headers.get("Idempotency-Key")
+    if found is not None and not re.fullmatch(r"[!-~]{1,200}", found):
+        raise Answer(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
+    return found
+
+
+def number(request: web.Request, name: str, kind: type[int] | type[float]) -> Any:
+    """A number of the query; None if it is not there.
+
+    Raises:
+        Answer: 422, it is none, or negative.
+    """
+    text = request.query.get(name)
+    if text is None:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 2**53:
+        raise Answer(422, f"{name} takes a number >= 0, not {text[:40]!r}")
+    return value
+
+
+async def compressed(request: web.Request, response: web.Response) -> web.Response:
+    """A large answer as gzip for a client elsewhere: on one machine compressing costs far more than it saves."""
+    accepts = "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, "").lower()
+    body = response.body
+    if not accepts or not isinstance(body, bytes) or len(body) < GZIP_BYTES or is_near(request.remote):
+        return response
+    response.body = await asyncio.to_thread(gzip.compress, body, 1)
+    response.headers[hdrs.CONTENT_ENCODING] = "gzip"
+    return response
+
+
+def is_near(address: str | None) -> bool:
+    """True if an address is this machine's loopback."""
+    try:
+        return address is not None and ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ACTING = ("/batch", "/reset_data")
-"""Paths whose GET changes something."""
 RETRY_SECONDS = 5.0
 """When to come back after a failure of our own, such as a full disk."""
 
@@ -100,40 +207,18 @@ class Broker:
     def application(self) -> web.Application:
         """The routes, ready to be run. Give its runner ``auto_decompress=False``: bodies are inflated here."""
         app = web.Application(middlewares=[self._answered])
-        both: Role = "environment"
-        routes: tuple[tuple[str, str, Handler, Role | None], ...] = (
-            ("GET", "/", self._root, None),
-            ("GET", "/docs", self._docs, None),
-            ("GET", "/openapi.json", self._openapi, None),
-            ("POST", "/register", self._register, "trainer"),
-            ("GET", "/info", self._info, both),
-            ("GET", "/wandb_info", self._wandb_info, both),
-            ("POST", "/register-env", self._register_env, both),
-            ("POST", "/disconnect-env", self._disconnect_env, both),
-            ("GET", "/status-env", self._status_env, both),
-            ("POST", "/scored_data", self._scored_data, both),
-            ("POST", "/scored_data_list", self._scored_data_list, both),
-            ("GET", "/batch", self._batch, "trainer"),
-            ("POST", "/ack", self._acknowledge, "trainer"),
-            ("POST", "/renew", self._renew, "trainer"),
-            ("POST", "/release", self._release, "trainer"),
-            ("GET", "/status", self._status, both),
-            ("GET", "/metrics", self._metrics, both),
-            ("GET", "/latest_example", self._latest_example, "trainer"),
-            ("GET", "/reset_data", self._reset, "trainer"),
-        )
-        for method, path, handler, role in routes:
-            app.router.add_route(method, path, self._guarded(handler, role, method == "POST" or path in ACTING))
+        for route in ROUTES:
+            app.router.add_route(route.method, route.path, self._guarded(getattr(self, f"_{route.handler}"), route))
         return app
 
-    def _guarded(self, handler: Handler, role: Role | None, acts: bool) -> Handler:
+    def _guarded(self, handler: Handler, route: Route) -> Handler:
         """A handler behind its key, or where there is none, behind the question whether a page in a browser asks."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            if role is not None:
-                self._owner(request, role)
+            if route.role is not None:
+                self._owner(request, route.role)
             if not self.keys.trainer:
-                why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
+                why = doors.from_a_page(request.method, request.headers, acts=route.acts, names=self._names)
                 if why:
                     raise Answer(403, why)
             return await handler(request)
@@ -189,7 +274,7 @@ class Broker:
         return page("docs.html")
 
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return encoded(wire.write(openapi.document()), "json")
+        return encoded(wire.write(document()), "json")
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.RunParameters)

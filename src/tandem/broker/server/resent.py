@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tandem.broker.journal.kept import Reading
+from tandem.broker.journal.payloads import Reading
 from tandem.broker.queue.records import Entry
 from tandem.errors import BrokerError
 

@@ -1,17 +1,209 @@
-"""A broker at an address: its sockets and connections."""
+"""A broker at an address: its sockets, and bounds on connections.
+
+Sockets cost nothing to make, so a broker that starts has them before anything else: from then on nobody is refused, and
+who connects waits until the rest is there. A server has some thousand descriptors. Clients that open connections and
+send slowly, or nothing, would otherwise keep everybody else out: when there is no room, the connection that has been
+silent for longest makes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from tandem.errors import BrokerError
 
-from tandem.broker.server.app import Broker
-from tandem.broker.server.gate import Gate, Room, room
-from tandem.broker.server.listen import BACKLOG, listening
+if TYPE_CHECKING:
+    from tandem.broker.server.app import Broker
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted: environments open a new one for every request."""
+HELD = 3
+"""Descriptor of a socket that systemd holds for us: then nobody is refused even between two processes."""
+
+
+def listening(host: str, port: int) -> Sequence[socket.socket]:
+    """Sockets that take connections, one for each address of the host; port 0 is a free one.
+
+    Raises:
+        BrokerError: the address cannot be had.
+    """
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        return [socket.socket(fileno=HELD)]
+    made: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(found):
+            at = (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])
+            made.append(socket.create_server(at, family=family, backlog=BACKLOG))
+    except OSError as error:
+        for one in made:
+            one.close()
+        raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+    return made
+
+
+OWN_DESCRIPTORS = 128
+"""Descriptors that connections leave to files and to sockets that listen."""
+MOST_DESCRIPTORS = 1 << 16
+"""As many are asked of the system."""
+PEER_SHARE = 0.75
+"""Most of all connections that one address may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How many connections there may be, and how silent."""
+
+    most: int
+    """Connections at one time."""
+    of_peer: int
+    """Connections of one address at one time."""
+    header_seconds: float = 10.0
+    """From the connection to the end of the first request's headers."""
+    idle_seconds: float = 5.0
+    """A connection that has been silent for so long may have to make room for another."""
+
+
+def room() -> Room:
+    """As much as the system's limit on descriptors allows, which is raised as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = MOST_DESCRIPTORS if hard == unlimited else min(hard, MOST_DESCRIPTORS)
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    most = max(16, (wanted if soft == unlimited else min(soft, MOST_DESCRIPTORS)) - OWN_DESCRIPTORS)
+    return Room(most=most, of_peer=max(8, int(most * PEER_SHARE)))
+
+
+class Gate:
+    """Makes the protocol of each connection, behind a guard."""
+
+    def __init__(self, make: Callable[[], Any], room: Room) -> None:
+        """``make`` gives the protocol that serves a connection."""
+        self.room = room
+        """Bounds."""
+        self.turned_away = 0
+        """Connections closed because there was no room, or because nothing came."""
+        self._make = make
+        self._all: OrderedDict[_Guard, None] = OrderedDict()
+        self._of_peer: dict[str, OrderedDict[_Guard, None]] = {}
+
+    def __call__(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        return _Guard(self, self._make())
+
+    def enter(self, guard: _Guard) -> bool:
+        """Whether a connection may be there; one that was silent for longest may have to go."""
+        mine = self._of_peer.setdefault(guard.peer, OrderedDict())
+        fits = (len(mine) < self.room.of_peer or self._made_room(mine)) and (
+            len(self._all) < self.room.most or self._made_room(self._all)
+        )
+        if fits:
+            self._all[guard] = None
+            self._of_peer.setdefault(guard.peer, OrderedDict())[guard] = None  # the last of them may just have left
+        else:
+            self.turned_away += 1
+            self.leave(guard)
+        return fits
+
+    def heard(self, guard: _Guard) -> None:
+        """It said something."""
+        if guard in self._all:
+            self._all.move_to_end(guard)
+            self._of_peer[guard.peer].move_to_end(guard)
+
+    def leave(self, guard: _Guard) -> None:
+        """It is gone."""
+        self._all.pop(guard, None)
+        if guard.peer in self._of_peer:
+            self._of_peer[guard.peer].pop(guard, None)
+            self._forget(guard)
+
+    def _forget(self, guard: _Guard) -> None:
+        if not self._of_peer[guard.peer]:
+            del self._of_peer[guard.peer]
+
+    def _made_room(self, those: OrderedDict[_Guard, None]) -> bool:
+        silent = next(iter(those))
+        if silent.has_headers and silent.silent_for() < self.room.idle_seconds:
+            return False
+        silent.close()
+        return True
+
+
+class _Guard(asyncio.Protocol):
+    """Stands before the protocol of one connection, until it is closed."""
+
+    def __init__(self, gate: Gate, inner: Any) -> None:
+        self.peer = ""
+        self.has_headers = False
+        self._gate = gate
+        self._inner = inner
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._heard = self._loop.time()
+        self._tail = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._served = False
+
+    def silent_for(self) -> float:
+        """Seconds since its last byte."""
+        return self._loop.time() - self._heard
+
+    def close(self) -> None:
+        """End it at once."""
+        self._gate.turned_away += 1
+        self._gate.leave(self)
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        address = transport.get_extra_info("peername")
+        self.peer = str(address[0]) if isinstance(address, tuple) and address else ""
+        if not self._gate.enter(self):
+            self._transport.abort()
+            return
+        self._served = True
+        self._timer = self._loop.call_later(self._gate.room.header_seconds, self.close)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self._loop.time()
+        self._gate.heard(self)
+        if not self.has_headers:
+            seen = self._tail + data
+            self.has_headers = b"\r\n\r\n" in seen or b"\n\n" in seen
+            self._tail = seen[-3:]
+            if self.has_headers and self._timer is not None:
+                self._timer.cancel()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        found: bool | None = self._inner.eof_received()
+        return found
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._gate.leave(self)
+        if self._served:
+            self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
 
 READ_BYTES = 1 << 20
 """How much of a body may lie unread before its client is held back."""
@@ -37,6 +229,8 @@ async def serving(
     Raises:
         BrokerError: the address cannot be had.
     """
+    from aiohttp import web  # loading it takes longer than making the sockets that are there first
+
     runner = web.AppRunner(
         broker.application(),
         access_log=None,
