@@ -28,15 +28,13 @@ ALLOWED = {
     "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "engines/fake.py:generate": "within whoever asks it",
     "engines/fake.py:_sample": "within whoever asks it",
-    "broker/client.py:_wait": "a pause, within the question's wait",
-    "broker/remote_engine.py:_found": "a pause; its deadline is the caller's patience",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
     "engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
     "engines/vllm/server/frontend.py:admitted": "whoever asks the engine has a deadline",
     "engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
     "engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
-    "broker/journal/ledger.py:close": "the broker ends when its disk has taken what it was told",
+    "broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",
     # Over already: these do not wait.
     "broker/journal/ledger.py:committed": "it is done",
     "tools/certify/ranks.py:gradients": "after SIGKILL",
