@@ -108,10 +108,10 @@ class System:
             "optimizer": {"kind": "adamw", "lr": 1e-3},
             "evaluate": {"tasks": 0},
             "checkpoint": {"every": 2, "keep": 2},
-            "grading": {"timeout": 3.0},
+            "grading": {"timeout_seconds": 3.0},
             "sync": "shared",
             "engine": self.engine_options(),
-            "sinks": [],
+            "loggers": [],
             "threads": 1,
             "seed": self.seed,
         }
@@ -270,8 +270,8 @@ class Apart(System):
         words = [
             f"model={self.model}", f"broker={self.broker_url()}", f"engine={self.engine_url()}",
             "env=arithmetic", f"group_size={self.size}",
-            "rewards={marks:odd: 1.0}", "sampling.max_tokens=6", "n=2", "ahead=2", "flat_groups=keep",
-            "context=128", "grading.timeout=3",
+            "rewards={marks:odd: 1.0}", "sampling.max_tokens=6", "n=2", "ahead=2", "zero_variance_groups=keep",
+            "context=128", "grading.timeout_seconds=3",
         ]  # fmt: skip
         words += [f"env.{name}={value}" for name, value in ENVIRONMENT.items()]
         return tandem(["work", *words])

@@ -110,7 +110,7 @@ def record(folder: Path) -> dict[str, Any]:
         "publishes": sum(event["event"] == "published" for event in events),
         "probe_gap": _spread(_of(metrics, "probe_gap")),
         "kl_behavior": _spread(_of(metrics, "kl_behavior")),
-        "zero_variance_dropped": sum(_of(metrics, "groups/dropped_flat")),
+        "zero_variance_dropped": sum(_of(metrics, "groups/dropped_zero_variance")),
         "alarms": alarms(folder),
         "proofs_failed": proofs(folder),
         "proofs_asked_again": asked_again(folder),

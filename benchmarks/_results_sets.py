@@ -96,8 +96,8 @@ TASKS: dict[str, tuple[str, ...]] = {
 """Tasks, of reasoning-gym but for the last, in sizes at which SmolLM2-135M-Instruct is right now and then."""
 TRAINED = {
     "full": (),
-    "lora": ("trains={kind: lora, rank: 32, alpha: 64}", "optimizer.lr=2.0e-4"),
-    "merged": ("trains={kind: lora, rank: 32, alpha: 64, merged: true}", "optimizer.lr=2.0e-4"),
+    "lora": ("trainable={kind: lora, rank: 32, alpha: 64}", "optimizer.lr=2.0e-4"),
+    "merged": ("trainable={kind: lora, rank: 32, alpha: 64, merged: true}", "optimizer.lr=2.0e-4"),
 }
 RESTART_EVERY = 50
 """Steps: an engine's start takes as long as dozens of steps."""

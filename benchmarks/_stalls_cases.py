@@ -61,12 +61,12 @@ JUDGE = {
     }
 }  # fmt: skip
 LOSS = {"loss": {"kind": "_stalls_parts:Losing"}}
-TRAINS = {"trains": {"kind": "_stalls_parts:Saving"}}
-SINK = {"sinks": [{"kind": "_stalls_parts:Sinking"}]}
+TRAINABLE = {"trainable": {"kind": "_stalls_parts:Saving"}}
+SINK = {"loggers": [{"kind": "_stalls_parts:Sinking"}]}
 ENGINE = {"engine": {"kind": "_stalls_parts:Stalling"}}
 _SECONDS = {"request_seconds": REQUEST, "control_seconds": CONTROL, "start_seconds": START}
-_LORA = {"trains": {"kind": "lora", "rank": 2}}
-_PATIENT = {"patience": {"wait_seconds": 60.0, "loop_seconds": LOOP, "end_seconds": END}}
+_LORA = {"trainable": {"kind": "lora", "rank": 2}}
+_PATIENT = {"timeouts": {"wait_seconds": 60.0, "loop_seconds": LOOP, "end_seconds": END}}
 """Where it is the engine's own deadlines that are to speak."""
 SWAP = {
     **_PATIENT,
@@ -117,7 +117,7 @@ CASES = (
     Case(name="full queue of graders", named=HUNG, deadline=GRADING, code=0,
          recipe={**REWARD, "groups_per_step": 6}),
     Case(name="judge never answers", named=r"had no answer from http://127\.0\.0\.1:\d+", deadline=GRADING, code=0,
-         recipe={**JUDGE, "grading": {"timeout": GRADING}}, helper="judge"),
+         recipe={**JUDGE, "grading": {"timeout_seconds": GRADING}}, helper="judge"),
     # The trainer's threads and disk
     Case(name="compute thread in native code", named=COMPUTE, deadline=WAIT, code=10, recipe=LOSS),
     Case(name="compute thread loops", named=COMPUTE, deadline=WAIT, code=10, recipe=LOSS),
@@ -125,16 +125,16 @@ CASES = (
          code=1, recipe=LOSS),
     Case(name="call on the event loop", named="held up .*accept", deadline=LOOP, code=10,
          recipe={"advantage": {"kind": "_stalls_parts:Advancing"}}),
-    Case(name="model never loads", named="model .*tiny", deadline=WAIT, code=10, recipe=TRAINS),
-    Case(name="checkpoint on a hung disk", named="the checkpoint writer at", deadline=WAIT, code=10, recipe=TRAINS),
+    Case(name="model never loads", named="model .*tiny", deadline=WAIT, code=10, recipe=TRAINABLE),
+    Case(name="checkpoint on a hung disk", named="the checkpoint writer at", deadline=WAIT, code=10, recipe=TRAINABLE),
     Case(name="disk full at checkpoint", named=r"checkpoint of step 1 cannot be written to .*checkpoints", deadline=0,
          code=8, limit=200_000, begins=False),
     Case(name="disk full at events", named=r"events\.jsonl in .* cannot be written", deadline=0, code=0, begins=False,
          spoil="events-full", limit=FULL),
     Case(name="events on a hung disk", named="the disk of", deadline=LOOP, code=10, begins=False, spoil="events-hung"),
-    Case(name="sink never opens", named="sink _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
-    Case(name="sink hangs", named="sink _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
-    Case(name="sink never closes", named="sink _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
+    Case(name="logger never opens", named="logger _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
+    Case(name="logger hangs", named="logger _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
+    Case(name="logger never closes", named="logger _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
     Case(name="chat template loops", named="chat template|model .*tiny", deadline=WAIT, code=10, begins=False,
          recipe={"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"}),
     # The engine in process
@@ -174,6 +174,6 @@ CASES = (
          recipe=BROKER, helper="broker"),
     # What must not be taken for a stall
     Case(name="slow but living", named="", deadline=0, code=0, begins=False,
-         recipe={**ENV, **REWARD, "grading": {"timeout": 2.0}}),
+         recipe={**ENV, **REWARD, "grading": {"timeout_seconds": 2.0}}),
     Case(name="trainer stopped for a while", named="", deadline=0, code=0, begins=False, stop=2 * WAIT),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from tandem.engines.embedded import Embedded
 from tandem.envs.arithmetic import Arithmetic
 from tandem.envs.base import Split
 from tandem.model.policy import Policy
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.trainable.full import Full
 from tandem.types import Completion, Group, Json, Sampling, Task
 
@@ -111,7 +111,7 @@ class Saving(Full):
 
 class _Written(Writer):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if strikes("sink hangs", after=1):
+        if strikes("logger hangs", after=1):
             time.sleep(FOR_EVER)
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
@@ -121,16 +121,16 @@ class _Written(Writer):
         return
 
     def close(self) -> None:
-        if strikes("sink never closes"):
+        if strikes("logger never closes"):
             time.sleep(FOR_EVER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sinking(Sink):
-    """A sink that hangs."""
+class Sinking(MetricsLogger):
+    """A logger that hangs."""
 
     def open(self, info: RunInfo) -> Writer:
-        if strikes("sink never opens"):
+        if strikes("logger never opens"):
             time.sleep(FOR_EVER)
         return _Written()
 

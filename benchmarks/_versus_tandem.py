@@ -54,7 +54,7 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
         "groups_per_step": work.groups,
         "group_size": work.siblings,
         "sampling": {"max_tokens": work.tokens},
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "context": work.context,
         "engine": {"kind": "vllm", **engine},
         # Random models are noisy between two implementations; what is published is proven by its bytes all the same.
@@ -62,7 +62,7 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
         "dtype": "bfloat16" if cuda else "float32",
         "micro_batch_tokens": 8192 if cuda else 1024,
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "runs": runs,
     }
 

@@ -36,7 +36,7 @@ from tandem.engines.base import CanReceive, Needs
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import Completion, PolicyVersion, Sampling
@@ -101,9 +101,11 @@ class Outcome:
 class Bench:
     """One way of one policy to the one engine."""
 
-    def __init__(self, engine: Any, policy: Policy, trains: Trains, sync: WeightSync, folder: Path, *, nudge: float):
-        self.engine, self.policy, self.trains = engine, policy, trains
-        self.link = WeightSyncSession(sync=sync, policy=policy, engine=engine, trains=trains, folder=folder)
+    def __init__(
+        self, engine: Any, policy: Policy, trainable: Trainable, sync: WeightSync, folder: Path, *, nudge: float
+    ):
+        self.engine, self.policy, self.trainable = engine, policy, trainable
+        self.link = WeightSyncSession(sync=sync, policy=policy, engine=engine, trainable=trainable, folder=folder)
         self.step = int(engine.version().step)
         self._random = torch.Generator().manual_seed(0)
         self._size = nudge
@@ -117,7 +119,7 @@ class Bench:
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """What is trained."""
-        return self.trains.parameters(self.policy.model)
+        return self.trainable.parameters(self.policy.model)
 
     def nudge(self) -> None:
         """Stands for the optimizer: every trained tensor is put near where it was at first, by its own size or a fixed
@@ -221,7 +223,7 @@ class Bench:
         """Begin anew, as a resumed run does."""
         kept = self.link
         self.link = WeightSyncSession(
-            sync=kept.sync, policy=self.policy, engine=self.engine, trains=self.trains, folder=kept.folder
+            sync=kept.sync, policy=self.policy, engine=self.engine, trainable=self.trainable, folder=kept.folder
         )
         try:
             await self.link.bind(fresh=True)
@@ -259,20 +261,20 @@ async def way(
     sync: WeightSync = {
         "shared": Shared(),
         # gloo, since trainer and engine may have to share one GPU, which NCCL does not do
-        "broadcast": Broadcast(seconds=10.0 if CUDA else 4.0, bucket_mb=1, backend="gloo"),
+        "broadcast": Broadcast(timeout_seconds=10.0 if CUDA else 4.0, bucket_mb=1, backend="gloo"),
         "hotswap": Hotswap(),
     }[how]
-    trains: Trains = Full() if what == "full" else Lora(rank=RANK, alpha=2 * RANK)
+    trainable: Trainable = Full() if what == "full" else Lora(rank=RANK, alpha=2 * RANK)
     device = torch.device("cuda" if CUDA and how != "shared" else "cpu")
     compute = Compute(1)
 
     def load() -> Any:
         torch.manual_seed(0)
-        return trains.prepare(load_model(str(model), dtype=dtype, device=device)).eval()
+        return trainable.prepare(load_model(str(model), dtype=dtype, device=device)).eval()
 
     try:
         policy = Policy(await compute(load), load_tokenizer(str(model)), name=str(model), compute=compute)
-        bench = Bench(engine, policy, trains, sync, folder, nudge=NUDGES[kind][what])
+        bench = Bench(engine, policy, trainable, sync, folder, nudge=NUDGES[kind][what])
         await bench.link.bind(fresh=False)
         await compute(bench.nudge)  # an adapter that is all zeros would prove nothing
         bench.step += 1

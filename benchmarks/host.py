@@ -78,7 +78,7 @@ class Nowhere(WeightSync):
     """Weights that stay where they are: nothing is proven either."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights"})
-    port: ClassVar[type] = CanLend
+    capability: ClassVar[type] = CanLend
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
     async def transfer(self, link: WeightSyncSession, version: PolicyVersion) -> int:
@@ -207,7 +207,7 @@ def recipe(args: argparse.Namespace, model: Path, url: str, runs: str) -> dict[s
         "groups_per_step": args.groups,
         "group_size": args.siblings,
         "sampling": {"max_tokens": args.tokens},
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "context": 4096,
         "engine": {"kind": "vllm", "urls": [url]},
         "sync": {"kind": "host:Nowhere"},

@@ -70,7 +70,7 @@ def recipe(args: argparse.Namespace, setting: str, engine: dict[str, Any], runs:
         "groups_per_step": args.groups,
         "group_size": args.siblings,
         "sampling": {"max_tokens": 4 if setting == "short" else args.tokens},
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "context": max(512, 256 + args.tokens),
         "engine": {"kind": "vllm", **engine},
         "sync": {"kind": "shared"},
@@ -78,7 +78,7 @@ def recipe(args: argparse.Namespace, setting: str, engine: dict[str, Any], runs:
         "optimizer": {"lr": 1e-6},
         "micro_batch_tokens": 16384 if cuda else 1024,
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "runs": runs,
     }
 

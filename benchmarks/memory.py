@@ -68,7 +68,7 @@ OWN: dict[str, dict[str, Any]] = {
 LORA = ("lora", {"rank": 32})
 CASES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"shape": "smollm2-135m", "siblings": 4, "prompt": 64, "answer": 100},
-    "qwen2.5-0.5b lora": {"shape": "qwen2.5-0.5b", "siblings": 4, "prompt": 64, "answer": 100, "trains": LORA},
+    "qwen2.5-0.5b lora": {"shape": "qwen2.5-0.5b", "siblings": 4, "prompt": 64, "answer": 100, "trainable": LORA},
     "deep": {"shape": "deep", "siblings": 4, "prompt": 120, "answer": 200, "dtype": "float32"},
     "deep selective": {"shape": "deep", "siblings": 4, "prompt": 120, "answer": 200, "dtype": "float32",
                        "checkpointing": "selective"},
@@ -81,15 +81,15 @@ ON_CUDA: dict[str, dict[str, Any]] = {
                      "checkpointing": "selective"},
     "7b recomputed 8bit": {"shape": "qwen2.5-7b", "siblings": 32, "prompt": 256, "answer": 256,
                            "checkpointing": "full", "optimizer": ("adamw8bit", {"precision": "kahan"})},
-    "14b lora": {"shape": "qwen2.5-14b", "siblings": 16, "prompt": 256, "answer": 256, "trains": LORA},
+    "14b lora": {"shape": "qwen2.5-14b", "siblings": 16, "prompt": 256, "answer": 256, "trainable": LORA},
 }  # fmt: skip
 SMALL = {"shape": "tiny", "siblings": 2, "prompt": 24, "answer": 24}
 
 
 def recipe(case: Mapping[str, Any]) -> RunConfig:
     """The case as a run whose micro-batches hold a group each."""
-    parts: dict[str, tuple[str, dict[str, Any]]] = {"trains": ("full", {}), "optimizer": ("adamw", {})}
-    slots = {"trains": "trains", "optimizer": "optimizers"}
+    parts: dict[str, tuple[str, dict[str, Any]]] = {"trainable": ("full", {}), "optimizer": ("adamw", {})}
+    slots = {"trainable": "trainable", "optimizer": "optimizers"}
     found = {name: case.get(name, default) for name, default in parts.items()}
     built = {name: resolve.find(slots[name], kind)(**options) for name, (kind, options) in found.items()}
     plain = {name: case[name] for name in ("dtype", "checkpointing", "compile") if name in case}
@@ -141,14 +141,14 @@ async def trained(case: Mapping[str, Any], note: Callable[[str], None]) -> None:
         dtype = getattr(torch, config.dtype)
         with device:
             model = AutoModelForCausalLM.from_config(model_config(case["shape"]), attn_implementation=NAME, dtype=dtype)
-            model = config.trains.prepare(model).eval()
+            model = config.trainable.prepare(model).eval()
         layers.tune(model, compile=config.compile, checkpointing=config.checkpointing)
         return model
 
     compute = Compute(int(os.environ.get("OMP_NUM_THREADS", "0")))
     policy = Policy(await compute(load), None, name="benchmark", compute=compute)
     note("weights")
-    stepper = await compute(config.optimizer.bind, config.trains.parameters(policy.model))
+    stepper = await compute(config.optimizer.bind, config.trainable.parameters(policy.model))
     note("states")
     step = Step(
         policy=policy,
@@ -157,7 +157,7 @@ async def trained(case: Mapping[str, Any], note: Callable[[str], None]) -> None:
         stepper=stepper,
         sampling=config.sampling,
         steps=config.steps,
-        fold=lambda: config.trains.fold(policy.model),
+        fold=lambda: config.trainable.fold(policy.model),
     )
     batch = packer(config, policy)(groups(config, case), version=0)
     assert len(batch.micro) == 2, [len(micro.tokens_T) for micro in batch.micro]

@@ -82,7 +82,7 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
         found, policy = live.found, live.link.policy
         found["optimizer"] = args.optimizer
         optimizer, loss = OPTIMIZERS[args.optimizer], Grpo()
-        stepper = await policy.compute(optimizer.bind, live.link.trains.parameters(policy.model))
+        stepper = await policy.compute(optimizer.bind, live.link.trainable.parameters(policy.model))
         step = Step(
             policy=policy,
             objective=Objective(loss=loss),

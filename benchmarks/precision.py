@@ -66,7 +66,7 @@ def train(way: str, folder: Path, args: argparse.Namespace) -> dict[str, list[fl
         "evaluate.before=false",
         "evaluate.samples=2",
         "checkpoint.every=1000000",
-        "sinks=[]",
+        "loggers=[]",
         f"threads={args.threads}",
         *WAYS[way],
     ]

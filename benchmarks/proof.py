@@ -30,7 +30,7 @@ from tandem.engines.base import CanLend, Needs
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import StaleWeights
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
@@ -41,7 +41,7 @@ from tandem.weight_sync.verify.probe import Reading
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
 RANK = 16
-WHAT: dict[str, Callable[[], Trains]] = {
+WHAT: dict[str, Callable[[], Trainable]] = {
     "full": Full,
     "lora": lambda: Lora(rank=RANK, alpha=2 * RANK),
     "merged": lambda: Lora(rank=RANK, alpha=2 * RANK, merged=True),
@@ -59,12 +59,12 @@ class Doubts(logging.Handler):
         self.count += "asked again" in record.getMessage()
 
 
-def wobble(policy: Policy, trains: Trains) -> Callable[[], None]:
+def wobble(policy: Policy, trainable: Trainable) -> Callable[[], None]:
     """Stands for the optimizer: vectors and one matrix are put near where they were at first."""
     device = policy.device
-    parameters = [p for _, p in trains.parameters(policy.model)]
+    parameters = [p for _, p in trainable.parameters(policy.model)]
     random = torch.Generator(device).manual_seed(1)
-    if not isinstance(trains, Full):  # an adapter begins as nothing
+    if not isinstance(trainable, Full):  # an adapter begins as nothing
         with torch.no_grad():
             for p in parameters:
                 p.add_(torch.randn(p.shape, generator=random, device=device).to(p), alpha=0.01)
@@ -84,22 +84,22 @@ def wobble(policy: Policy, trains: Trains) -> Callable[[], None]:
 
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Publish, and tell what was seen."""
-    trains, compute = WHAT[args.what](), Compute(args.threads)
+    trainable, compute = WHAT[args.what](), Compute(args.threads)
     size = {"gpu_memory_utilization": 0.08} if CUDA else {"kv_cache_gb": 0.25, "args": {"block_size": 32}}
     spec = Vllm(python=args.engine_python, enforce_eager=args.eager, max_num_seqs=8, **size)
     needs = Needs(
         model=str(args.model),
         dtype=args.dtype,
         folder=folder,
-        travels=trains.travels,
-        rank=RANK if trains.travels == "adapter" else 0,
+        travels=trainable.travels,
+        rank=RANK if trainable.travels == "adapter" else 0,
         port=CanLend,
     )
 
     def load() -> Any:
         torch.manual_seed(0)
         device = torch.device("cuda" if CUDA else "cpu")
-        return trains.prepare(load_model(str(args.model), dtype=getattr(torch, args.dtype), device=device)).eval()
+        return trainable.prepare(load_model(str(args.model), dtype=getattr(torch, args.dtype), device=device)).eval()
 
     policy = Policy(await compute(load), load_tokenizer(str(args.model)), name=str(args.model), compute=compute)
     doubts, readings, alarms, done = Doubts(), list[Reading](), 0, 0
@@ -107,13 +107,13 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     logging.getLogger("tandem.weight_sync.verify.probe").setLevel(logging.INFO)
     seconds, gaps = list[float](), list[float]()
     async with spec.open(policy, context=1024, needs=needs) as engine:
-        link = WeightSyncSession(sync=Shared(), policy=policy, engine=engine, trains=trains, folder=folder)
+        link = WeightSyncSession(sync=Shared(), policy=policy, engine=engine, trainable=trainable, folder=folder)
         await link.bind(fresh=True)
         note(link, readings)
         async with link, link.open(PolicyVersion(step=0, digest="")):
             if args.record:
                 record(args.record, args, readings[0])
-            update, begun = wobble(policy, trains), time.monotonic()
+            update, begun = wobble(policy, trainable), time.monotonic()
             while done < args.publishes and time.monotonic() - begun < 60 * args.minutes:
                 at = time.monotonic()
                 try:

@@ -49,16 +49,16 @@ RECIPE: dict[str, Any] = {
     "groups_per_step": 2,
     "group_size": 2,
     "env": "arithmetic",
-    "flat_groups": "keep",
+    "zero_variance_groups": "keep",
     "sampling": {"max_tokens": 4},
     "dtype": "float32",
     "compile": False,
     "threads": 1,
     "evaluate": {"tasks": 0},
     "checkpoint": {"every": 1},
-    "grading": {"timeout": GRADING},
-    "sinks": [],
-    "patience": {"wait_seconds": WAIT, "loop_seconds": LOOP, "end_seconds": END},
+    "grading": {"timeout_seconds": GRADING},
+    "loggers": [],
+    "timeouts": {"wait_seconds": WAIT, "loop_seconds": LOOP, "end_seconds": END},
 }
 
 

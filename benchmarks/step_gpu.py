@@ -38,7 +38,7 @@ from versus_trl import TAIL, awaited, end_in_order, ended, environment, last, li
 HERE = Path(__file__).resolve().parent
 CASES = (
     "compiled lengths compile=true",
-    "lora compile=true trains.kind=lora trains.rank=32 trains.alpha=64",
+    "lora compile=true trainable.kind=lora trainable.rank=32 trainable.alpha=64",
     "larger larger compile=true",
     "eager compile=false",
     "selective compile=true checkpointing=selective",

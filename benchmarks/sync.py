@@ -46,7 +46,7 @@ from torch import Tensor
 from tandem.engines.base import CanLend, Needs
 from tandem.engines.vllm.spec import Vllm
 from tandem.model.policy import Policy, load_model, load_tokenizer
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
@@ -80,25 +80,25 @@ class Bench:
     def context(self) -> int:
         return 64 + 2 * max(int(self.args.tokens), 64)
 
-    def way(self, name: str) -> tuple[Trains, WeightSync]:
+    def way(self, name: str) -> tuple[Trainable, WeightSync]:
         """What is trained and how it travels."""
         lora: dict[str, Any] = {"rank": self.args.rank, "alpha": 2 * self.args.rank}
         broadcast: dict[str, Any] = {"backend": self.args.backend, "bucket_mb": self.args.bucket_mb}
-        proof: dict[str, Any] = {"prove_every": self.args.prove_every, "tolerance": self.args.tolerance}
-        trains: Trains = Lora(**lora)
+        proof: dict[str, Any] = {"verify_every": self.args.verify_every, "tolerance": self.args.tolerance}
+        trainable: Trainable = Lora(**lora)
         match name:
             case "plain" | "shared":
                 return Full(), Shared(**proof)
             case "merged":
                 return Lora(**lora, merged=True), Shared(**proof)
             case "shared-lora":
-                return trains, Shared(**proof)
+                return trainable, Shared(**proof)
             case "hotswap" | "swaps":
-                return trains, Hotswap(**proof)
+                return trainable, Hotswap(**proof)
             case "broadcast":
                 return Full(), Broadcast(**broadcast, **proof)
             case "broadcast-lora":
-                return trains, Broadcast(**broadcast, **proof)
+                return trainable, Broadcast(**broadcast, **proof)
         raise SystemExit(f"there is no way {name!r}; choose from {', '.join((*WAYS, 'swaps'))}")
 
     def engine(self) -> Vllm:
@@ -115,14 +115,14 @@ class Bench:
             linger_seconds=5.0,
         )
 
-    def policy(self, trains: Trains, *, lent: bool) -> tuple[Policy, TimedCompute]:
+    def policy(self, trainable: Trainable, *, lent: bool) -> tuple[Policy, TimedCompute]:
         """The trainer's side; on the host where its weights will be the engine's."""
         device = torch.device("cuda:0" if torch.cuda.is_available() and not lent else "cpu")
         compute = TimedCompute()
         model = load_model(str(self.model), dtype=self.dtype, device=device)
         torch.manual_seed(0)
         return Endless(
-            trains.prepare(model).eval(), load_tokenizer(str(self.model)), name=str(self.model), compute=compute
+            trainable.prepare(model).eval(), load_tokenizer(str(self.model)), name=str(self.model), compute=compute
         ), compute
 
 
@@ -132,15 +132,15 @@ class Change:
     An adapter is a function of the version, so that an older one can be made again; whole weights drift to and fro.
     """
 
-    def __init__(self, trains: Trains, policy: Policy):
-        self._trains, self._policy = trains, policy
+    def __init__(self, trainable: Trainable, policy: Policy):
+        self._trainable, self._policy = trainable, policy
         self._first: list[tuple[Tensor, Tensor]] = []
 
     def begin(self) -> None:
         """Give an adapter values: it starts as zero, which would change nothing."""
-        if self._trains.folder_name == "adapter":
+        if self._trainable.folder_name == "adapter":
             generator = torch.Generator("cpu").manual_seed(7)
-            for name, parameter in self._trains.parameters(self._policy.model):
+            for name, parameter in self._trainable.parameters(self._policy.model):
                 if "lora_B" in name:
                     values = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
                     self._first.append((parameter.detach(), values))
@@ -154,7 +154,7 @@ class Change:
             for parameter, values in self._first:
                 torch.mul(values, factor, out=parameter)
         else:
-            for _, parameter in self._trains.parameters(self._policy.model):
+            for _, parameter in self._trainable.parameters(self._policy.model):
                 # The last bit of every weight, there and back: random weights that drift soon give wild logits.
                 bits = torch.int16 if parameter.element_size() == 2 else torch.int32
                 parameter.detach().view(bits).bitwise_xor_(1)
@@ -179,20 +179,20 @@ class Live:
 async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
     """Start an engine, measure it as it is, bind it and publish version 0."""
     args, begin = bench.args, time.monotonic()
-    trains, sync = bench.way(name)
+    trainable, sync = bench.way(name)
     found: dict[str, Any] = {"shape": args.shape, "requests": args.requests, "memory": {}}
     folder = Path(tempfile.mkdtemp(prefix=f"sync-{name}-", dir=bench.folder))
     found["memory"]["before"] = memory(None)
-    policy, compute = bench.policy(trains, lent=sync.port is CanLend)
-    found["weights GB"] = round(sum(p.nbytes for p in trains.base_names(policy.model).values()) / 1e9, 3)
+    policy, compute = bench.policy(trainable, lent=sync.capability is CanLend)
+    found["weights GB"] = round(sum(p.nbytes for p in trainable.base_names(policy.model).values()) / 1e9, 3)
     versions = args.versions
     needs = Needs(
         model=str(bench.model),
         dtype=str(bench.dtype).removeprefix("torch."),
         folder=folder,
-        travels=trains.travels,
-        rank=getattr(trains, "rank", 0),
-        port=sync.port if name != "plain" else None,
+        travels=trainable.travels,
+        rank=getattr(trainable, "rank", 0),
+        port=sync.capability if name != "plain" else None,
         versions=versions,
     )
     try:
@@ -203,10 +203,10 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
             found["memory"]["engine started"] = memory(worker)
             await speeds(bench, engine, found, "unbound", stock=True)
             watch = compute.watch = Stopwatch()
-            change = Change(trains, policy)
+            change = Change(trainable, policy)
             load = Load(engine, args.requests, args.tokens, single=sync.pause == "never")
             link = WeightSyncSession(
-                sync=sync, policy=policy, engine=engine, trains=trains, folder=folder, versions=versions
+                sync=sync, policy=policy, engine=engine, trainable=trainable, folder=folder, versions=versions
             )
             live = Live(link, engine, load, watch, change, found, worker)
             if name == "plain":

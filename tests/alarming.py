@@ -63,7 +63,7 @@ class Made:
     evaluations: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def recipe(self) -> dict[str, Any]:
-        """As a run's sinks get it."""
+        """As a run's loggers get it."""
         rewards = {name: {"weight": weight} for name, weight in self.weights.items()}
         mixture = {name: {"rewards": rewards, "weight": 1.0, "min_share": 0.0} for name in self.shares}
         return {
@@ -75,7 +75,7 @@ class Made:
             "sampling": {"max_tokens": 512},
             "optimizer": {"lr": 1e-5, "max_grad_norm": 1.0},
             "loss": {"clip_high": 0.28},
-            "grading": {"workers": 1, "timeout": 10.0},
+            "grading": {"workers": 1, "timeout_seconds": 10.0},
             **self.config,
         }
 
@@ -108,7 +108,7 @@ class Made:
             "seconds/grading": noisy(4 * self.busy(step), 0.1),
             "grading/failed_timeout": float(round(self.failed_grading(step) * rollouts)),
             "groups/trained": float(self.groups),
-            "groups/dropped_flat": float(groups - self.groups),
+            "groups/dropped_zero_variance": float(groups - self.groups),
         }
         row["rollouts/failed"] = float(round(self.failed(step) * rollouts)) + row["grading/failed_timeout"]
         row["seconds/step"] = row["seconds/wait"] + noisy(3.0, 0.05)
@@ -122,7 +122,7 @@ class Made:
             row[f"env/{name}/groups"] = float(round(part * groups))
             row[f"env/{name}/trained"] = float(round(part * self.groups))
             if row[f"env/{name}/groups"]:
-                row[f"env/{name}/flat"] = share(rng, self.flat_share(step), groups, 1)
+                row[f"env/{name}/zero_variance"] = share(rng, self.flat_share(step), groups, 1)
         return row
 
 

@@ -48,7 +48,7 @@ def rollout(task: Task, id: str, reward: float | None, versions: tuple[int, ...]
 
 REWARDS: dict[str, tuple[float | None, ...]] = {
     "ok": (0.0, 1.0),
-    "flat": (1.0, 1.0),
+    "zero_variance": (1.0, 1.0),
     "hopeless": (0.0, 0.0),
     "failed": (1.0, None),
 }
@@ -177,7 +177,7 @@ def ids(batches: Sequence[Sequence[Group]]) -> list[str]:
 
 def mixed(task: Task) -> str:
     """Three in ten groups cannot be trained on; which is a matter of the task alone."""
-    return {0: "flat", 3: "flat", 5: "failed"}.get(int(task.id[1:]) % 10, "ok")
+    return {0: "zero_variance", 3: "zero_variance", 5: "failed"}.get(int(task.id[1:]) % 10, "ok")
 
 
 @dataclass

@@ -47,13 +47,13 @@ def trained(model: Path, runs: Path, name: str, **changes: Any) -> Path:
         "rewards": {"learns.shaping:letters": 1.0},
         "groups_per_step": 2,
         "group_size": 4,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "sampling": {"max_tokens": 12, "temperature": 0.7, "top_p": 0.9},
         "optimizer": {"kind": "adamw", "lr": 3e-3},
         "dtype": "float32",
         "evaluate": {"tasks": 0},
         "checkpoint": {"every": 1, "keep": STEPS},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     return asyncio.run(run.train(config.from_options({**options, **changes}, [], Path("test")).config, resume=None))

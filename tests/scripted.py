@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Probe
 from tandem.errors import EngineError, TransportError
 from tandem.model.policy import Policy
-from tandem.trainable.base import Trains, read_into, safetensors_in
+from tandem.trainable.base import Trainable, read_into, safetensors_in
 from tandem.trainable.full import Full
 from tandem.transport.checksums import checksums
 from tandem.transport.collective import Member
@@ -104,7 +104,7 @@ class Scripted(Engine):
 
     inner: Policy
     """Its model."""
-    trains: Trains
+    trainable: Trainable
     """What is published to it."""
     dies: Counter[str] = field(default_factory=Counter)
     """How often it dies when it is asked for something, by its name."""
@@ -139,17 +139,17 @@ class Scripted(Engine):
 
     def __post_init__(self) -> None:
         self._started_on = {name: p.detach().clone() for name, p in self._base().items()}
-        if self.trains.travels == "adapter":
+        if self.trainable.travels == "adapter":
             self._forget_adapter()
         if self.serving:
             self._gate.set()
 
     def _base(self) -> Mapping[str, torch.nn.Parameter]:
-        return self.trains.base_names(self.inner.model)
+        return self.trainable.base_names(self.inner.model)
 
     def _forget_adapter(self) -> None:
         with torch.no_grad():
-            for _, tensor in self.trains.source(self.inner.model):
+            for _, tensor in self.trainable.source(self.inner.model):
                 tensor.zero_()
         self.adapted = False
 
@@ -176,7 +176,7 @@ class Scripted(Engine):
         """On the weights of its folder, in new memory; nothing was published to it."""
         for name, parameter in self._base().items():
             parameter.data = self._started_on[name].clone()
-        if self.trains.travels == "adapter":
+        if self.trainable.travels == "adapter":
             self._forget_adapter()
         self._epoch += 1
         self._stamped = False
@@ -184,10 +184,10 @@ class Scripted(Engine):
 
     def held(self) -> dict[str, int]:
         """Checksums of the weights that travel, of its own bytes."""
-        return checksums(self.trains.source(self.inner.model))
+        return checksums(self.trainable.source(self.inner.model))
 
     def _travelling(self) -> dict[str, int]:
-        return self.held() if self.trains.travels == "weights" else {}
+        return self.held() if self.trainable.travels == "weights" else {}
 
     async def revive(self) -> None:
         """What a request in flight does when its engine died: start it, and ask for its weights."""
@@ -307,7 +307,7 @@ class Scripted(Engine):
         self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self.trains.load(self.inner.model, folder)
+        self.trainable.load(self.inner.model, folder)
         self.adapted = True
 
     async def workers(self) -> Sequence[Sequence[str]]:
@@ -338,8 +338,8 @@ class Scripted(Engine):
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
     ) -> None:
         self._at("move")
-        assert (adapter is not None) == (self.trains.travels == "adapter")
-        live = dict(self.trains.source(self.inner.model))
+        assert (adapter is not None) == (self.trainable.travels == "adapter")
+        live = dict(self.trainable.source(self.inner.model))
 
         def take(member: Any, *, write: bool) -> None:
             for name, tensor in (pair for bucket in member.receive(manifest, bucket_bytes) for pair in bucket):
@@ -355,7 +355,7 @@ class Scripted(Engine):
         await asyncio.gather(*(asyncio.to_thread(m.close) for m in joined if not isinstance(m, BaseException)))
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        live, copied = dict(self.trains.source(self.inner.model)), 0
+        live, copied = dict(self.trainable.source(self.inner.model)), 0
         for name, tensor in tensors:
             live[name].copy_(tensor)
             copied += tensor.nbytes
@@ -365,10 +365,10 @@ class Scripted(Engine):
     async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
         self._at("checksums")
         if travels == "weights":  # of which some may be no part of any publish
-            base = self.trains.base_names(self.inner.model).items()
+            base = self.trainable.base_names(self.inner.model).items()
             return self.summed({**checksums((name, p.detach()) for name, p in base), **self._travelling()})
-        assert travels == self.trains.travels
-        return self.summed(checksums(_stored(self.trains.source(self.inner.model))))
+        assert travels == self.trainable.travels
+        return self.summed(checksums(_stored(self.trainable.source(self.inner.model))))
 
     def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
         return _stored(adapter.tensors)
@@ -381,8 +381,8 @@ def _stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 @contextmanager
-def scripted(folder: Path, trains: Trains | None = None, **script: Any) -> Iterator[Scripted]:
+def scripted(folder: Path, trainable: Trainable | None = None, **script: Any) -> Iterator[Scripted]:
     """One that was started on the model in ``folder``."""
-    trains = trains or Full()
-    with live_policy(folder, trains=trains) as inner:
-        yield Scripted(inner, trains, dies=Counter(script.pop("dies", {})), **script)
+    trainable = trainable or Full()
+    with live_policy(folder, trainable=trainable) as inner:
+        yield Scripted(inner, trainable, dies=Counter(script.pop("dies", {})), **script)

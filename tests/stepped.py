@@ -22,7 +22,7 @@ from tandem.algorithms.losses.sapo import Sapo
 from tandem.algorithms.references.average import Average
 from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.objective import Objective
@@ -41,7 +41,7 @@ OBJECTIVES = {
     "corrections": Objective(loss=Grpo(), recomputed=True, corrections=EVERY_CORRECTION),
     "reference": Objective(loss=Grpo(), reference=Average(mixup=0.5, every=1)),
 }
-TRAINS = {"full": Full(), "lora": Lora(rank=2), "merged": Lora(rank=2, merged=True)}
+TRAINABLE = {"full": Full(), "lora": Lora(rank=2), "merged": Lora(rank=2, merged=True)}
 
 
 @dataclass
@@ -77,18 +77,20 @@ def groups() -> list[Group]:
     return made
 
 
-def whole_step(policy: Policy, trains: Trains, objective: Objective, **options: Any) -> tuple[Step, StepBatch]:
+def whole_step(policy: Policy, trainable: Trainable, objective: Objective, **options: Any) -> tuple[Step, StepBatch]:
     optimizer = AdamW(lr=1e-3)
-    changing = [(meta.name, policy.model.get_parameter(meta.name)) for meta in trains.source(policy.model).manifest()]
+    changing = [
+        (meta.name, policy.model.get_parameter(meta.name)) for meta in trainable.source(policy.model).manifest()
+    ]
     step = Step(
         policy=policy,
         objective=objective,
         optimizer=optimizer,
-        stepper=optimizer.bind(trains.parameters(policy.model)),
+        stepper=optimizer.bind(trainable.parameters(policy.model)),
         sampling=Sampling(),
         steps=4,
         held=None if objective.reference is None else objective.reference.hold(changing),
-        fold=lambda: trains.fold(policy.model),
+        fold=lambda: trainable.fold(policy.model),
         **options,
     )
     pack = Packer(

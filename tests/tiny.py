@@ -16,19 +16,19 @@ from transformers import AutoModelForCausalLM
 from tandem.metrics import flatten, merge
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.pending import Told, settle
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.types import Sampling
 
 
 @contextmanager
-def live_policy(folder: Path, *, trains: Trains | None = None) -> Iterator[Policy]:
+def live_policy(folder: Path, *, trainable: Trainable | None = None) -> Iterator[Policy]:
     """A float32 policy on a compute thread of its own."""
     compute = Compute(1)
     try:
         torch.manual_seed(0)
         model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
-        model = (trains or Full()).prepare(model).eval()
+        model = (trainable or Full()).prepare(model).eval()
         yield Policy(model, load_tokenizer(str(folder)), name=str(folder), compute=compute)
     finally:
         compute.close()

@@ -253,7 +253,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     """The siblings, failed ones included."""
     replayed: int = 0
-    """How often it was trained before, where it takes the place of a flat one."""
+    """How often it was trained before, where it takes the place of a zero-variance one."""
 
     @property
     def scored(self) -> tuple[Rollout, ...]:

@@ -23,7 +23,7 @@ from tandem.engines.base import CanAttest, CanLend, CanReceive, EngineSpec, Prob
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.model.policy import Policy
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer import assemble as runs
@@ -39,8 +39,8 @@ from tandem.weight_sync.shared import Shared
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)
-NET = Broadcast(seconds=20)
-WAYS: dict[str, tuple[WeightSync, Trains]] = {
+NET = Broadcast(timeout_seconds=20)
+WAYS: dict[str, tuple[WeightSync, Trainable]] = {
     "shared weights": (Shared(), Full()),
     "shared merged": (Shared(), MERGED),
     "shared adapter": (Shared(), Lora(rank=2)),
@@ -61,7 +61,7 @@ class Pair:
     """A policy and an engine of the same model, tied together."""
 
     policy: Policy
-    trains: Trains
+    trainable: Trainable
     engine: Scripted
     sync: WeightSync
     folder: Path
@@ -69,17 +69,17 @@ class Pair:
     def train(self) -> None:
         """What an optimizer does: it writes in place, wherever the parameters are now."""
         with torch.no_grad():
-            for name, parameter in self.trains.parameters(self.policy.model):
+            for name, parameter in self.trainable.parameters(self.policy.model):
                 parameter += 0.01 if "norm" in name else 0.02 * torch.randn_like(parameter)
 
     def digest(self) -> str:
-        return digest(checksums(self.trains.source(self.policy.model)))
+        return digest(checksums(self.trainable.source(self.policy.model)))
 
     @asynccontextmanager
     async def open(self, start: PolicyVersion = START) -> AsyncIterator[WeightSyncSession]:
         """As a run does; whatever happens, the engine never gave out tokens of other weights than it said."""
         try:
-            async with self.sync.open(self.policy, self.engine, start, self.trains, self.folder) as session:
+            async with self.sync.open(self.policy, self.engine, start, self.trainable, self.folder) as session:
                 yield session
         finally:
             await self.engine.close()
@@ -122,7 +122,7 @@ DEATHS = {
 
 
 @pytest.fixture(params=long_but(WAYS, *DISTINCT, "shared merged", "shared, requests end first"))
-def way(request: pytest.FixtureRequest) -> tuple[WeightSync, Trains]:
+def way(request: pytest.FixtureRequest) -> tuple[WeightSync, Trainable]:
     return WAYS[request.param]
 
 
@@ -138,14 +138,14 @@ def deaths(*ways: str) -> list[Any]:
     ]
 
 
-def mortal(sync: WeightSync, trains: Trains, asked: str) -> bool:
+def mortal(sync: WeightSync, trainable: Trainable, asked: str) -> bool:
     """Whether a publish asks the engine for this."""
     if asked in ("pause", "drain"):
         return sync.pause != "never" and sync.finishes == (asked == "drain")
     if asked == "move":
-        return not (isinstance(sync, Shared) and trains.travels == "weights")
+        return not (isinstance(sync, Shared) and trainable.travels == "weights")
     if asked == "load":
-        return isinstance(sync, Restart) and trains.travels == "adapter"
+        return isinstance(sync, Restart) and trainable.travels == "adapter"
     return True
 
 
@@ -163,14 +163,14 @@ def gloo() -> None:
 
 
 @contextlib.contextmanager
-def paired(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trains], **script: Any) -> Iterator[Pair]:
-    sync, trains = way
-    with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains, **script) as engine:
-        if trains.travels == "adapter":  # B is not zero, so that an engine without the adapter is seen
+def paired(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trainable], **script: Any) -> Iterator[Pair]:
+    sync, trainable = way
+    with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable, **script) as engine:
+        if trainable.travels == "adapter":  # B is not zero, so that an engine without the adapter is seen
             with torch.no_grad():
-                for _, parameter in trains.parameters(policy.model):
+                for _, parameter in trainable.parameters(policy.model):
                     parameter += 0.02 * torch.randn_like(parameter)
-        yield Pair(policy, trains, engine, sync, folder)
+        yield Pair(policy, trainable, engine, sync, folder)
 
 
 def test_every_way_is_here() -> None:
@@ -178,7 +178,9 @@ def test_every_way_is_here() -> None:
 
 
 @pytest.mark.slow
-def test_an_honest_engine_serves_each_version(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
+def test_an_honest_engine_serves_each_version(
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]
+) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
@@ -193,10 +195,10 @@ def test_an_honest_engine_serves_each_version(tiny_model: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", [Full(), MERGED, Lora(rank=2)], ids=["weights", "merged", "adapter"])
-def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: Path, trains: Trains) -> None:
+@pytest.mark.parametrize("trainable", [Full(), MERGED, Lora(rank=2)], ids=["weights", "merged", "adapter"])
+def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: Path, trainable: Trainable) -> None:
     """Its engine dies once while tensors arrive, and a new group is formed."""
-    with paired(tiny_model, tmp_path, (NET, trains)) as pair:
+    with paired(tiny_model, tmp_path, (NET, trainable)) as pair:
 
         async def work() -> None:
             async with pair.open() as session:
@@ -209,7 +211,7 @@ def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]) -> None:
+def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]) -> None:
     sync, _ = way
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -228,7 +230,7 @@ def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way
 
 @pytest.mark.slow
 def test_a_resumed_run_publishes_what_it_restored(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -243,7 +245,7 @@ def test_a_resumed_run_publishes_what_it_restored(
 
 @pytest.mark.slow
 def test_a_resume_from_other_weights_is_refused(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -280,7 +282,7 @@ def published_again(pair: Pair, asked: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT, *(way for way in WAYS if "end first" in way)))
 def test_an_engine_that_dies_in_a_publish_is_published_to_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
         published_again(pair, asked)
@@ -289,7 +291,7 @@ def test_an_engine_that_dies_in_a_publish_is_published_to_again(
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_a_request_revived_is_published_to_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
 ) -> None:
     """It lives again when the publish looks, and holds nothing of it."""
     with paired(tiny_model, tmp_path, way, somebody_revives=True) as pair:
@@ -299,7 +301,7 @@ def test_an_engine_that_a_request_revived_is_published_to_again(
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_in_the_first_publish(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
 ) -> None:
     """Neither the policy's weights in its memory nor an adapter is left of what it was bound to."""
     sync, _ = way
@@ -332,7 +334,7 @@ BINDS = [
 @pytest.mark.parametrize("somebody_revives", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "revived"])
 @pytest.mark.parametrize(("way", "asked"), BINDS)
 def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str, somebody_revives: bool
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str, somebody_revives: bool
 ) -> None:
     with paired(tiny_model, tmp_path, way, somebody_revives=somebody_revives) as pair:
 
@@ -351,7 +353,7 @@ def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
 @pytest.mark.parametrize(("way", "asked"), BINDS)
 @pytest.mark.parametrize("revivable", [True, False], ids=["ours", "not ours"])
 def test_an_engine_that_cannot_be_bound_ends_the_run(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str, revivable: bool
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str, revivable: bool
 ) -> None:
     with paired(tiny_model, tmp_path, way, revivable=revivable) as pair:
 
@@ -369,7 +371,7 @@ def test_an_engine_that_cannot_be_bound_ends_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -386,7 +388,7 @@ def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_and_again_is_given_up(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -410,7 +412,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "asked"), deaths(*(way for way in DISTINCT if not way.startswith("restart"))))
 def test_an_engine_that_is_not_ours_to_start_ends_the_run(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
 ) -> None:
     with paired(tiny_model, tmp_path, way, revivable=False) as pair:
 
@@ -427,7 +429,7 @@ def test_an_engine_that_is_not_ours_to_start_ends_the_run(
 
 @pytest.mark.slow
 def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
@@ -448,7 +450,7 @@ def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
 
 @pytest.mark.slow
 def test_an_engine_that_dies_during_the_optimizers_step(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains]
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]
 ) -> None:
     """A request sees to it, but the weights are half written: it is published to when they are whole."""
     with paired(tiny_model, tmp_path, way) as pair:
@@ -488,7 +490,7 @@ def flipped(sums: dict[str, int]) -> dict[str, dict[str, int]]:
     ("lie", "kind"), [({"probed": moved}, StaleWeights), ({"summed": flipped}, TornWeights)], ids=["probe", "checksums"]
 )
 def test_a_failed_proof_stops_the_engine_for_good(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], lie: dict[str, Any], kind: type[Exception]
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], lie: dict[str, Any], kind: type[Exception]
 ) -> None:
     sync, _ = way
     with paired(tiny_model, tmp_path, way) as pair:
@@ -516,9 +518,9 @@ def test_a_failed_proof_stops_the_engine_for_good(
 
 @pytest.mark.slow
 def test_what_cannot_be_moved_stops_the_engine(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, trains = way
+    sync, trainable = way
 
     def broken(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -528,7 +530,7 @@ def test_what_cannot_be_moved_stops_the_engine(
         async def work() -> None:
             async with pair.open() as session:
                 with monkeypatch.context() as patch:
-                    patch.setattr(type(trains), "fold", broken)
+                    patch.setattr(type(trainable), "fold", broken)
                     with pytest.raises(OSError, match="No space"):
                         await pair.step(session, 1)
                 assert pair.engine.serves == (sync.pause == "never")
@@ -540,7 +542,7 @@ def test_what_cannot_be_moved_stops_the_engine(
 # Not every step
 
 
-EVERY: dict[str, tuple[WeightSync, Trains]] = {
+EVERY: dict[str, tuple[WeightSync, Trainable]] = {
     "restart weights": (Restart(every=3), Full()),
     "restart merged": (Restart(every=3), MERGED),
     "restart adapter": (Restart(every=3), Lora(rank=2)),
@@ -601,7 +603,7 @@ def test_an_engine_that_dies_while_it_is_behind_gets_the_policys_weights(
 
 @pytest.mark.slow
 def test_the_way_is_left_however_it_ends(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trains], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[Any] = []
     unbind = type(way[0]).unbind
@@ -635,7 +637,7 @@ OTHERS = [name for name in WAYS if not name.startswith("restart")]
 
 
 @contextlib.contextmanager
-def borrowed(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trains]) -> Iterator[Pair]:
+def borrowed(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trainable]) -> Iterator[Pair]:
     """It serves its own version, which somebody else published."""
     with paired(tiny_model, folder, way, revivable=False, serving=True) as pair:
         yield pair
@@ -643,7 +645,7 @@ def borrowed(tiny_model: Path, folder: Path, way: tuple[WeightSync, Trains]) -> 
 
 def entered(pair: Pair) -> WeightSyncSession:
     return WeightSyncSession(
-        sync=pair.sync, policy=pair.policy, engine=pair.engine, trains=pair.trains, folder=pair.folder
+        sync=pair.sync, policy=pair.policy, engine=pair.engine, trainable=pair.trainable, folder=pair.folder
     )
 
 
@@ -803,8 +805,8 @@ def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tm
 def test_a_first_publish_that_fails_serves_nothing_that_was_written(
     tiny_model: Path, tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, trains = WAYS[name]
-    if not mortal(sync, trains, asked):
+    sync, trainable = WAYS[name]
+    if not mortal(sync, trainable, asked):
         pytest.skip("nothing moves")
     with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
 
@@ -921,7 +923,7 @@ def test_an_engine_that_cannot_be_told_to_leave_holds_nothing_up(
 class Theirs(EngineSpec):
     """An engine of somebody else's, as a part of a recipe."""
 
-    ports: ClassVar[frozenset[type]] = frozenset({CanLend, CanReceive, CanAttest})
+    capabilities: ClassVar[frozenset[type]] = frozenset({CanLend, CanReceive, CanAttest})
 
     engine: Scripted
 

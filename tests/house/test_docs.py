@@ -30,7 +30,7 @@ GLOSSARY = ROOT / "docs/reference/glossary.md"
 TOKEN = ROOT / "docs/design/life-of-a-token.md"
 METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
 AREAS = tuple(
-    f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "rate")
+    f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "lag_control")
 )
 FENCE = re.compile(r"^```(?P<language>[\w-]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -52,7 +52,7 @@ def test_a_run_of_an_own_recipe_loads_nothing_of_other_systems(tiny_model: Path,
     (tmp_path / "recipe.yaml").write_text(
         f"{{model: {tiny_model}, steps: 1, env: arithmetic, engine: embedded, sync: shared, group_size: 2, "
         f"groups_per_step: 1, sampling: {{max_tokens: 4}}, evaluate: {{tasks: 0}}, runs: {tmp_path}, name: run, "
-        "flat_groups: keep, dtype: float32}"
+        "zero_variance_groups: keep, dtype: float32}"
     )
     code = (
         "import sys\nfrom tandem.cli.app import main\n"

@@ -24,7 +24,7 @@ ALLOWED = {
     # Beside something that is registered.
     "trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "broker/producer.py:run": "a stop, beside the playing",
-    "compat/atropos/checkpoints.py:_finish": "a sink's own thread; what a sink does is registered",
+    "compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
     "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "engines/fake.py:generate": "within whoever asks it",
     "engines/fake.py:_sample": "within whoever asks it",

@@ -30,12 +30,12 @@ def recipe(model: Path, runs: Path, **changes: Any) -> config.RunConfig:
         "rewards": {"number": 1.0, "learns.shaping:near": 1.0},
         "groups_per_step": 4,
         "group_size": 16,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "sampling": {"max_tokens": 2},
         "optimizer": {"kind": "adamw", "lr": 3e-3},
         "dtype": "float32",
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     return config.from_options({**options, **changes}, [], Path("test")).config
@@ -106,13 +106,13 @@ def test_a_learning_rate_that_breaks_the_policy(tiny_model: Path, tmp_path: Path
     assert "entropy" in {event["alarm"] for event in events(folder, "alarm")}
 
 
-@pytest.mark.parametrize("trains", long_but(["full", "lora"], "full"))
+@pytest.mark.parametrize("trainable", long_but(["full", "lora"], "full"))
 @pytest.mark.parametrize("max_lag", long_but([0, 2], 2))
-def test_a_run_that_learns_raises_none(tiny_model: Path, tmp_path: Path, max_lag: int, trains: str) -> None:
+def test_a_run_that_learns_raises_none(tiny_model: Path, tmp_path: Path, max_lag: int, trainable: str) -> None:
     """The first character is to be a digit: from one answer in thirty to nearly all."""
     changes: dict[str, Any] = {"rewards": {"learns.shaping:digit": 1.0}, "max_lag": max_lag}
-    rate = {"kind": "adamw", "lr": 1e-3 if trains == "full" else 5e-3}
-    folder = trained(recipe(tiny_model, tmp_path, **changes, trains=trains, optimizer=rate))
+    rate = {"kind": "adamw", "lr": 1e-3 if trainable == "full" else 5e-3}
+    folder = trained(recipe(tiny_model, tmp_path, **changes, trainable=trainable, optimizer=rate))
     rows = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
     assert events(folder, "alarm") == []

@@ -184,7 +184,7 @@ def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: st
         broker = peers.run_api()
         trainer = Trainer(broker.url, 16).register(num_steps=20)
         trainer.take()
-        options: dict[str, Any] = {"flat_groups": "keep", "n": 6}
+        options: dict[str, Any] = {"zero_variance_groups": "keep", "n": 6}
         if verb == "work":
             words = ["work", "env=arithmetic"]
             options |= {"model": tiny_model, "broker": broker.url, "engine": engine}
@@ -224,10 +224,10 @@ def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, h
         "groups_per_step": 4,
         "group_size": 4,
         "max_lag": steps,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "dtype": "float32",
         "threads": 1,
-        "sinks": [],
+        "loggers": [],
         "checkpoint": {"every": 2},
     }
     with Peers(tmp_path, tiny_model, host) as peers:
@@ -268,7 +268,7 @@ def test_real_engine(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
         env = peers.environment(broker, url, "managed", 4, min_batch_allocation=0.25)
         words = ["env=arithmetic", f"model={model}", f"broker={broker.url}", "min_share=0.25", "n=4", "group_size=4"]
         words += [f"engine.urls=[{url}]", "engine.api_key_variable=ENGINE_KEY", "sampling.max_tokens=8"]
-        work = peers.start("work", "work", *words, "flat_groups=keep")
+        work = peers.start("work", "work", *words, "zero_variance_groups=keep")
 
         def groups(*, ours: bool) -> list[dict[str, Any]]:
             return [group for batch in trainer.batches for group in batch if bool(group["group_overrides"]) == ours]

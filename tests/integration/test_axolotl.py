@@ -153,7 +153,7 @@ def test_an_unchanged_project_trains(tiny_model: Path, tmp_path: Path) -> None:
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
     recipe = yaml.safe_load((run / "config.yaml").read_text())
-    assert recipe["trains"]["kind"] == "lora"
+    assert recipe["trainable"]["kind"] == "lora"
     assert recipe["env"]["cfg"]["trl"]["reward_weights"] == [1.0, 0.5]
     # From another folder, where there is no rewards.py.
     assert "mean@" in tandem(tmp_path, "eval", str(run), "evaluate.tasks=2", "env.cfg.val_set_size=0.3")

@@ -138,7 +138,7 @@ def train_recipe(place: Place, model: Path, **changes: Any) -> Path:
         "groups_per_step": 2,
         "group_size": SIZE,
         "engine": "embedded",
-        "flat_groups": "drop",
+        "zero_variance_groups": "drop",
         **changes,
     })  # fmt: skip
     for name in ("env", "rewards", "evaluate"):
@@ -256,7 +256,7 @@ def test_four_terminals_started_in_the_worst_order(place: Place) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     model = build_tiny_model(place.path / "tiny", head_dim=32)
     key = {"api_key_variable": "TANDEM_ENGINE_KEY"}
-    changes: dict[str, Any] = {"max_lag": 4, "flat_groups": "keep"}
+    changes: dict[str, Any] = {"max_lag": 4, "zero_variance_groups": "keep"}
     path = train_recipe(place, model, **changes, engine=engine(port=int(url.rpartition(":")[2]), **key))
     environment = place.start(
         "env", "env", "arithmetic", "serve",
@@ -265,7 +265,7 @@ def test_four_terminals_started_in_the_worst_order(place: Place) -> None:
         "--openai.base_url", f"{url}/v1", "--openai.model_name", str(model), "--openai.server_type", "vllm",
         "--openai.api_key", KEYS["TANDEM_ENGINE_KEY"], "--slurm", "False",
         "broker.key_variable=TANDEM_BROKER_ENV_KEY", "env.max_number=4", "env.prompt='{expression}='",
-        "rewards={learns.shaping:letters: 1.0}", "sampling.max_tokens=12", "flat_groups=keep",
+        "rewards={learns.shaping:letters: 1.0}", "sampling.max_tokens=12", "zero_variance_groups=keep",
     )  # fmt: skip
     there = f"{{kind: vllm, urls: [{url}], api_key_variable: TANDEM_ENGINE_KEY}}"
     trainer = place.start("train", "train", str(path), f"engine={there}")

@@ -19,7 +19,7 @@ RECIPE: dict[str, Any] = {
     "dtype": "float32",
     "sampling": {"max_tokens": 6},
     "evaluate": {"tasks": 0},
-    "sinks": [],
+    "loggers": [],
     "threads": 1,
     "name": "a",
 }
@@ -55,7 +55,7 @@ def test_it_tells_the_share_of_groups_with_signal_which_is_that_of_the_run(
     told = capfd.readouterr().out
     assert "played 2 groups of 4 answers" in told
     assert "of 2 groups (" in told
-    assert tandem("train", str(recipe), "rewards={sampled_marks:odd: 1.0}", "flat_groups=keep") == 0
+    assert tandem("train", str(recipe), "rewards={sampled_marks:odd: 1.0}", "zero_variance_groups=keep") == 0
     rows = [json.loads(line) for line in (tmp_path / "runs/a/rollouts/000001.jsonl").read_text().splitlines()]
     groups: dict[str, set[float]] = {}
     for row in rows:

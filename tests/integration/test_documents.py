@@ -23,7 +23,7 @@ from documented import SHORT_RUN, STAND_IN, build_brief_model, build_reward_mode
 from integration.atropos_peers import free_port
 from integration.vllm_runs import lines, metrics
 from tiers import long_but
-from unit.test_sinks import fake_library
+from unit.test_loggers import fake_library
 
 from tandem.cli import app as cli
 
@@ -139,7 +139,7 @@ def test_atropos_trainers_train(
         printed = capsys.readouterr().out
     run = trained(place)
     recipe = yaml.safe_load((run / "config.yaml").read_text())
-    kind = recipe["trains"]["kind"]
+    kind = recipe["trainable"]["kind"]
     assert [path.name for path in place.rglob(ENDS[kind])] == [ENDS[kind]]
     assert ("mean step" in printed) == ("--benchmark" in line.words or "atropos-grpo-run" in line.words)
 

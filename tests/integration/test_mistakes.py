@@ -27,7 +27,7 @@ RECIPE: dict[str, Any] = {
     "dtype": "float32",
     "sampling": {"max_tokens": 6},
     "evaluate": {"tasks": 0},
-    "sinks": [],
+    "loggers": [],
     "threads": 1,
     "name": "a",
 }
@@ -179,7 +179,7 @@ def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train)
     rows = [{"question": f"{n} + 1?" + " please" * 40 * (n == 70), "answer": "2"} for n in range(80)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {**DATA, "path": "rows.jsonl", "test_share": 0.0}
-    code, said = train(env=data, context=128, steps=30, flat_groups="keep", checkpoint={"every": 30})
+    code, said = train(env=data, context=128, steps=30, zero_variance_groups="keep", checkpoint={"every": 30})
     assert code == 0, said
     assert "Traceback" not in said
     assert "the context is 128, so no room is left for an answer" in said
@@ -197,7 +197,7 @@ def test_run_that_exists_already(train: Train) -> None:
 def test_nothing_to_train_on(train: Train) -> None:
     code, said = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
     assert code == 9
-    assert "flat_groups: keep" in one_message(said)
+    assert "zero_variance_groups: keep" in one_message(said)
 
 
 def test_a_run_that_failed_remembers_why(train: Train, capfd: pytest.CaptureFixture[str]) -> None:

@@ -38,11 +38,11 @@ def test_a_run_goes_on_from_another_folder(tiny_model: Path, tmp_path: Path) -> 
         "rewards": {"beside_recipe:odd": 1.0, "in_working_directory:odd": 1.0},
         "groups_per_step": 1,
         "group_size": 2,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "sampling": {"max_tokens": 2},
         "dtype": "float32",
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     (project / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -21,7 +21,7 @@ EVERYTHING: dict[str, Any] = {
     "old_logprobs": "recomputed",
     "corrections": [{"kind": "token", "high": 1.5}, "opsm"],
     "reference": {"kind": "average", "every": 2, "mixup": 0.5, "beta": 0.05},
-    "updates": 2,
+    "updates_per_batch": 2,
 }
 LIGHT: dict[str, Any] = {
     "advantage": "batch_std",
@@ -52,13 +52,13 @@ def recipe(model: Path, runs: Path, name: str, **changes: Any) -> config.RunConf
         "rewards": {"number": 1.0, "learns.shaping:letters": 0.5},
         "groups_per_step": 2,
         "group_size": 4,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "sampling": {"max_tokens": 6},
         "optimizer": {"kind": "adamw", "lr": 3e-3},
         "dtype": "float32",
         "evaluate": {"tasks": 0},
         "checkpoint": {"every": 3},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     return config.from_options({**options, **changes}, [], Path("test")).config
@@ -80,9 +80,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     [
         pytest.param(EVERYTHING, id="everything"),
         pytest.param(
-            {**EVERYTHING, "trains": {"kind": "lora", "rank": 2, "merged": True}}, id="merged", marks=pytest.mark.long
+            {**EVERYTHING, "trainable": {"kind": "lora", "rank": 2, "merged": True}},
+            id="merged",
+            marks=pytest.mark.long,
         ),
-        pytest.param({**LIGHT, "trains": "lora"}, id="light", marks=pytest.mark.long),
+        pytest.param({**LIGHT, "trainable": "lora"}, id="light", marks=pytest.mark.long),
     ],
 )
 def test_three_steps_and_three_more_are_six(tiny_model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -93,7 +95,7 @@ def test_three_steps_and_three_more_are_six(tiny_model: Path, tmp_path: Path, ch
     asyncio.run(run.train(dataclasses.replace(half, steps=6), resume=folder))
     want, found = tensors(whole), tensors(folder)
     assert want.keys() == found.keys()
-    assert any(name.startswith("reference") for name in want) == ("updates" in changes)
+    assert any(name.startswith("reference") for name in want) == ("updates_per_batch" in changes)
     for name, tensor in want.items():
         assert torch.equal(tensor, found[name]), name
     assert metrics(folder) == metrics(whole)

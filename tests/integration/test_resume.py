@@ -47,7 +47,7 @@ RECIPE: dict[str, Any] = {
     "optimizer": {"lr": 1.0e-3, "warmup_steps": 2, "schedule": "linear"},
     "evaluate": {"tasks": 3, "samples": 2, "every": 2},
     "checkpoint": {"every": 1},
-    "sinks": [],
+    "loggers": [],
     "threads": 1,
     "seed": 3,
 }
@@ -167,7 +167,7 @@ def uninterrupted(place: Place) -> Path:
     """The run that all others must equal."""
     folder = place.run("recipe.yaml", "name=whole", name="whole")
     dropped = [e for e in rows(folder / "events.jsonl") if e["event"] == "group_dropped"]
-    assert {e["reason"] for e in dropped} == {"flat"}, "without drops and refills this proves less"
+    assert {e["reason"] for e in dropped} == {"zero_variance"}, "without drops and refills this proves less"
     return folder
 
 
@@ -209,7 +209,7 @@ def reusing(place: Place, tiny_model: Path) -> Path:
     (place.path / "reusing.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **REUSING}))
     folder = place.run("reusing.yaml", "name=reused", name="reused")
     happened = {e["event"] for e in rows(folder / "events.jsonl")}
-    assert {"group_replayed", "group_rerolled", "flat_group_kept"} <= happened, "without them this proves less"
+    assert {"group_replayed", "group_rerolled", "zero_variance_group_kept"} <= happened, "without them this proves less"
     return folder
 
 
@@ -319,7 +319,7 @@ def test_what_is_reused_is_reused_alike_after_a_kill(place: Place, reusing: Path
     same_run(reusing, resumed)
     for step, row in enumerate(rows(resumed / "metrics.jsonl")):
         whole = rows(reusing / "metrics.jsonl")[step]["metrics"]
-        counted = ("groups/kept_flat", "groups/replayed", "replay/age/mean", "samples/without_advantage")
+        counted = ("groups/kept_zero_variance", "groups/replayed", "replay/age/mean", "samples/without_advantage")
         assert [row["metrics"].get(one) for one in counted] == [whole.get(one) for one in counted]
 
 

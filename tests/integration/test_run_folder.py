@@ -36,7 +36,7 @@ RECIPE: dict[str, Any] = {
     "dtype": "float32",
     "sampling": {"max_tokens": 8},
     "evaluate": {"tasks": 0},
-    "sinks": [],
+    "loggers": [],
     "threads": 1,
     "name": "a",
 }

@@ -30,11 +30,11 @@ def test_a_run_without_a_broker_imports_nothing_of_one(tiny_model: Path, tmp_pat
         "rewards": {"number": 1.0},
         "groups_per_step": 1,
         "group_size": 2,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "sampling": {"max_tokens": 4},
         "dtype": "float32",
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     out = subprocess.run(

@@ -134,14 +134,14 @@ def test_an_adapter_travels_to_an_engine_elsewhere(place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trains", ["lora", "full"])
-def test_asynchronous_trainers_use_an_engine_that_was_deployed_apart(place: Path, port: int, trains: str) -> None:
+@pytest.mark.parametrize("trainable", ["lora", "full"])
+def test_asynchronous_trainers_use_an_engine_that_was_deployed_apart(place: Path, port: int, trainable: str) -> None:
     """An adapter's sum is written into the engine's weights. A trainer of all of them brings every one and may follow;
     an adapter's would refuse an engine whose other weights differ.
     """
-    recipe, _ = trained(place, trains, "--train_type", trains, "--async_generate", "true", *server(port))
+    recipe, _ = trained(place, trainable, "--train_type", trainable, "--async_generate", "true", *server(port))
     assert (recipe["max_lag"], recipe["sync"]["kind"]) == (1, "broadcast")
-    found = published(place / "out" / trains)
+    found = published(place / "out" / trainable)
     assert set(found) == {1, 2, 3}
     assert all(event["probe_gap"] is not None for event in found.values())
 

@@ -94,19 +94,27 @@ def _start(host: subprocess.Popen[bytes], place: Path, said: str, *command: str)
 
 
 @pytest.mark.parametrize(
-    "trains",
+    "trainable",
     [
         pytest.param({"kind": "full"}, id="weights"),
         pytest.param({"kind": "lora", "rank": 8}, id="adapter", marks=pytest.mark.long),
     ],
 )
-def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trains: dict[str, Any]) -> None:
+def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trainable: dict[str, Any]) -> None:
     """Served there, named by its address here, and nothing said of the trainer's own."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
-    there = recipe(model, tmp_path / "there", trains=trains, sync="broadcast", engine=engine(host=ENGINE, port=PORT))
+    there = recipe(
+        model, tmp_path / "there", trainable=trainable, sync="broadcast", engine=engine(host=ENGINE, port=PORT)
+    )
     urls = {"kind": "vllm", "urls": [f"http://{ENGINE}:{PORT}"], "start_seconds": 240.0}
     here = recipe(
-        model, tmp_path / "runs", trains=trains, sync="broadcast", engine=urls, steps=2, rewards={"marks:letters": 1.0}
+        model,
+        tmp_path / "runs",
+        trainable=trainable,
+        sync="broadcast",
+        engine=urls,
+        steps=2,
+        rewards={"marks:letters": 1.0},
     )
     (tmp_path / "marks.py").write_text(SLOW)
     for name, options in (("there", {**there, "rewards": {"number": 1.0}}), ("here", here)):

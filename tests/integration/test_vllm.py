@@ -45,28 +45,28 @@ LEARNING = {
     "sampling": {"max_tokens": 2},
 }
 """From about 0.04 by chance; a policy that has found the digits gets 0.4, and 0.7 before these steps are over."""
-QUICK = {"trains": {"kind": "lora", "rank": 16, "alpha": 64}, "optimizer": {"kind": "adamw", "lr": 5e-3}}
+QUICK = {"trainable": {"kind": "lora", "rank": 16, "alpha": 64}, "optimizer": {"kind": "adamw", "lr": 5e-3}}
 
 APART: dict[str, Any] = {} if CUDA else {"args": {}}
 """The worker has a process of its own, as it has by default."""
 WAYS: dict[str, dict[str, Any]] = {
-    "shared-full": {"trains": FULL, "sync": "shared"},
-    "shared-full-learning": {"trains": FULL, "sync": "shared", **LEARNING},
-    "shared-lora": {"trains": LORA, "sync": "shared", "max_lag": 1},
-    "shared-merged": {"trains": MERGED, "sync": "shared"},
-    "shared-lora-apart": {"trains": LORA, "sync": "shared", "engine": APART},
-    "broadcast-full": {"trains": FULL, "sync": "broadcast", "max_lag": 1},
-    "broadcast-full-learning": {"trains": FULL, "sync": "broadcast", "max_lag": 1, **LEARNING},
-    "broadcast-lora": {"trains": LORA, "sync": "broadcast"},
-    "broadcast-merged": {"trains": MERGED, "sync": "broadcast"},
-    "broadcast-full-tp2": {"trains": FULL, "sync": "broadcast", "steps": 2, "engine": {"tensor_parallel_size": 2}},
-    "broadcast-full-asleep": {"trains": FULL, "sync": "broadcast", "engine": {"sleep": 2}},
-    "broadcast-lora-asleep": {"trains": LORA, "sync": "broadcast", "engine": {"sleep": 1}},
-    "hotswap-lora": {"sync": "hotswap", "max_lag": 1, "trains": LORA},
+    "shared-full": {"trainable": FULL, "sync": "shared"},
+    "shared-full-learning": {"trainable": FULL, "sync": "shared", **LEARNING},
+    "shared-lora": {"trainable": LORA, "sync": "shared", "max_lag": 1},
+    "shared-merged": {"trainable": MERGED, "sync": "shared"},
+    "shared-lora-apart": {"trainable": LORA, "sync": "shared", "engine": APART},
+    "broadcast-full": {"trainable": FULL, "sync": "broadcast", "max_lag": 1},
+    "broadcast-full-learning": {"trainable": FULL, "sync": "broadcast", "max_lag": 1, **LEARNING},
+    "broadcast-lora": {"trainable": LORA, "sync": "broadcast"},
+    "broadcast-merged": {"trainable": MERGED, "sync": "broadcast"},
+    "broadcast-full-tp2": {"trainable": FULL, "sync": "broadcast", "steps": 2, "engine": {"tensor_parallel_size": 2}},
+    "broadcast-full-asleep": {"trainable": FULL, "sync": "broadcast", "engine": {"sleep": 2}},
+    "broadcast-lora-asleep": {"trainable": LORA, "sync": "broadcast", "engine": {"sleep": 1}},
+    "hotswap-lora": {"sync": "hotswap", "max_lag": 1, "trainable": LORA},
     "hotswap-lora-learning": {"sync": "hotswap", "max_lag": 1, **LEARNING, **QUICK},
     # Each restart takes as long as a start does, so these have fewer steps.
-    "restart-full": {"trains": FULL, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
-    "restart-lora": {"trains": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
+    "restart-full": {"trainable": FULL, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
+    "restart-lora": {"trainable": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
 }
 SMOKES = ("shared-full", "broadcast-full", "hotswap-lora", "restart-lora")
 """One of each kind, each of which crosses every border between trainer, server and worker; the others are long."""
@@ -214,10 +214,10 @@ def saved_weights(model: Path, folder: Path, step: int, options: dict[str, Any])
     dtype = getattr(torch, options["dtype"])
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    if options["trains"]["kind"] == "full":
+    if options["trainable"]["kind"] == "full":
         after = AutoModelForCausalLM.from_pretrained(path / "model", dtype=dtype)
-        trains = config.from_options(options, [], Path("again")).config.trains
-        assert digest(checksums(trains.source(after))) == served
+        trainable = config.from_options(options, [], Path("again")).config.trainable
+        assert digest(checksums(trainable.source(after))) == served
     else:
         from peft import PeftModel
 
@@ -229,19 +229,19 @@ def saved_weights(model: Path, folder: Path, step: int, options: dict[str, Any])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "hotswap carries no weights": ({"trains": FULL, "sync": "hotswap"}, "shared, broadcast or restart"),
-    "hotswap carries no merged weights": ({"trains": MERGED, "sync": "hotswap"}, "shared, broadcast or restart"),
+    "hotswap carries no weights": ({"trainable": FULL, "sync": "hotswap"}, "shared, broadcast or restart"),
+    "hotswap carries no merged weights": ({"trainable": MERGED, "sync": "hotswap"}, "shared, broadcast or restart"),
     "a share of a slice": (
-        {"trains": FULL, "sync": "shared", "engine": {"kind": "vllm", "tensor_parallel_size": 2}},
+        {"trainable": FULL, "sync": "shared", "engine": {"kind": "vllm", "tensor_parallel_size": 2}},
         "sync: broadcast feeds such an engine",
     ),
     "two engines share nothing": (
-        {"trains": FULL, "sync": "shared", "engine": {"kind": "vllm", "replicas": 2}},
+        {"trainable": FULL, "sync": "shared", "engine": {"kind": "vllm", "replicas": 2}},
         "use sync: broadcast",
     ),
     "somebody else's engine is not restarted": (
         {
-            "trains": FULL,
+            "trainable": FULL,
             "sync": "restart",
             "max_lag": 2,
             "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:9"]},
@@ -249,10 +249,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "use hotswap or broadcast",
     ),
     "an engine in process receives nothing": (
-        {"trains": FULL, "sync": "broadcast", "engine": "embedded"},
+        {"trainable": FULL, "sync": "broadcast", "engine": "embedded"},
         "engine: embedded goes with sync: shared",
     ),
-    "older than max_lag": ({"trains": FULL, "sync": {"kind": "restart", "every": 3}, "max_lag": 1}, "set max_lag to 2"),
+    "older than max_lag": (
+        {"trainable": FULL, "sync": {"kind": "restart", "every": 3}, "max_lag": 1},
+        "set max_lag to 2",
+    ),
 }
 
 

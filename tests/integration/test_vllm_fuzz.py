@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     place, port = tmp_path_factory.mktemp("fuzz"), free_port()
     model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
     own = {"engine": engine(forks=False, port=port, max_num_seqs=16), "sync": {"kind": "shared"}, "context": 256}
-    options = recipe(model, place / "runs", trains={"kind": "lora", "rank": 8}, rewards={"number": 1.0}, **own)
+    options = recipe(model, place / "runs", trainable={"kind": "lora", "rank": 8}, rewards={"number": 1.0}, **own)
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
     with serving(place) as process:
         yield Engine(port, str(model), process, place / "said.txt")

@@ -133,7 +133,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     own = engine(forks=False, api_key_variable="SERVE_KEY", max_num_seqs=16)
     lora = {"kind": "lora", "rank": 8, "alpha": 16}
     options = recipe(
-        model, Path("runs"), engine=own, trains=lora, sync={"kind": "shared"}, rewards={"number": 1.0}, context=512
+        model, Path("runs"), engine=own, trainable=lora, sync={"kind": "shared"}, rewards={"number": 1.0}, context=512
     )
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
     environment = {**os.environ, "SERVE_KEY": KEY, "LOGDIR": str(place / "logdir")}
@@ -588,7 +588,7 @@ def test_the_stock_api_samples_the_adapter_that_is_trained(
     base = str(served.model)
     assert models(served) == {base}
     fast = {"kind": "adamw", "lr": 3e-2}  # so that it is seen in every token
-    folder = trained(served, "lora-shared", trains=LORA, sync={"kind": "shared"}, optimizer=fast)
+    folder = trained(served, "lora-shared", trainable=LORA, sync={"kind": "shared"}, optimizer=fast)
     serves(served, folder)
     assert models(served) == {base, "tandem"}
 
@@ -622,9 +622,9 @@ def test_the_stock_api_samples_the_adapter_that_is_trained(
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("lora-hotswap", {"trains": LORA, "sync": {"kind": "hotswap"}}),
-        ("full-broadcast", {"trains": {"kind": "full"}, "sync": {"kind": "broadcast"}}),
-        ("full-shared", {"trains": {"kind": "full"}, "sync": {"kind": "shared", "bridge": "logdir"}}),
+        ("lora-hotswap", {"trainable": LORA, "sync": {"kind": "hotswap"}}),
+        ("full-broadcast", {"trainable": {"kind": "full"}, "sync": {"kind": "broadcast"}}),
+        ("full-shared", {"trainable": {"kind": "full"}, "sync": {"kind": "shared", "bridge": "logdir"}}),
     ],
 )
 def test_a_trainer_finds_it_by_its_url(
@@ -644,7 +644,7 @@ def test_a_trainer_finds_it_by_its_url(
 def test_the_wrong_key_is_told_before_the_run_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_KEY", "another")
     with pytest.raises(Exception, match="API key"):
-        trained(served, "wrong-key", trains=LORA, sync={"kind": "shared"})
+        trained(served, "wrong-key", trainable=LORA, sync={"kind": "shared"})
 
 
 # Its end

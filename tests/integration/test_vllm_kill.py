@@ -64,11 +64,11 @@ def checked(folder: Path, *, steps: int, each: int = 4) -> None:
 APART = engine() if CUDA else engine(args={})
 """The worker has a process of its own, as it has by default."""
 KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
-    "server": (lambda left: left.pid, {"trains": {"kind": "full"}, "sync": "shared"}),
-    "core": (Left.core, {"trains": {"kind": "lora", "rank": 8, "alpha": 16}, "sync": "broadcast"}),
-    "server apart": (lambda left: left.pid, {"trains": {"kind": "full"}, "sync": "shared", "engine": APART}),
-    "core apart": (Left.core, {"trains": {"kind": "full"}, "sync": "shared", "engine": APART}),
-    "worker": (Left.worker, {"trains": {"kind": "full"}, "sync": "shared", "engine": APART}),
+    "server": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "shared"}),
+    "core": (Left.core, {"trainable": {"kind": "lora", "rank": 8, "alpha": 16}, "sync": "broadcast"}),
+    "server apart": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "shared", "engine": APART}),
+    "core apart": (Left.core, {"trainable": {"kind": "full"}, "sync": "shared", "engine": APART}),
+    "worker": (Left.worker, {"trainable": {"kind": "full"}, "sync": "shared", "engine": APART}),
 }
 
 
@@ -94,7 +94,7 @@ def test_an_engine_is_killed_at_any_moment_again_and_again(model: Path, tmp_path
     """Whatever the run is at: sampling, a publish, a checkpoint."""
     kills, draw = 20, random.Random(1)
     own = engine(forks=False, restarts=2 * kills)
-    run = Trainer.fresh(tmp_path, model, steps=100_000, trains={"kind": "full"}, sync="broadcast", engine=own)
+    run = Trainer.fresh(tmp_path, model, steps=100_000, trainable={"kind": "full"}, sync="broadcast", engine=own)
     try:
         for _ in range(kills):
             left = run.sampling(after=run.steps() + 2 if run.folder.exists() else 2)
@@ -117,7 +117,9 @@ def orphaned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """A trainer killed while its engine was sampling; the engine, and the step whose weights it holds."""
     place, waits = tmp_path_factory.mktemp("orphaned"), engine(linger_seconds=240.0)
     long = {"max_tokens": 160}  # so that requests are in flight for most of a step, whatever else this machine does
-    run = Trainer.fresh(place, model, steps=STEPS, trains={"kind": "full"}, sync="shared", engine=waits, sampling=long)
+    run = Trainer.fresh(
+        place, model, steps=STEPS, trainable={"kind": "full"}, sync="shared", engine=waits, sampling=long
+    )
     try:
         left, step = run.kill_between_publishes(after=2)
         yield run, left, step

@@ -28,12 +28,12 @@ def recipe(model: Path, runs: Path, **changes: Any) -> config.RunConfig:
         "rewards": {"number": 1.0, "learns.shaping:near": 1.0},
         "groups_per_step": 4,
         "group_size": 16,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "sampling": {"max_tokens": 2},
         "optimizer": {"kind": "adamw", "lr": 3e-3},
         "dtype": "float32",
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     return config.from_options({**options, **changes}, [], Path("test")).config
@@ -47,15 +47,15 @@ def train(recipe: config.RunConfig) -> tuple[Path, list[dict[str, float]]]:
 
 @pytest.mark.parametrize("max_lag", long_but([0, 2], 0))
 @pytest.mark.parametrize(
-    ("trains", "lr"),
+    ("trainable", "lr"),
     [
         pytest.param({"kind": "full"}, 3e-3, id="full"),
         pytest.param({"kind": "lora", "rank": 16, "alpha": 64}, 5e-3, id="lora", marks=pytest.mark.long),
     ],
 )
-def test_reward_rises(tiny_model: Path, tmp_path: Path, trains: dict[str, Any], lr: float, max_lag: int) -> None:
+def test_reward_rises(tiny_model: Path, tmp_path: Path, trainable: dict[str, Any], lr: float, max_lag: int) -> None:
     """From about 0.04 by chance; a policy that has found the digits gets 0.4, one that adds gets 2."""
-    changes = {"trains": trains, "max_lag": max_lag, "optimizer": {"kind": "adamw", "lr": lr}}
+    changes = {"trainable": trainable, "max_lag": max_lag, "optimizer": {"kind": "adamw", "lr": lr}}
     _, steps = train(recipe(tiny_model, tmp_path, **changes))
     assert len(steps) == 50
     # Off policy a step may pass in which no group is finished, and then another with several.
@@ -70,11 +70,11 @@ def test_reward_rises(tiny_model: Path, tmp_path: Path, trains: dict[str, Any], 
 
 
 @pytest.mark.parametrize("max_lag", long_but([0, 2], 2))
-@pytest.mark.parametrize("trains", long_but(["full", "lora"], "lora"))
-def test_without_learning_nothing_drifts(tiny_model: Path, tmp_path: Path, trains: str, max_lag: int) -> None:
+@pytest.mark.parametrize("trainable", long_but(["full", "lora"], "lora"))
+def test_without_learning_nothing_drifts(tiny_model: Path, tmp_path: Path, trainable: str, max_lag: int) -> None:
     """At rate 0 engine and trainer agree on every token, and the weights keep every bit."""
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 100, "max_tokens": 24}
-    changes = {"trains": trains, "max_lag": max_lag, "sampling": sampling, "micro_batch_tokens": 100}
+    changes = {"trainable": trainable, "max_lag": max_lag, "sampling": sampling, "micro_batch_tokens": 100}
     still = {"steps": 4, "optimizer": {"kind": "adamw", "lr": 0.0}, "rewards": {"learns.shaping:letters": 1.0}}
     folder, steps = train(recipe(tiny_model, tmp_path, **changes, **still))
     assert all(step["kl_behavior"] < 1e-8 for step in steps)
@@ -83,7 +83,7 @@ def test_without_learning_nothing_drifts(tiny_model: Path, tmp_path: Path, train
     assert all(step["micro_batches"] > 1 for step in steps)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len({event["digest"] for event in events if event["event"] == "published"}) == 1
-    if trains == "full":
+    if trainable == "full":
         before = load_file(tiny_model / "model.safetensors")
         after = load_file(next(folder.glob("checkpoints/*4/model")) / "model.safetensors")
         assert before.keys() == after.keys()

@@ -22,7 +22,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "corrections": [{"kind": "token", "high": 2.0}],
         "optimizer": {"kind": "adamw", "lr": 1.5e-3},
     },
-    "decoupled": {"old_logprobs": "recomputed", "updates": 2, "optimizer": {"kind": "adamw", "lr": 2e-3}},
+    "decoupled": {"old_logprobs": "recomputed", "updates_per_batch": 2, "optimizer": {"kind": "adamw", "lr": 2e-3}},
 }
 
 

@@ -69,8 +69,8 @@ def test_show_prints_the_recipe(run: Run) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("# --lora-dropout: ")
     recipe = yaml.safe_load(out)
-    assert recipe["trains"]["target_modules"] == ["q_proj", "o_proj"]
-    assert recipe["sync"] == {"kind": "broadcast", "every": 2, "host": "localhost", "port_number": 29500}
+    assert recipe["trainable"]["target_modules"] == ["q_proj", "o_proj"]
+    assert recipe["sync"] == {"kind": "broadcast", "every": 2, "host": "localhost", "port": 29500}
     assert recipe["engine"]["gpu_memory_utilization"] == 0.3
     assert (recipe["env"], recipe["seed"]) == ({"kind": "gsm8k", "path": "rows.jsonl"}, 3)
     assert not list(Path().iterdir())
@@ -143,7 +143,7 @@ def fake_run(folder: Path, *steps: int, kind: str = "full", every: int = 2, last
         for name in (weights, f"{prefix}config.json", "README.md", "tokenizer.json", "tokenizer_config.json"):
             (checkpoint / name).write_text(f"{name} of {folder.name} {step}")
         (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
-    recipe = {"steps": last, "checkpoint": {"every": every}, "trains": {"kind": kind}}
+    recipe = {"steps": last, "checkpoint": {"every": every}, "trainable": {"kind": kind}}
     (folder / "config.yaml").write_text(json.dumps(recipe))
     return folder
 
@@ -219,9 +219,9 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
         lay_out(fake_run(tmp_path / "run"), tmp_path / "s")
 
 
-def test_the_sink_copies_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_logger_copies_while_the_run_goes_on(tmp_path: Path) -> None:
     folder, save = fake_run(tmp_path / "run", 2, 4), tmp_path / "s"
-    config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
+    config = {"steps": 4, "checkpoint": {"every": 2}, "trainable": {"kind": "full"}}
     writer = CheckpointLayout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
     writer.event("published", {"step": 1})
     assert not save.exists()
@@ -234,7 +234,7 @@ def test_the_sink_copies_while_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_the_file_of_the_process_group_is_copied_as_it_is_formed_anew(tmp_path: Path) -> None:
     folder, save = fake_run(tmp_path / "run", 2, 4), tmp_path / "my sa ve"
-    config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
+    config = {"steps": 4, "checkpoint": {"every": 2}, "trainable": {"kind": "full"}}
     writer = CheckpointLayout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=4, config=config))
     for port in (1, 2):
         group = NcclBridge(
@@ -251,8 +251,8 @@ def test_the_file_of_the_process_group_is_copied_as_it_is_formed_anew(tmp_path: 
     assert save / NCCL_FILE not in lay_out(folder, save)
 
 
-def test_the_sink_tells_what_it_could_not_copy(tmp_path: Path) -> None:
-    config = {"steps": 4, "checkpoint": {"every": 2}, "trains": {"kind": "full"}}
+def test_the_logger_tells_what_it_could_not_copy(tmp_path: Path) -> None:
+    config = {"steps": 4, "checkpoint": {"every": 2}, "trainable": {"kind": "full"}}
     (tmp_path / "s").write_text("a file in the way")
     writer = CheckpointLayout(save_path=str(tmp_path / "s")).open(
         RunInfo(name="r", folder=tmp_path, steps=4, config=config)
@@ -264,8 +264,8 @@ def test_the_sink_tells_what_it_could_not_copy(tmp_path: Path) -> None:
 
 
 def test_other_trainings_have_no_name(tmp_path: Path) -> None:
-    info = RunInfo(name="r", folder=tmp_path, steps=1, config={"trains": {"kind": "my:Own"}})
-    with pytest.raises(ConfigError, match="no name for checkpoints of trains: my:Own"):
+    info = RunInfo(name="r", folder=tmp_path, steps=1, config={"trainable": {"kind": "my:Own"}})
+    with pytest.raises(ConfigError, match="no name for checkpoints of trainable: my:Own"):
         CheckpointLayout(save_path="s").open(info)
 
 
@@ -291,7 +291,7 @@ def test_the_benchmark_sums_up_what_was_written_down(tmp_path: Path) -> None:
 # A run
 
 
-def test_what_the_sink_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_logger_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def train(config: RunConfig, *, resume: Path | None) -> Path:
         assert (config.steps, config.seed, resume) == (4, 3, None)
         return fake_run(Path("run"), 4)
@@ -316,8 +316,8 @@ def test_it_trains_and_its_checkpoints_load(run: Run, tiny_model: Path, mode: st
         "--model-name", str(tiny_model), "--env", "arithmetic", "--weight-bridge-mode", mode, "--training-steps", "3",
         "--batch-size", "2", "--gradient-accumulation-steps", "4", "--group-size", "4", "--seq-len", "256",
         "--checkpoint-interval", "1", "--dtype", "float32", "--save-path", "saved", "--benchmark", "--lr", "1e-3",
-        "engine=embedded", "sync=shared", "max_lag=0", "sampling.max_tokens=8", "flat_groups=keep", "threads=1",
-        "checkpoint.keep=1",
+        "engine=embedded", "sync=shared", "max_lag=0", "sampling.max_tokens=8", "zero_variance_groups=keep",
+        "threads=1", "checkpoint.keep=1",
     )  # fmt: skip
     assert code == 0, err
     assert "mean step" in out
@@ -327,7 +327,7 @@ def test_it_trains_and_its_checkpoints_load(run: Run, tiny_model: Path, mode: st
     assert names(Path("saved")) == {f"{step}_1", f"{step}_2", f"{step}_3", final, "tokenizer"}
     (folder,) = Path("logs").iterdir()
     assert names(folder / "checkpoints") == {"000003"}
-    assert load(folder / "config.yaml").config.sinks[-1] == CheckpointLayout(
+    assert load(folder / "config.yaml").config.loggers[-1] == CheckpointLayout(
         save_path="saved"
     )  # so a resumed run goes on copying
     from transformers import AutoModelForCausalLM, AutoTokenizer

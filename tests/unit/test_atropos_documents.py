@@ -81,7 +81,7 @@ def test_engines(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert (config.engine.port, config.engine.host, config.dtype) == (9001, "127.0.0.1", "bfloat16")
     shared, lora = "SHARED_WEIGHTS=1" in line, "--enable-lora" in line
     assert type(config.sync).__name__ == ("Hotswap" if lora else "Shared" if shared else "Broadcast")
-    assert type(config.trains).__name__ == ("Lora" if lora else "Full")
+    assert type(config.trainable).__name__ == ("Lora" if lora else "Full")
     assert config.engine.enforce_eager == ("--enforce-eager" in line)
 
 

@@ -287,7 +287,7 @@ def test_what_is_computed_right_is_not_refused(name: str) -> None:
         (Gemma2Config(**SIZES), "softcap"),
         (GptOssConfig(**SIZES, num_local_experts=4, head_dim=8), "s_aux"),
     ],
-    ids=["softcap", "sinks"],
+    ids=["softcap", "loggers"],
 )
 def test_an_attention_with_terms_of_its_own_is_refused_when_it_runs(config: PretrainedConfig, why: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32)

@@ -149,7 +149,7 @@ def test_show_prints_a_recipe_of_the_same_run(read: Read, tmp_path: Path, capsys
     (tmp_path / "b.yaml").write_text(printed)
     again = load(tmp_path / "b.yaml").config
     assert again == load(tmp_path / "a.yaml", ["steps=3", "loss.clip_high=0.5"]).config
-    assert (again.steps, again.updates, again.loss.clip_high) == (3, 2, 0.5)  # type: ignore[attr-defined]
+    assert (again.steps, again.updates_per_batch, again.loss.clip_high) == (3, 2, 0.5)  # type: ignore[attr-defined]
 
 
 def test_the_page_lists_every_option() -> None:

@@ -238,12 +238,12 @@ def test_flat_and_failed_groups_are_dropped_counted_told_and_replaced() -> None:
     batches, counts, again = run(go())
     assert all(mixed(group.rollouts[0].task) == "ok" for batch in batches for group in batch)
     told = Counter(reason for reason, _ in trainer.dropped)
-    assert told["flat"] > 3
+    assert told["zero_variance"] > 3
     assert told["failed"] > 1
-    assert counts["groups/dropped_flat"] == told["flat"]
+    assert counts["groups/dropped_zero_variance"] == told["zero_variance"]
     assert counts["groups/dropped_failed"] == told["failed"]
     assert counts["groups/dropped_stale"] == 0
-    assert again["groups/dropped_flat"] == 0, "counted once"
+    assert again["groups/dropped_zero_variance"] == 0, "counted once"
     assert not set(ids(batches)) & {id for _, id in trainer.dropped}
 
 
@@ -266,8 +266,8 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
                 assert found["reward/max"] == 1.0
                 assert found["env/fake/trained"] == len(batch)
                 failed = dropped["failed"]
-                scored = 2 * (len(batch) + dropped["flat"]) + failed
-                assert found["reward"] == pytest.approx((len(batch) + 2 * dropped["flat"] + failed) / scored)
+                scored = 2 * (len(batch) + dropped["zero_variance"]) + failed
+                assert found["reward"] == pytest.approx((len(batch) + 2 * dropped["zero_variance"] + failed) / scored)
                 trainer.step += 1
                 batch.release()
             return buffer.data_state()
@@ -281,7 +281,7 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
 def test_flat_groups_are_kept_if_asked_but_failed_ones_are_not() -> None:
     trainer = Trainer(mixed)
     batches = trained(trainer, 10, drop_zero_variance=False)
-    assert {mixed(group.rollouts[0].task) for batch in batches for group in batch} == {"ok", "flat"}
+    assert {mixed(group.rollouts[0].task) for batch in batches for group in batch} == {"ok", "zero_variance"}
     assert {reason for reason, _ in trainer.dropped} == {"failed"}
 
 
@@ -337,7 +337,7 @@ def draw_of(buffer: RolloutBuffer, task: str) -> Draw:
     return Draw(runner.name, next(found))
 
 
-@pytest.mark.parametrize(("kind", "says"), [("flat", "rewards [1.0, 1.0]"), ("failed", "it broke")])
+@pytest.mark.parametrize(("kind", "says"), [("zero_variance", "rewards [1.0, 1.0]"), ("failed", "it broke")])
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_starved_says_what_was_seen_and_what_to_do(kind: str, says: str, max_lag: int) -> None:
     trainer = Trainer(lambda task: kind)
@@ -352,7 +352,7 @@ def test_starved_says_what_was_seen_and_what_to_do(kind: str, says: str, max_lag
 @pytest.mark.slow
 def test_a_good_group_in_between_is_enough() -> None:
     def rarely(task: Task) -> str:
-        return "ok" if int(task.id[1:]) % 5 == 0 else "flat"
+        return "ok" if int(task.id[1:]) % 5 == 0 else "zero_variance"
 
     trainer = Trainer(rarely)
     assert len(trained(trainer, 5, n=2, patience=20)) == 5
@@ -385,7 +385,7 @@ def test_what_is_in_flight_is_cancelled_at_the_end() -> None:
 
 
 def mostly_flat(task: Task) -> str:
-    return "ok" if task.id in ("t1", "t9", "t09") else "flat"
+    return "ok" if task.id in ("t1", "t9", "t09") else "zero_variance"
 
 
 @pytest.mark.slow
@@ -427,11 +427,11 @@ def test_a_mixture_is_told_environment_by_environment() -> None:
 
     found = run(go())
     assert (found["env/easy/trained"], found["env/hard/trained"]) == (4, 8)
-    assert found["env/easy/flat"] == 0.0
+    assert found["env/easy/zero_variance"] == 0.0
     hard = found["env/hard/groups"]
-    assert found["env/hard/flat"] == pytest.approx(found["groups/dropped_flat"] / hard)
-    assert found["env/hard/reward"] == pytest.approx(((hard - found["groups/dropped_flat"]) * 0.5
-                                                      + found["groups/dropped_flat"]) / hard)  # fmt: skip
+    assert found["env/hard/zero_variance"] == pytest.approx(found["groups/dropped_zero_variance"] / hard)
+    assert found["env/hard/reward"] == pytest.approx(((hard - found["groups/dropped_zero_variance"]) * 0.5
+                                                      + found["groups/dropped_zero_variance"]) / hard)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -467,26 +467,28 @@ def test_a_draw_that_is_played_again_takes_a_place_of_its_own_stream() -> None:
 # A mixture of which some give nothing to train on
 
 
-def from_step(step: int, trainer: Mixture, *, easy: str = "ok", hard: str = "flat") -> Callable[[Task], Any]:
+def from_step(step: int, trainer: Mixture, *, easy: str = "ok", hard: str = "zero_variance") -> Callable[[Task], Any]:
     """What groups are until a step: easy ones ok and hard ones flat; then as told."""
 
     def kind(task: Task) -> str:
         is_easy = task.id == "t1"
         if trainer.step < step:
-            return "ok" if is_easy else "flat"
+            return "ok" if is_easy else "zero_variance"
         return easy if is_easy else hard
 
     return kind
 
 
 def test_an_environment_without_a_use_is_left_out_and_tried_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Mixture(lambda task: "ok" if task.id == "t1" else "flat")
+    trainer = Mixture(lambda task: "ok" if task.id == "t1" else "zero_variance")
     batches = trained(trainer, 2 * REST + 5, n=3, patience=4)
     assert makeup(batches) == [{"easy": 3}] * (2 * REST + 5)
     # Four batches' worth of its two places and one more, then one batch's worth each time.
     assert len(trainer.dropped) == 4 * 2 + 2 + 2 * 2
     (told,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert told.getMessage().startswith("hard: 9 groups in a row could not be trained on (flat); the last group, hard/")
+    assert told.getMessage().startswith(
+        "hard: 9 groups in a row could not be trained on (zero_variance); the last group, hard/"
+    )
     assert "goes to the other environments, and after 20 steps it is tried again. Make hard easier" in told.getMessage()
 
 
@@ -519,7 +521,7 @@ def test_the_lag_is_bounded_whoever_is_left_out(max_lag: int) -> None:
 def test_one_that_is_left_out_is_tried_at_once_if_the_last_fails() -> None:
     """The easy ones are too easy from step 3 on, where the hard ones have become good."""
     trainer = Mixture()
-    trainer.kind = from_step(3, trainer, easy="flat", hard="ok")
+    trainer.kind = from_step(3, trainer, easy="zero_variance", hard="ok")
     assert makeup(trained(trainer, 6, n=3, patience=4)) == [{"easy": 3}] * 3 + [{"hard": 3}] * 3
 
 
@@ -536,7 +538,7 @@ def test_the_run_ends_when_all_give_nothing(max_lag: int) -> None:
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_what_is_being_played_when_it_is_left_out_counts_no_more(max_lag: int) -> None:
     """Else a stream with many groups in flight would be sent away anew before it was tried."""
-    trainer = Mixture(lambda task: "ok" if task.id == "t1" else "flat")
+    trainer = Mixture(lambda task: "ok" if task.id == "t1" else "zero_variance")
 
     async def go() -> DataState:
         async with trainer.buffer(n=3, patience=1, max_lag=max_lag).open(DataState()) as buffer:
@@ -557,7 +559,7 @@ def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
                 await gate.wait()
             return await super().run(task, **options)
 
-    trainer = Gated(lambda task: "flat" if task.id == second[0].id else "ok")
+    trainer = Gated(lambda task: "zero_variance" if task.id == second[0].id else "ok")
 
     async def go() -> None:
         async with trainer.buffer(n=1, max_lag=1).open(DataState()) as buffer:
@@ -565,7 +567,7 @@ def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
             gate.set()
             while len(trainer.started) < 3:
                 await asyncio.sleep(0)
-            assert trainer.dropped == [("flat", second[1])]
+            assert trainer.dropped == [("zero_variance", second[1])]
             batch.release()
 
     run(go())

@@ -123,8 +123,8 @@ def test_why_compiled_layers_are_left_out(
         ["loss=sapo", "advantage=maxrl", "reference={kind: average, every: 3, estimator: k1}"],
         ["loss=reinforce", "advantage=batch_std", "corrections=[{kind: token, beyond: mask}, opsm]"],
         ["loss.reduction=constant", "advantage={kind: grpo, std: population}", "corrections=[sequence]"],
-        ["old_logprobs=recomputed", "updates=2", "corrections=[token, geometric]"],
-        ["updates=2", "reference={kind: start, estimator: k2, ratio_corrected: false}"],
+        ["old_logprobs=recomputed", "updates_per_batch=2", "corrections=[token, geometric]"],
+        ["updates_per_batch=2", "reference={kind: start, estimator: k2, ratio_corrected: false}"],
     ],
     ids=" ".join,
 )
@@ -133,7 +133,7 @@ def test_an_objective_is_its_formula(overrides: list[str], architectures: Path) 
 
 
 def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:
-    own = ["broker.given_advantages=true", "loss=gspo", "loss.gradient=token"]
+    own = ["broker.env_advantages=true", "loss=gspo", "loss.gradient=token"]
     found = certify(recipe("broker", architectures, own), several=0)
     assert found.passed
     assert found.inert == ()
@@ -163,7 +163,7 @@ def test_every_option_of_the_objective_is_turned(architectures: Path) -> None:
     config = recipe("quickstart", architectures, ["corrections=[opsm]", "reference=start"])
     turned: list[str] = options.inert(config, lambda other: False)
     assert turned == [
-        *("old_logprobs", "truncated", "updates"),
+        *("old_logprobs", "truncated", "updates_per_batch"),
         *("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.reduction"),
         *("reference.beta", "reference.estimator", "reference.ratio_corrected"),
         *(f"sampling.{name}" for name in ("top_p", "top_k", "min_p")),

@@ -170,7 +170,7 @@ def test_a_prefix_that_is_there_twice(failed: Any, monkeypatch: Patch) -> None:
 def test_two_processes_are_as_good_as_one(model: Path, monkeypatch: Patch) -> None:
     """In one file with what they find: the process that they are forked from takes longer to start than both do."""
     monkeypatch.chdir(ROOT)
-    own = [f"model={model}", "compile=false", "trains.merged=true", "reference=start", "updates=2"]
+    own = [f"model={model}", "compile=false", "trainable.merged=true", "reference=start", "updates_per_batch=2"]
     found = certify(load(Path("recipes/lora.yaml"), own).config)
     assert found.passed
     (line,) = [line for line in found.lines if "2 processes" in line.name]
@@ -315,7 +315,7 @@ def test_an_old_policy_that_is_the_one_of_now(failed: Any, monkeypatch: Patch) -
         return whole(self, logprobs_N, batch, dataclasses.replace(known, first_N=logprobs_N.detach()))
 
     monkeypatch.setattr(Objective, "__call__", wrong)
-    assert named(failed("updates=2", "old_logprobs=recomputed"), FORMULAS)
+    assert named(failed("updates_per_batch=2", "old_logprobs=recomputed"), FORMULAS)
 
 
 def test_a_reference_that_is_the_policy_itself(failed: Any, monkeypatch: Patch) -> None:

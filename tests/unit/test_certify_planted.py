@@ -416,7 +416,7 @@ SIXTEEN = [
         "the gradient of a merged LoRA's A lacks alpha/rank",
         attribute(_merged._Product, "backward", without_scale(3)),
         (GRADIENT,),
-        ("trains.merged=true",),
+        ("trainable.merged=true",),
         source="lora",
     ),
     Defect(
@@ -444,14 +444,14 @@ OWN = [
         "the merged sum lacks alpha/rank",
         attribute(_merged.MergedLinear, "fold", lambda w: fold_without_scale),
         (LOGPROBS, GRADIENT),
-        ("trains.merged=true",),
+        ("trainable.merged=true",),
         source="lora",
     ),
     Defect(
         "merged weights stay behind between the updates of a step",
         attribute(Step, "_pass", lambda w: lambda self, *a: setattr(self, "fold", lambda: None) or w(self, *a)),
         (GRADIENT,),
-        ("trains.merged=true", "updates=3"),
+        ("trainable.merged=true", "updates_per_batch=3"),
         source="lora",
     ),
     Defect(
@@ -482,7 +482,7 @@ OWN = [
         "the average of an adapter never follows",
         attribute(average._Moving, "move", lambda w: lambda self: None),
         (FOLLOWS,),
-        (AVERAGE, "trains.merged=true"),
+        (AVERAGE, "trainable.merged=true"),
         source="lora",
     ),
     Defect(

@@ -53,7 +53,7 @@ class Saver:
             keep=keep,
             steps=steps,
             policy=policy,
-            trains=Full(),
+            trainable=Full(),
             stepper=self.stepper,
             still=lambda: None,
             on_saved=lambda step, path: self.saved.append(step),
@@ -76,7 +76,7 @@ class Saver:
 
         async def both() -> TrainerState:
             folder = self.checkpoints.folder
-            found = await restore_weights(folder, self.policy, self.checkpoints.trains, state(0, digest))
+            found = await restore_weights(folder, self.policy, self.checkpoints.trainable, state(0, digest))
             await self.checkpoints.restore(found)
             return found
 

@@ -93,7 +93,7 @@ def make_run(folder: Path, *overrides: str, steps: tuple[int, ...] = ()) -> RunC
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump(config))
     for step in steps:
-        weights = folder / "checkpoints" / f"{step:06d}" / config.trains.folder_name
+        weights = folder / "checkpoints" / f"{step:06d}" / config.trainable.folder_name
         weights.mkdir(parents=True)
         (weights / "model.safetensors").write_text(f"weights of {step}")
     return config
@@ -252,10 +252,12 @@ def test_train_resumes_a_run_by_its_folder(run: Run, trainer: types.SimpleNamesp
 
 def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, trainer: types.SimpleNamespace) -> None:
     make_run(Path("runs/a"))
-    assert run("train", "runs/a", "steps=9", "sinks=[]", "evaluate.tasks=3", "checkpoint.every=7", "threads=1")[0] == 0
+    assert (
+        run("train", "runs/a", "steps=9", "loggers=[]", "evaluate.tasks=3", "checkpoint.every=7", "threads=1")[0] == 0
+    )
     config, _ = trainer.calls[0]
-    assert (config.steps, config.sinks, config.evaluate.tasks, config.checkpoint.every) == (9, (), 3, 7)
-    assert run("train", "runs/a", "sync.tolerance=0.5", "sync.prove_every=2")[0] == 0
+    assert (config.steps, config.loggers, config.evaluate.tasks, config.checkpoint.every) == (9, (), 3, 7)
+    assert run("train", "runs/a", "sync.tolerance=0.5", "sync.verify_every=2")[0] == 0
     assert trainer.calls[1][0].sync.tolerance == 0.5
     for override in ("seed=1", "optimizer.lr=1", "name=b", "runs=c", "model=x", "sync={kind: shared}"):
         code, _, err = run("train", "runs/a", override)
@@ -263,7 +265,7 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        may = "alarms, broker, checkpoint, checkpointing, evaluate, grading, patience, print_completions, sinks, steps"
+        may = "alarms, broker, checkpoint, checkpointing, evaluate, grading, loggers, print_completions, steps"
         assert f"these may change: {may}" in err
 
 
@@ -420,7 +422,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "5")
     assert code == 0
-    for what in ("parts", "sinks", "train tasks", "test tasks", "gold answers", "model", "prompts", "memory", "disk"):
+    for what in ("parts", "loggers", "train tasks", "test tasks", "gold answers", "model", "prompts", "memory", "disk"):
         assert re.search(rf"^ok +{what} ", out, re.MULTILINE), what
     assert "5 graded, each beside a wrong answer: number gives full marks, and the wrong ones 0" in out
     assert "at the peak" in out
@@ -586,7 +588,7 @@ def test_check_refuses_parts_that_cannot_work_together(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(config: RunConfig) -> None:
-        raise UnsupportedPair("sync shared cannot carry trains: lora; it carries full")
+        raise UnsupportedPair("sync shared cannot carry trainable: lora; it carries full")
 
     monkeypatch.setattr("tandem.trainer.pairs.check_pairs", refuse)
     Path("recipe.yaml").write_text(MINIMAL)
@@ -715,9 +717,15 @@ def test_show_summarises_a_run(run: Run) -> None:
          "truncated": 0.0, "tokens": 10.0}
         for step, mean in ((0, 0.25), (3, 0.65))
     ]  # fmt: skip
-    events = [{"time": 100.0, "event": "run_started"}, {"time": 101.0, "event": "group_dropped", "reason": "flat"}]
-    events += [{"time": 102.0, "event": "group_dropped", "reason": "flat"}, {"time": 104.0, "event": "run_done"}]
-    changed = {"time": 103.0, "event": "rate_changed", "reason": "waits", "was": 4, "lag": 2}
+    events = [
+        {"time": 100.0, "event": "run_started"},
+        {"time": 101.0, "event": "group_dropped", "reason": "zero_variance"},
+    ]
+    events += [
+        {"time": 102.0, "event": "group_dropped", "reason": "zero_variance"},
+        {"time": 104.0, "event": "run_done"},
+    ]
+    changed = {"time": 103.0, "event": "lag_changed", "reason": "waits", "was": 4, "lag": 2}
     events[-1:-1] = [{**changed, "step": 1, "ahead": 6}, {**changed, "step": 2, "ahead": 8}]
     for name, rows in {"metrics": metrics, "eval": evaluations, "events": events}.items():
         Path(f"runs/a/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -728,7 +736,7 @@ def test_show_summarises_a_run(run: Run) -> None:
     flat = " ".join(out.split())
     assert "0 0.25 [0.150, 0.350] 0.75 [0.500, 0.900] 10 3 0.65 [0.550, 0.750]" in flat
     assert "reward 0.1 ▁▅█ 0.3" in flat
-    assert "groups dropped: 2 flat" in out
+    assert "groups dropped: 2 zero_variance" in out
     assert "sampling is 8 groups ahead (lag 2) since step 2, waits; changed 2 times" in out
     assert "last event: run_done, " in out
     assert not Path("runs/a/report.html").exists()
@@ -794,10 +802,10 @@ def test_export_merges_an_adapter_into_its_base(run: Run, tiny_model: Path) -> N
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = make_run(Path("runs/a"), f"model={tiny_model}", "trains=lora", "trains.rank=2", "dtype=float32")
+    config = make_run(Path("runs/a"), f"model={tiny_model}", "trainable=lora", "trainable.rank=2", "dtype=float32")
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     before = base.model.layers[0].self_attn.q_proj.weight.detach().clone()
-    model = config.trains.prepare(base)
+    model = config.trainable.prepare(base)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -805,7 +813,7 @@ def test_export_merges_an_adapter_into_its_base(run: Run, tiny_model: Path) -> N
     ids = torch.tensor([[1, 2, 3, 4]])
     expected = model(ids).logits
     adapter = Path("runs/a/checkpoints/000002/adapter")
-    config.trains.save(model, AutoTokenizer.from_pretrained(tiny_model), adapter)
+    config.trainable.save(model, AutoTokenizer.from_pretrained(tiny_model), adapter)
     assert run("export", "runs/a", "plain")[1] == "exported the adapter of step 2 to plain\n"
     assert Path("plain/adapter_config.json").is_file()
     assert run("export", "runs/a", "merged", "--merge")[1] == "exported the model of step 2 to merged\n"

@@ -53,13 +53,13 @@ def test_a_minimal_recipe_gets_every_default_as_live_parts(here: Path) -> None:
         "advantage": ("advantages", "dr_grpo"),
         "loss": ("losses", "grpo"),
         "optimizer": ("optimizers", "adamw"),
-        "trains": ("trains", "full"),
+        "trainable": ("trainable", "full"),
         "engine": ("engines", "embedded"),
         "sync": ("sync", "shared"),
     }
     for name, (slot, kind) in kinds.items():
         assert resolve.kind_of(slot, getattr(config, name)) == kind
-    assert [resolve.kind_of("sinks", sink) for sink in config.sinks] == ["console"]
+    assert [resolve.kind_of("loggers", logger) for logger in config.loggers] == ["console"]
 
 
 def test_rewards_default_to_the_environments_own(here: Path) -> None:
@@ -86,7 +86,8 @@ def test_a_whole_number_will_do_for_a_number(here: Path) -> None:
 
 def test_shorthand_and_mapping_mean_the_same(here: Path) -> None:
     long = (
-        MINIMAL.replace("env: arithmetic", "env: {kind: arithmetic}") + "loss: {kind: grpo}\nsinks: [{kind: console}]\n"
+        MINIMAL.replace("env: arithmetic", "env: {kind: arithmetic}")
+        + "loss: {kind: grpo}\nloggers: [{kind: console}]\n"
     )
     assert read(long) == read(MINIMAL)
 
@@ -227,8 +228,8 @@ def test_what_is_merged_is_a_mapping(here: Path) -> None:
         ("loss: 3", "recipe.yaml:4: loss: expected a name ("),
         ("loss: {kind: 3}", "recipe.yaml:4: loss.kind: expected one of "),
         (
-            "sinks: console",
-            "recipe.yaml:4: sinks: expected a list of sinks, such as [console, jsonl], got the text 'console'",
+            "loggers: console",
+            "recipe.yaml:4: loggers: expected a list of loggers, such as [console, jsonl], got the text 'console'",
         ),
         (
             "rewards: [exact]",
@@ -309,7 +310,7 @@ def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: 
     """Each option by itself, once anything is wrong: what it should be beside a wrong one is not known."""
     message = wrong(
         MINIMAL + "optimizer: {lr: -1, warmup_steps: -3, min_lr_ratio: 5}\ngroup_size: 1\nseed: x\n"
-        "sync: {kind: broadcast, port_number: 65536, seconds: 0, every: 0}\nengine: vllm\n"
+        "sync: {kind: broadcast, port: 65536, timeout_seconds: 0, every: 0}\nengine: vllm\n"
         "evaluate: {every: x, samples: 0}\nsampling: {temperature: -1, top_p: 0}\nthreads: -1\n"
         "reference: {kind: average, every: 10, mixups: 3}\n"
     )
@@ -319,8 +320,8 @@ def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: 
         "recipe.yaml:4: optimizer.min_lr_ratio must be",
         "recipe.yaml:5: group_size must be at least 2",
         "recipe.yaml:6: seed: expected a whole number",
-        "recipe.yaml:7: sync.port_number must be from 0 to 65535",
-        "recipe.yaml:7: sync.seconds must be above 0",
+        "recipe.yaml:7: sync.port must be from 0 to 65535",
+        "recipe.yaml:7: sync.timeout_seconds must be above 0",
         "recipe.yaml:7: sync.every must be at least 1",
         "recipe.yaml:9: evaluate.every: expected a whole number",
         "recipe.yaml:9: evaluate.samples must be at least 1",
@@ -340,7 +341,8 @@ def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: 
         "model: m\nsteps: 0\nenv: arithmetic\n",
         # Beside a wrong option nothing is judged that speaks of it: here the broker, and the corrections.
         "model: m\nsteps: 9\nbroker: {url: x}\nmax_lag: 3\n",
-        MINIMAL + "updates: 2\nold_logprobs: recomputed\nreplay: {size: 4}\ncorrections: [{kind: token, highs: x}]\n",
+        MINIMAL
+        + "updates_per_batch: 2\nold_logprobs: recomputed\nreplay: {size: 4}\ncorrections: [{kind: token, highs: x}]\n",
         # Nor what would change nothing.
         MINIMAL + "replay: {size: -1, max_age: 4}\n",
         MINIMAL.replace("steps: 3", "steps: 0") + "reference: {kind: average, every: 10}\n",
@@ -419,7 +421,7 @@ def test_a_recipe_that_is_no_mapping(here: Path) -> None:
         ("evaluate: {samples: 0}", "recipe.yaml:4: evaluate.samples must be at least 1"),
         ("evaluate: {temperature: -0.1}", "evaluate.temperature must be at least 0"),
         ("checkpoint: {keep: 0}", "checkpoint.keep must be at least 1"),
-        ("grading: {timeout: 0}", "grading.timeout must be above 0 (seconds)"),
+        ("grading: {timeout_seconds: 0}", "grading.timeout_seconds must be above 0 (seconds)"),
         ("context: 1", "recipe.yaml:4: context must be at least 2, or null"),
         ("name: a/b", "recipe.yaml:4: name must be a folder's name, not a path"),
         ("truncated: penalise\ntruncated_penalty: -1", "recipe.yaml:5: truncated_penalty must be at least 0"),
@@ -555,13 +557,13 @@ def test_overrides_reach_every_depth(here: Path) -> None:
     config = read(
         MINIMAL,
         "steps=7", "optimizer.lr=1e-4", "env.terms=3", "sampling.stop=[END, '#']", "evaluate.every=5", "name=2024",
-        "chat_template_kwargs.enable_thinking=false", "sinks=[console, jsonl]", "context=null",
+        "chat_template_kwargs.enable_thinking=false", "loggers=[console, jsonl]", "context=null",
     )  # fmt: skip
     assert (config.steps, config.optimizer.lr, config.sampling.stop) == (7, 1e-4, ("END", "#"))
     assert config.env.terms == 3  # type: ignore[attr-defined]
     assert (config.evaluate.every, config.name, config.context) == (5, "2024", None)
     assert config.chat_template_kwargs == {"enable_thinking": False}
-    assert len(config.sinks) == 2
+    assert len(config.loggers) == 2
 
 
 def test_text_on_the_command_line_needs_no_quotes(here: Path) -> None:
@@ -578,7 +580,7 @@ def test_another_kind_replaces_the_part_and_the_same_kind_keeps_its_options(here
     assert read(text, "env.kind=calculator", "env.terms=4").env == resolve.find("envs", "calculator")(terms=4)
     assert read(text, "env={kind: arithmetic, size: 9}").env == Arithmetic(size=9)
     assert read(MINIMAL + "optimizer: {lr: 1e-4}\n", "optimizer=adamw").optimizer.lr == 1e-4
-    assert read(MINIMAL, "trains=lora", "trains.rank=4").trains.rank == 4  # type: ignore[attr-defined]
+    assert read(MINIMAL, "trainable=lora", "trainable.rank=4").trainable.rank == 4  # type: ignore[attr-defined]
 
 
 def test_overrides_of_rewards(here: Path) -> None:
@@ -614,8 +616,8 @@ def test_an_import_path_may_be_overridden(here: Path) -> None:
         ("--seed=3", "command line: --seed: an override has no dashes; write seed=3"),
         (".seed=3", "command line: .seed: an option's path is words joined by dots, such as loss.clip_high"),
         ("steps.foo=3", "command line: steps.foo: steps is a single value at recipe.yaml:2; it has no options"),
-        ("sinks.0=console", "command line: sinks.0: sinks is a list; give the whole of it, such as sinks=[console]"),
-        ("sinks=[console", "command line: sinks: this is not YAML: "),
+        ("loggers.0=console", "command line: loggers.0: loggers is a list; give the whole of it, such as loggers=["),
+        ("loggers=[console", "command line: loggers: this is not YAML: "),
         ("sampling={top_p: 1, top_p: 1}", "command line: sampling: duplicate key 'top_p'"),
         ("evaluate.samples=0", "command line: evaluate.samples must be at least 1"),
         ("truncated_penalty=2", "command line: truncated_penalty changes nothing"),
@@ -643,13 +645,13 @@ def test_where_an_option_was_given_is_remembered(here: Path) -> None:
 
 def test_dump_is_complete_and_loads_to_an_equal_config(here: Path) -> None:
     config = read(
-        MINIMAL, "trains=lora", "rewards.exact.ignore_case=true", "optimizer.lr=1e-7", "evaluate.tasks=0",
+        MINIMAL, "trainable=lora", "rewards.exact.ignore_case=true", "optimizer.lr=1e-7", "evaluate.tasks=0",
         "sampling.stop=['1e-6', 'no']", "chat_template_kwargs={a: [1, {b: null}]}",
     )  # fmt: skip
     text = dump(config)
     assert read(text) == config
     for option in resolve.options(RunConfig):
-        assert f"{option.name}:" in text or option.name in ("truncated_penalty", "envs", "rate")
+        assert f"{option.name}:" in text or option.name in ("truncated_penalty", "envs", "lag_control")
 
 
 # Several environments
@@ -778,7 +780,7 @@ def test_the_digest_is_of_what_decides_training(here: Path) -> None:
         "steps=9",
         "name=x",
         "runs=elsewhere",
-        "sinks=[]",
+        "loggers=[]",
         "threads=1",
         "evaluate.tasks=0",
         "checkpoint.every=1",
@@ -988,3 +990,25 @@ def test_dtype_auto_is_what_the_machine_computes_and_said_where_it_is_not_bfloat
     Path("again.yaml").write_text(dump(loaded.config))
     monkeypatch.setattr("tandem.machine.computes_bfloat16", lambda: not computes)
     assert load(Path("again.yaml")).config == loaded.config  # a run goes on with the type it began with
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("trains: lora", "'trains' is called 'trainable' now"),
+        ("sinks: [console]", "'sinks' is called 'loggers' now"),
+        ("patience: {wait_seconds: 9}", "'patience' is called 'timeouts' now"),
+        ("updates: 2", "'updates' is called 'updates_per_batch' now"),
+        ("rate: {max_lag: 2}", "'rate' is called 'lag_control' now"),
+        ("flat_groups: keep", "'flat_groups' is called 'zero_variance_groups' now"),
+        ("grading: {timeout: 3}", "'timeout' of grading is called 'timeout_seconds' now"),
+        ("sync: {kind: shared, prove_every: 2}", "'prove_every' of sync (shared) is called 'verify_every' now"),
+    ],
+)
+def test_an_old_name_of_an_option_is_a_mistake_that_says_the_new_one(old: str, new: str) -> None:
+    assert new in wrong(MINIMAL + old + "\n")
+
+
+def test_an_override_by_an_old_name_says_the_new_one() -> None:
+    said = wrong(MINIMAL, "trains.rank=8")
+    assert "command line: trains.rank: 'trains' is called 'trainable' now" in said

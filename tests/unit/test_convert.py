@@ -100,7 +100,7 @@ def test_untrained_and_given_advantages_travel() -> None:
     )
     wired = group_to_wire(given_)
     assert wired.advantages == [[0.0, 0.0, 0.5, 1.5, 0.0, 0.0, 2.5], [0.0, 0.0, 0.5]]
-    back = rollouts(wired, given_advantages=True)
+    back = rollouts(wired, env_advantages=True)
     assert [r.trained for r in back] == [True, False]
     assert [r.advantages for r in back] == [r.advantages for r in given_.rollouts]
 
@@ -145,7 +145,7 @@ def test_its_sequences_are_one_rollout_again() -> None:
     group = branching_group(advantages=(0.1, 0.2, 0.3, 0.4, 0.5), rewards={"number": 1.0})
     group = replace(group, rollouts=(group.rollouts[0], replace(group.rollouts[1], advantages=(0.9,))))
     back = group_from_wire(
-        read(write(group_to_wire(group)), ScoredGroup), id="t@1", version=7, rules=Rules(given_advantages=True)
+        read(write(group_to_wire(group)), ScoredGroup), id="t@1", version=7, rules=Rules(env_advantages=True)
     )
     first, second = back.rollouts
     turns = BRANCHING.turns
@@ -228,7 +228,7 @@ def test_null_and_empty_and_missing_are_one(empty: Any) -> None:
 )
 def test_one_bad_sequence_does_not_cost_its_siblings(changed: dict[str, Any], kind: str, says: str) -> None:
     notes = Notes()
-    good, bad = rollouts(scored(**changed), notes=notes, max_tokens=5, vocabulary=259, given_advantages=True)
+    good, bad = rollouts(scored(**changed), notes=notes, max_tokens=5, vocabulary=259, env_advantages=True)
     assert (good.status, good.reward, good.num_tokens) == ("ok", 1.0, 3)
     assert (bad.status, bad.reward, bad.turns) == ("error", None, ())
     assert says in bad.error
@@ -315,7 +315,7 @@ def test_what_is_not_read_is_noted() -> None:
     rollouts(scored(ref_logprobs=rows, advantages=rows, overrides=[{"sft": True}, {}], images=[1]), notes=notes)
     assert notes.unread == {"ref_logprobs", "advantages", "sft", "images"}
     notes = Notes()
-    assert rollouts(scored(advantages=rows), notes=notes, given_advantages=True)[0].advantages == (0.5,) * 3
+    assert rollouts(scored(advantages=rows), notes=notes, env_advantages=True)[0].advantages == (0.5,) * 3
     assert notes.unread == set()
 
 

@@ -49,7 +49,13 @@ def failed(index: int) -> Group:
 
 
 def drop(
-    folder: Path, make: Make = hopeless, count: int = 400, *, steps: int = 1, reason: str = "flat", resumed: int = 0
+    folder: Path,
+    make: Make = hopeless,
+    count: int = 400,
+    *,
+    steps: int = 1,
+    reason: str = "zero_variance",
+    resumed: int = 0,
 ) -> list[dict[str, Any]]:
     """What is told of so many groups dropped for each step, of batches of four."""
     step = resumed
@@ -94,9 +100,9 @@ def test_it_never_floods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("make", "reason", "change"),
     [
-        (solved, "flat", "harder tasks"),
-        (cut, "flat", "80 of 80 answers were cut at a length limit: raise sampling.max_tokens (64)"),
-        (alike, "flat", "raise sampling.temperature"),
+        (solved, "zero_variance", "harder tasks"),
+        (cut, "zero_variance", "80 of 80 answers were cut at a length limit: raise sampling.max_tokens (64)"),
+        (alike, "zero_variance", "raise sampling.temperature"),
         (failed, "failed", "ValueError: my reward broke"),
         (hopeless, "stale", "raise max_lag"),
     ],
@@ -133,7 +139,9 @@ def test_the_board_shows_them_until_the_step_is_there(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_step_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Console(live="never").open(info(tmp_path)).write(1, {"groups/dropped_flat": 30.0, "groups/dropped_failed": 3.0})
+    Console(live="never").open(info(tmp_path)).write(
+        1, {"groups/dropped_zero_variance": 30.0, "groups/dropped_failed": 3.0}
+    )
     assert "dropped 33 groups" in capsys.readouterr().out
 
 
@@ -141,9 +149,9 @@ def test_the_line_of_a_step_counts_groups_without_signal_that_were_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = Console(live="never").open(info(tmp_path))
-    played = {"env/a/flat": 0.75, "env/a/groups": 8.0, "env/b/flat": 0.5, "env/b/groups": 4.0}
-    writer.write(1, {**played, "groups/dropped_flat": 0.0})
+    played = {"env/a/zero_variance": 0.75, "env/a/groups": 8.0, "env/b/zero_variance": 0.5, "env/b/groups": 4.0}
+    writer.write(1, {**played, "groups/dropped_zero_variance": 0.0})
     assert "no signal in 8 groups" in capsys.readouterr().out
-    writer.write(2, {**played, "groups/dropped_flat": 8.0})
-    writer.write(3, {**played, "env/a/flat": math.nan})
+    writer.write(2, {**played, "groups/dropped_zero_variance": 8.0})
+    writer.write(3, {**played, "env/a/zero_variance": math.nan})
     assert "no signal" not in capsys.readouterr().out

@@ -290,7 +290,7 @@ def test_an_engine_that_fails_while_requests_are_to_end_fails_them(
 
 def test_it_lends_the_policys_own_parameters(tiny_model: Path) -> None:
     """An adapter's too: they are what it samples from."""
-    with live_policy(tiny_model, trains=Lora(rank=2)) as policy:
+    with live_policy(tiny_model, trainable=Lora(rank=2)) as policy:
 
         async def work(engine: Any) -> dict[str, int]:
             return {name: tensor.data_ptr() for name, tensor in (await engine.lend()).items()}

@@ -267,11 +267,11 @@ def test_measure_tells_environments_apart() -> None:
         "env/a/reward": pytest.approx((1.5 + 0.5 + 0.5 + 0.5 + 1.5) / 5),
         "env/a/accuracy": pytest.approx(2 / 5),
         "env/a/groups": 3.0,
-        "env/a/flat": pytest.approx(1 / 2),
+        "env/a/zero_variance": pytest.approx(1 / 2),
         "env/a/calls": 3.0,
         "env/b/reward": 1.5,
         "env/b/accuracy": 1.0,
         "env/b/groups": 1.0,
-        "env/b/flat": 1.0,
+        "env/b/zero_variance": 1.0,
         "env/b/calls": 9.0,
     }

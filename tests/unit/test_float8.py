@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepped import TRAINS
+from stepped import TRAINABLE
 from tiny import live_policy
 from torch import Tensor
 
@@ -45,16 +45,16 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("trains", ["full", "lora"])
-def test_layers_compute_in_8_bits_by_the_same_parameters(tiny_model: Path, trains: str) -> None:
+@pytest.mark.parametrize("trainable", ["full", "lora"])
+def test_layers_compute_in_8_bits_by_the_same_parameters(tiny_model: Path, trainable: str) -> None:
     # An adapter that would be wide enough stays all the same.
-    with live_policy(tiny_model, trains=Full() if trains == "full" else Lora(rank=64)) as policy:
+    with live_policy(tiny_model, trainable=Full() if trainable == "full" else Lora(rank=64)) as policy:
         policy.model.bfloat16()
         before, names = {id(p) for p in policy.model.parameters()}, list(policy.model.state_dict())
         want, gradients = passed(policy)
         changed = float8.convert(policy.model, emulate=True)
         # 2 layers of 7 products; keys and values are 32 wide. Adapters, head and embeddings stay.
-        assert sorted({name.split(".")[-2 if trains == "lora" else -1] for name in changed}) == [
+        assert sorted({name.split(".")[-2 if trainable == "lora" else -1] for name in changed}) == [
             "down_proj",
             "gate_proj",
             "o_proj",
@@ -90,7 +90,7 @@ def test_merged_adapters_and_small_models_are_refused(tiny_model: Path, monkeypa
     with live_policy(tiny_model) as policy, pytest.raises(ConfigError, match="no layer has at least 1024 inputs"):
         float8.convert(policy.model.bfloat16())
     monkeypatch.setattr(float8, "NARROWEST", 16)
-    with live_policy(tiny_model, trains=TRAINS["merged"]) as policy:
+    with live_policy(tiny_model, trainable=TRAINABLE["merged"]) as policy:
         policy.model.bfloat16()
         with pytest.raises(ConfigError, match=r"trains\.merged does not"):
             float8.convert(policy.model)

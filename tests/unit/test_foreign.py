@@ -158,8 +158,14 @@ class Trainer:
     failure: Exception | None = None
 
     def source(self, **options: Any) -> BrokerSource:
-        rules = {name: options.pop(name) for name in ("given_advantages", "policy_logprobs") if name in options}
-        given_ = {"groups_per_step": 2, "group_size": 2, "max_lag": 2, "drop_flat": True, "lease_seconds": 60.0}
+        rules = {name: options.pop(name) for name in ("env_advantages", "policy_logprobs") if name in options}
+        given_ = {
+            "groups_per_step": 2,
+            "group_size": 2,
+            "max_lag": 2,
+            "drop_zero_variance": True,
+            "lease_seconds": 60.0,
+        }
         return BrokerSource(
             broker=self.broker,
             run=RUN,
@@ -337,7 +343,7 @@ def test_what_is_no_number_says_nothing_of_sampling() -> None:
 def test_what_cannot_be_trained_on_is_dropped_counted_and_replaced() -> None:
     broker = Local()
     broker.put(
-        sent("flat", 1.0, 1.0),
+        sent("zero_variance", 1.0, 1.0),
         sent("ok"),
         sent("half", masks=[[-100, 2, 3], [-100] * 3]),
         sent("more"),
@@ -350,8 +356,8 @@ def test_what_cannot_be_trained_on_is_dropped_counted_and_replaced() -> None:
 
     batch, metrics = run(go())
     assert batch == ["ok", "more"]
-    assert trainer.dropped == [("flat", "flat"), ("failed", "half")]
-    assert metrics["groups/dropped_flat"] == metrics["groups/dropped_failed"] == 1
+    assert trainer.dropped == [("zero_variance", "zero_variance"), ("failed", "half")]
+    assert metrics["groups/dropped_zero_variance"] == metrics["groups/dropped_failed"] == 1
     assert metrics["rollouts/untrained"] == metrics["rollouts/failed"] == 1
     assert metrics["tokens/generated"] == 14
 
@@ -385,7 +391,9 @@ def test_a_broker_that_knows_leaves_old_groups_out_itself() -> None:
 
 def test_a_group_that_waits_here_ages_too() -> None:
     broker = Local()
-    broker.put(*(sent(name, version=0) for name in ("a", "b", "c", "d")), sent("flat", 1.0, 1.0), sent("e", version=3))
+    broker.put(
+        *(sent(name, version=0) for name in ("a", "b", "c", "d")), sent("zero_variance", 1.0, 1.0), sent("e", version=3)
+    )
     broker.put(sent("f", version=3), sent("g", version=3))
     trainer = Trainer(broker)
 
@@ -403,7 +411,7 @@ def test_a_group_that_waits_here_ages_too() -> None:
     ("bad", "reason", "advice"),
     [
         (sent("x", version=0), "stale", "raise max_lag"),
-        (sent("x", 1.0, 1.0, version=9), "flat", "flat_groups: keep"),
+        (sent("x", 1.0, 1.0, version=9), "zero_variance", "zero_variance_groups: keep"),
         (sent("x", masks=[[-100] * 3] * 2, version=9), "failed", "every token is masked"),
     ],
 )
@@ -416,15 +424,15 @@ def test_starved_says_why_and_what_to_do(bad: ScoredGroup, reason: str, advice: 
 
 def test_flat_groups_are_kept_if_the_recipe_says_so() -> None:
     broker = Local()
-    broker.put(sent("flat", 1.0, 1.0), sent("ok"))
-    assert taken(broker, 1, drop_flat=False)[0] == [["flat", "ok"]]
+    broker.put(sent("zero_variance", 1.0, 1.0), sent("ok"))
+    assert taken(broker, 1, drop_zero_variance=False)[0] == [["zero_variance", "ok"]]
 
 
 def test_given_advantages_need_no_siblings_and_no_rewards_that_differ() -> None:
     broker = Local()
     rows = [[0.0, 1.0, -1.0]] * 2
-    broker.put(sent("flat", 1.0, 1.0, advantages=rows), sent("ok"))
-    assert taken(broker, 1, given_advantages=True)[0] == [["flat", "ok"]]
+    broker.put(sent("zero_variance", 1.0, 1.0, advantages=rows), sent("ok"))
+    assert taken(broker, 1, env_advantages=True)[0] == [["zero_variance", "ok"]]
 
 
 def test_a_group_of_which_nothing_is_trained_teaches_nothing() -> None:
@@ -433,7 +441,7 @@ def test_a_group_of_which_nothing_is_trained_teaches_nothing() -> None:
     broker.put(sent("zero", overrides=zero), sent("half", overrides=[zero[0], {}]), sent("a"), sent("b"))
     batches, trainer = taken(broker, 1)
     assert batches == [["half", "a"]]
-    assert trainer.dropped == [("flat", "zero")]
+    assert trainer.dropped == [("zero_variance", "zero")]
 
 
 def test_missing_logprobs_end_the_run_and_the_batch_comes_again() -> None:
@@ -454,7 +462,7 @@ def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told) == 3
     assert "body.tokens: odd" in told[0]
     assert "send advantages" in told[1]
-    assert "broker.given_advantages: true" in told[1]
+    assert "broker.env_advantages: true" in told[1]
     assert "send ref_logprobs" in told[2]
 
 
@@ -549,7 +557,7 @@ def test_a_batch_is_acknowledged_when_its_step_is_saved_and_not_before() -> None
 
 def test_what_waits_in_a_checkpoint_needs_no_lease() -> None:
     broker = Local()
-    broker.put(sent("flat", 1.0, 1.0), sent("a"), sent("b"), sent("c"))
+    broker.put(sent("zero_variance", 1.0, 1.0), sent("a"), sent("b"), sent("c"))
 
     async def first() -> DataState:
         async with Trainer(broker).source().open(DataState()) as source:
@@ -628,7 +636,7 @@ def test_a_step_has_the_sequences_of_a_batch_though_rollouts_are_several() -> No
 def test_the_numbers_of_a_step_are_of_its_groups_though_more_had_arrived() -> None:
     """What took the place of a dropped group came with others, which wait for the next step."""
     broker = Local()
-    broker.put(sent("flat", 1.0, 1.0), sent("a"), sent("b", 0.0, 0.5), sent("c"), sent("d"), sent("e"))
+    broker.put(sent("zero_variance", 1.0, 1.0), sent("a"), sent("b", 0.0, 0.5), sent("c"), sent("d"), sent("e"))
 
     async def go() -> list[tuple[list[str], float, float]]:
         found = []
@@ -719,7 +727,7 @@ def test_a_data_state_survives_json() -> None:
     broker.put(sent("a", advantages=rows, inference_logprobs=None), sent("b"), sent("c", 1.0, 1.0), sent("d"))
 
     async def go() -> DataState:
-        options = {"groups_per_step": 1, "given_advantages": True, "policy_logprobs": True}
+        options = {"groups_per_step": 1, "env_advantages": True, "policy_logprobs": True}
         async with Trainer(broker).source(**options).open(DataState()) as source:
             await source.take()
             source._receive(await source._next())
@@ -747,7 +755,7 @@ def test_a_record_has_no_number_where_nobody_told_one(
     trained: tuple[float, ...], numbers: tuple[float | None, ...]
 ) -> None:
     told = sent("a", inference_logprobs=None, advantages=[[0.0, 0.25, -1.0], [0.0] * 3])
-    rules = Rules(policy_logprobs=True, given_advantages=True)
+    rules = Rules(policy_logprobs=True, env_advantages=True)
     group = group_from_wire(told, id="a@0", version=0, rules=rules)
     batch = StepBatch(micro=(), groups=(group,), advantages={"a@0/0": -0.375}, num_loss_tokens=2, num_samples=1)
     stats = StepStats(metrics={}, logprobs={"a@0/0": trained})

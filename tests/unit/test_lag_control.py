@@ -259,11 +259,11 @@ def recipe(**changes: Any) -> RunConfig:
 
 def test_auto_counts_as_its_budget_wherever_a_lag_counts() -> None:
     assert recipe().most_lag == 4
-    assert recipe(rate={"max_lag": 2}).most_lag == 2
+    assert recipe(lag_control={"max_lag": 2}).most_lag == 2
     assert recipe(max_lag=3).most_lag == 3
-    hotswap = {"engine": "vllm", "trains": "lora"}
+    hotswap = {"engine": "vllm", "trainable": "lora"}
     check_pairs(recipe(**hotswap, sync={"kind": "hotswap", "every": 5}))
-    with pytest.raises(UnsupportedPair, match=r"set rate\.max_lag to 5"):
+    with pytest.raises(UnsupportedPair, match=r"set lag_control\.max_lag to 5"):
         check_pairs(recipe(**hotswap, sync={"kind": "hotswap", "every": 6}))
 
 
@@ -271,9 +271,9 @@ def test_auto_counts_as_its_budget_wherever_a_lag_counts() -> None:
     ("changes", "said"),
     [
         ({"max_lag": "often"}, "max_lag"),
-        ({"max_lag": 1, "rate": {"ess_floor": 0.5}}, "read by max_lag: auto alone"),
-        ({"rate": {"ess_floor": 1.0}}, "ess_floor must be at least 0 and below 1"),
-        ({"rate": {"max_lag": 0}}, "max_lag must be at least 1"),
+        ({"max_lag": 1, "lag_control": {"ess_floor": 0.5}}, "read by max_lag: auto alone"),
+        ({"lag_control": {"ess_floor": 1.0}}, "ess_floor must be at least 0 and below 1"),
+        ({"lag_control": {"max_lag": 0}}, "max_lag must be at least 1"),
         ({"broker": "http://h:1", "env": None}, "at least 1 with broker, and not auto"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layered import PLANS, distance, gradients, hidden
-from stepped import OBJECTIVES, TRAINS, whole_step
+from stepped import OBJECTIVES, TRAINABLE, whole_step
 from tiny import live_policy
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -24,7 +24,7 @@ from tandem.errors import ConfigError
 from tandem.model import _compile, layers
 from tandem.model.attention import Packed
 from tandem.model.policy import Policy
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.types import Sampling
 
@@ -50,15 +50,15 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compile, "missing", lambda device: None)
 
 
-def after_a_step(folder: Path, trains: Trains, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def after_a_step(folder: Path, trainable: Trainable, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and logprobs after a whole step, its gradients handed to the optimizer as they are made."""
-    with live_policy(folder, trains=trains) as policy:
-        for name, parameter in trains.parameters(policy.model):
+    with live_policy(folder, trainable=trainable) as policy:
+        for name, parameter in trainable.parameters(policy.model):
             if "lora_B" in name:  # else A has no gradient
                 nn.init.normal_(parameter, std=0.05)
-        trains.fold(policy.model)
+        trainable.fold(policy.model)
         layers.tune(policy.model, **options)
-        step, batch = whole_step(policy, trains, OBJECTIVES["reference"])
+        step, batch = whole_step(policy, trainable, OBJECTIVES["reference"])
 
         async def main() -> dict[str, Any]:
             stats = await step.forward_backward(batch)
@@ -70,11 +70,11 @@ def after_a_step(folder: Path, trains: Trains, **options: Any) -> tuple[dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", list(TRAINS))
+@pytest.mark.parametrize("trainable", list(TRAINABLE))
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_computing_again_changes_no_bit_of_a_step(tiny_model: Path, how: Any, trains: str) -> None:
-    plain, logprobs = after_a_step(tiny_model, TRAINS[trains])
-    found, same = after_a_step(tiny_model, TRAINS[trains], compile=False, checkpointing=how)
+def test_computing_again_changes_no_bit_of_a_step(tiny_model: Path, how: Any, trainable: str) -> None:
+    plain, logprobs = after_a_step(tiny_model, TRAINABLE[trainable])
+    found, same = after_a_step(tiny_model, TRAINABLE[trainable], compile=False, checkpointing=how)
     assert same == logprobs
     assert found.keys() == plain.keys()
     for name, weight in plain.items():
@@ -103,11 +103,11 @@ def kept(policy: Policy, plan: Packed) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", list(TRAINS))
-def test_each_way_keeps_less_than_the_one_before(tiny_model: Path, trains: str) -> None:
+@pytest.mark.parametrize("trainable", list(TRAINABLE))
+def test_each_way_keeps_less_than_the_one_before(tiny_model: Path, trainable: str) -> None:
     bytes = []
     for how in ("none", "selective", "full"):
-        with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+        with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
             layers.tune(policy.model, compile=False, checkpointing=how)  # type: ignore[arg-type]
             bytes.append(kept(policy, Packed(lengths=(40,), parents=(None,))))
     none, selective, full = bytes
@@ -154,14 +154,14 @@ def test_transformers_does_not_recompute_as_well(tiny_model: Path) -> None:
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trains", "how"),
+    ("trainable", "how"),
     [
         ("lora", "none"),
         *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", "full"), ("merged", "none")]),
     ],
 )
-def test_compiled_layers_give_the_gradients_of_eager_ones(tiny_model: Path, trains: str, how: Any) -> None:
-    with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+def test_compiled_layers_give_the_gradients_of_eager_ones(tiny_model: Path, trainable: str, how: Any) -> None:
+    with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
         want = [gradients(policy, plan) for plan in PLANS]
         names = list(policy.model.state_dict())
         layers.tune(policy.model, compile=True, checkpointing=how, backend="aot_eager")
@@ -311,7 +311,7 @@ def test_check_says_before_anything_is_loaded_that_true_cannot_be(monkeypatch: p
 
 @pytest.mark.slow
 def test_trained_as_a_whole_and_tuned_twice_is_tuned_as_last_said(tiny_model: Path) -> None:
-    with live_policy(tiny_model, trains=Full()) as policy:
+    with live_policy(tiny_model, trainable=Full()) as policy:
         plan = Packed(lengths=(40,), parents=(None,))
         layers.tune(policy.model, compile=False, checkpointing="full")
         least = kept(policy, plan)

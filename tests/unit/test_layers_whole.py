@@ -11,7 +11,7 @@ import pytest
 import standing
 import torch
 from layered import PLANS, distance, gradients, hidden
-from stepped import TRAINS
+from stepped import TRAINABLE
 from tiny import live_policy
 from torch._dynamo.utils import counters
 
@@ -37,14 +37,14 @@ def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trains", "how"),
+    ("trainable", "how"),
     [
         ("full", "selective"),
         *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", "full"), ("lora", "none")]),
     ],
 )
-def test_gradients_are_those_of_eager_layers(tiny_model: Path, trains: str, how: Any) -> None:
-    with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+def test_gradients_are_those_of_eager_layers(tiny_model: Path, trainable: str, how: Any) -> None:
+    with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
         plans = PLANS[:2] + PLANS[-1:]
         want = [gradients(policy, plan) for plan in plans]
         assert not standing.calls
@@ -104,9 +104,9 @@ def test_layers_that_cannot_be_compiled_with_attention_are_compiled_without(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("trains", list(TRAINS))
+@pytest.mark.parametrize("trainable", list(TRAINABLE))
 def test_on_a_gpu_it_is_torchs_own_kernel_in_torchs_own_compiler(
-    tiny_model: Path, trains: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, trainable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, compiled and eager: as far from float32 as one another."""
     monkeypatch.undo()
@@ -116,7 +116,7 @@ def test_on_a_gpu_it_is_torchs_own_kernel_in_torchs_own_compiler(
         ("eager", torch.bfloat16, False),
         ("whole", torch.bfloat16, True),
     ):
-        with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+        with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
             policy.model.to("cuda", dtype)
             layers.tune(policy.model, compile=compile)
             found[name] = [gradients(policy, plan) for plan in PLANS]

@@ -11,7 +11,7 @@ import pytest
 from tandem import machine
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.config.sections import GradingOptions, Rate
+from tandem.config.sections import GradingOptions, LagControlOptions
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
@@ -37,7 +37,7 @@ def config(**options: Any) -> RunConfig:
 
 
 def lora(rank: int) -> Any:
-    return resolve.find("trains", "lora")(rank=rank)
+    return resolve.find("trainable", "lora")(rank=rank)
 
 
 def attention_and_feed_forward() -> list[tuple[int, int]]:
@@ -69,7 +69,7 @@ def test_parameters_are_counted_once_where_tied_and_without_weights(model_config
 
 def test_an_adapter_trains_rank_times_in_plus_out_of_each_linear_layer(model_config: Any) -> None:
     adapter = 3 * LAYERS * sum(a + b for a, b in attention_and_feed_forward())
-    counts = memory.planner(config(trains=lora(3)), model_config).modelled.counts
+    counts = memory.planner(config(trainable=lora(3)), model_config).modelled.counts
     assert counts.trainable == adapter
     assert counts.parameters == PARAMETERS + adapter
     assert counts.largest == 3 * FEED
@@ -102,7 +102,7 @@ def test_what_is_made_again_leaves_holes_too(model_config: Any, how: Any) -> Non
 @pytest.mark.slow
 def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any) -> None:
     turns = planned(config(), model_config, LARGE)
-    auto = config(max_lag="auto", rate=Rate(max_lag=1))
+    auto = config(max_lag="auto", lag_control=LagControlOptions(max_lag=1))
     assert planned(auto, model_config, LARGE) == planned(config(max_lag=1), model_config, LARGE)
     both = planned(config(max_lag=1), model_config, LARGE)
     by = lines(turns)
@@ -114,7 +114,9 @@ def test_sampling_and_training_take_turns_unless_they_overlap(model_config: Any)
 
 @pytest.mark.slow
 def test_an_adapter_needs_less_than_full_training(model_config: Any) -> None:
-    full, adapter = (planned(config(trains=trains), model_config, LARGE) for trains in (config().trains, lora(2)))
+    full, adapter = (
+        planned(config(trainable=trainable), model_config, LARGE) for trainable in (config().trainable, lora(2))
+    )
     assert lines(adapter)["optimizer"] < lines(full)["optimizer"] / 10
     assert adapter.total < full.total
 
@@ -133,7 +135,7 @@ def test_what_does_not_fit_is_refused_with_the_table_and_what_to_change(model_co
     assert "and this machine has 2.00 GB free" in message
     for name in lines(plan):
         assert f"\n  {name} " in message
-    assert "to make it fit: train an adapter (trains: lora)" in message
+    assert "to make it fit: train an adapter (trainable: lora)" in message
     assert DoesNotFit.exit_code == 11
     planned(config(), wide, LARGE).require()
 
@@ -199,7 +201,7 @@ def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
 
 @pytest.mark.slow
 def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
-    found = apart("shared", trains=lora(2))
+    found = apart("shared", trainable=lora(2))
     trained = memory.planner(found, model_config).modelled.counts.trainable
     by = lines(planned(found, model_config, CARD, LARGE))
     assert by["weights"] == 0
@@ -209,12 +211,12 @@ def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("base_on", "beside"), [("device", False), ("host", True)])
 def test_what_merged_keeps_is_counted_where_it_is(model_config: Any, base_on: str, beside: bool) -> None:
-    trains = resolve.find("trains", "lora")(rank=2, merged=True, base_on=base_on)
-    plan = planned(apart("shared", trains=trains), model_config, CARD, LARGE)
+    trainable = resolve.find("trainable", "lora")(rank=2, merged=True, base_on=base_on)
+    plan = planned(apart("shared", trainable=trainable), model_config, CARD, LARGE)
     (kept,) = [line for line in plan.lines if line.name == "frozen base"]
     assert kept.bytes == 2 * LAYERS * sum(a * b for a, b in attention_and_feed_forward())
     assert kept.beside is beside
-    on_a_host = planned(apart("shared", trains=trains), model_config, LARGE)
+    on_a_host = planned(apart("shared", trainable=trainable), model_config, LARGE)
     assert [line.beside for line in on_a_host.lines if line.name == "frozen base"] == [False]
 
 
@@ -330,7 +332,7 @@ def test_the_context_is_the_smaller_of_the_models_and_the_recipes(model_config: 
 
 def test_a_checkpoint_holds_what_is_trained_and_the_optimizers_state(model_config: Any) -> None:
     expected = PARAMETERS * 2 + config().optimizer.state_bytes(PARAMETERS, 2)
-    found, adapter = config(), config(trains=lora(2))
+    found, adapter = config(), config(trainable=lora(2))
     assert memory.planner(found, model_config).checkpoint_bytes(found) == expected
     assert memory.planner(adapter, model_config).checkpoint_bytes(adapter) < expected / 10
 

@@ -158,7 +158,7 @@ def test_gradients_are_narrowed_only_where_few_are_added_up_and_the_weights_are_
     assert len(narrowed(recipe())) == len(CHECKPOINTING)
     assert narrowed(recipe(), "optimizer.gradients") == []
     assert narrowed(recipe(dtype="float32")) == []
-    assert narrowed(recipe(trains=resolve.find("trains", "lora")())) == []
+    assert narrowed(recipe(trainable=resolve.find("trainable", "lora")())) == []
     way, *_ = narrowed(recipe())
     whole = planners[False].step_tokens(way)
     sizes = [whole // 64, whole // 33, -(-whole // 32), whole // 2, whole]
@@ -191,7 +191,7 @@ def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_pa
     file = tmp_path / "recipe.yaml"
     lines = [f"model: {tiny_model}", "steps: 2", "env: arithmetic", "memory: fit", "groups_per_step: 2"]
     lines += ["group_size: 2", "dtype: float32", f"runs: {tmp_path}", "name: r", "sampling: {max_tokens: 8}"]
-    lines += ["sinks: []", "evaluate: {tasks: 0}", "flat_groups: keep"]
+    lines += ["loggers: []", "evaluate: {tasks: 0}", "zero_variance_groups: keep"]
     file.write_text("\n".join(lines))
     loaded = load(file, ["steps=1"])
     folder = asyncio.run(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))

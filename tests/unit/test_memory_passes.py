@@ -44,8 +44,8 @@ def recipe(**options: Any) -> RunConfig:
     return RunConfig(**({"model": "m", "steps": 1, "env": Arithmetic()} | options))
 
 
-def trains(kind: str, **options: Any) -> Any:
-    return resolve.find("trains", kind)(**options)
+def trainable(kind: str, **options: Any) -> Any:
+    return resolve.find("trainable", kind)(**options)
 
 
 def real(config: RunConfig, model_config: Any) -> Any:
@@ -53,7 +53,7 @@ def real(config: RunConfig, model_config: Any) -> Any:
 
     dtype = getattr(torch, config.dtype)
     model = AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME, dtype=dtype)
-    model = config.trains.prepare(model).eval()
+    model = config.trainable.prepare(model).eval()
     layers.tune(model, compile=False, checkpointing=config.checkpointing)
     return model
 
@@ -61,14 +61,14 @@ def real(config: RunConfig, model_config: Any) -> Any:
 RECIPES: dict[str, dict[str, Any]] = {
     "full": {},
     "float32": {"dtype": "float32"},
-    "lora": {"trains": trains("lora", rank=4)},
-    "merged": {"trains": trains("lora", rank=4, merged=True)},
-    "some layers": {"trains": trains("full", layers=(1, 4))},
+    "lora": {"trainable": trainable("lora", rank=4)},
+    "merged": {"trainable": trainable("lora", rank=4, merged=True)},
+    "some layers": {"trainable": trainable("full", layers=(1, 4))},
     "selective": {"checkpointing": "selective"},
     "recomputed": {"checkpointing": "full"},
     "nucleus": {"sampling": Sampling(top_p=0.9, top_k=20)},
     "penalties": {"sampling": Sampling(repetition_penalty=1.1, frequency_penalty=0.1, min_tokens=2, top_k=20)},
-    "recomputed lora": {"checkpointing": "full", "trains": trains("lora", rank=4)},
+    "recomputed lora": {"checkpointing": "full", "trainable": trainable("lora", rank=4)},
 }
 
 
@@ -145,9 +145,9 @@ def test_a_real_training_step_takes_what_the_pass_is_counted_to(
     tiny_model: Path, kind: str, sampling: Any, within: float
 ) -> None:
     limits = Sampling(**sampling)
-    config = recipe(dtype="float32", trains=trains(kind), micro_batch_tokens=20 + 4 * 32, sampling=limits)
-    with live_policy(tiny_model, trains=config.trains) as policy:
-        stepper = config.optimizer.bind(config.trains.parameters(policy.model))
+    config = recipe(dtype="float32", trainable=trainable(kind), micro_batch_tokens=20 + 4 * 32, sampling=limits)
+    with live_policy(tiny_model, trainable=config.trainable) as policy:
+        stepper = config.optimizer.bind(config.trainable.parameters(policy.model))
         options = {"policy": policy, "optimizer": config.optimizer, "stepper": stepper}
         step = Step(objective=objective(config), sampling=config.sampling, steps=1, **options)  # type: ignore[arg-type]
         batch = packer(config, policy)([group(0, 20, 33), group(1, 20, 33)], version=0)

@@ -48,18 +48,18 @@ def model(*, dtype: torch.dtype = torch.float32, tie: bool = True, bias: bool = 
     return made.eval()
 
 
-def prepared(trains: Lora, **options: Any) -> Any:
+def prepared(trainable: Lora, **options: Any) -> Any:
     """A merged model, its A drawn from the same seed each time."""
     base = model(**options)
     torch.manual_seed(1)
-    return trains.prepare(base)
+    return trainable.prepare(base)
 
 
-def stir(trains: Lora, live: nn.Module, seed: int = 2, size: float = 0.1) -> None:
+def stir(trainable: Lora, live: nn.Module, seed: int = 2, size: float = 0.1) -> None:
     """What an optimizer does, as far as anyone here can tell; not folded."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in trains.parameters(live):
+        for _, parameter in trainable.parameters(live):
             parameter.add_(torch.randn_like(parameter) * size)
 
 
@@ -119,10 +119,10 @@ def test_gradient_is_that_of_the_explicit_sum(bias: bool) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradient_is_that_of_plain_lora(dtype: torch.dtype, near: float, options: dict[str, Any], bias: bool) -> None:
     """A whole model; relative to the norm, since bfloat16 rounds the two at different places."""
-    trains = Lora(rank=4, alpha=8, merged=True, **options)
-    live = prepared(trains, dtype=dtype, bias=bias)
-    stir(trains, live)
-    trains.fold(live)
+    trainable = Lora(rank=4, alpha=8, merged=True, **options)
+    live = prepared(trainable, dtype=dtype, bias=bias)
+    stir(trainable, live)
+    trainable.fold(live)
     other = Lora(rank=4, alpha=8, **options).prepare(model(dtype=dtype, bias=bias)).eval()
     plain: dict[str, Any] = {n: m for n, m in other.get_base_model().named_modules() if hasattr(m, "lora_A")}
     assert set(plain) == {name for name, _ in _merged.layers(live)}
@@ -244,40 +244,40 @@ def test_fold_on_a_host_holds_a_few_rows_of_the_sum(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_folds_do_not_drift(dtype: torch.dtype) -> None:
-    trains = Lora(rank=4, merged=True)
-    live = prepared(trains, dtype=dtype)
+    trainable = Lora(rank=4, merged=True)
+    live = prepared(trainable, dtype=dtype)
     start = weights(live)
-    stir(trains, live)
+    stir(trainable, live)
     assert same(weights(live), start), "nothing moves before fold"
-    trains.fold(live)
+    trainable.fold(live)
     there = weights(live)
     assert not any(torch.equal(there[name], start[name]) for name in start)
     for _ in range(1000):
-        trains.fold(live)
+        trainable.fold(live)
     assert same(weights(live), there), "idempotent"
     for seed in range(20):
-        stir(trains, live, seed, size=1.0)
-        trains.fold(live)
+        stir(trainable, live, seed, size=1.0)
+        trainable.fold(live)
     with torch.no_grad():
         for _, layer in _merged.layers(live):
             layer.lora_B.zero_()
-    trains.fold(live)
+    trainable.fold(live)
     assert same(weights(live), start), "back at W0 to the bit"
 
 
 def test_fold_writes_where_the_weight_is_now() -> None:
     """An engine that lends its storage moves the weight there, into rows of a larger one."""
-    trains = Lora(rank=4, merged=True)
-    live = prepared(trains)
-    source = trains.source(live)
-    stir(trains, live)
-    trains.fold(live)
+    trainable = Lora(rank=4, merged=True)
+    live = prepared(trainable)
+    source = trainable.source(live)
+    stir(trainable, live)
+    trainable.fold(live)
     there = weights(live)
     fused: dict[str, Tensor] = {}
     for name, layer in _merged.layers(live):
         fused[name] = torch.zeros(2 * layer.out_features, layer.in_features)
         layer.weight.data = fused[name][layer.out_features :]
-    trains.fold(live)
+    trainable.fold(live)
     for name, value in there.items():
         assert torch.equal(fused[name][len(value) :], value)
         assert not fused[name][: len(value)].any()
@@ -286,41 +286,41 @@ def test_fold_writes_where_the_weight_is_now() -> None:
 
 def test_fold_between_forward_and_backward_is_an_error() -> None:
     """The gradient would be of other weights than the output."""
-    trains = Lora(rank=4, merged=True)
-    live = prepared(trains)
+    trainable = Lora(rank=4, merged=True)
+    live = prepared(trainable)
     out = loss(live)
-    trains.fold(live)
+    trainable.fold(live)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
 
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_what_travels_is_the_adapted_weights(tie: bool) -> None:
-    trains = Lora(rank=4, layers=(1,), merged=True)
-    live = prepared(trains, tie=tie)
-    names = [name for name, _ in trains.source(live)]
+    trainable = Lora(rank=4, layers=(1,), merged=True)
+    live = prepared(trainable, tie=tie)
+    names = [name for name, _ in trainable.source(live)]
     plain = dict(model(tie=tie).named_parameters())
     assert names == [n for n in plain if layer_of(n) == 1 and n.endswith("_proj.weight")]
-    assert [meta.name for meta in trains.source(live).manifest()] == names
-    assert [meta.shape for meta in trains.source(live).manifest()] == [tuple(plain[n].shape) for n in names]
-    trained = [name for name, _ in trains.parameters(live)]
+    assert [meta.name for meta in trainable.source(live).manifest()] == names
+    assert [meta.shape for meta in trainable.source(live).manifest()] == [tuple(plain[n].shape) for n in names]
+    trained = [name for name, _ in trainable.parameters(live)]
     assert len(trained) == 14
     assert all(name.endswith(("_proj.lora_A", "_proj.lora_B")) and layer_of(name) == 1 for name in trained)
     owners = dict(live.named_parameters())
-    assert all(tensor.data_ptr() == owners[name].data_ptr() for name, tensor in trains.source(live))
+    assert all(tensor.data_ptr() == owners[name].data_ptr() for name, tensor in trainable.source(live))
 
 
 def test_a_step_moves_no_other_weight() -> None:
-    trains = Lora(rank=4, merged=True)
-    live = prepared(trains, bias=True)
-    before = {name: p.clone() for name, p in trains.base_names(live).items()}
-    optimizer = torch.optim.SGD([p for _, p in trains.parameters(live)], lr=0.01)
+    trainable = Lora(rank=4, merged=True)
+    live = prepared(trainable, bias=True)
+    before = {name: p.clone() for name, p in trainable.base_names(live).items()}
+    optimizer = torch.optim.SGD([p for _, p in trainable.parameters(live)], lr=0.01)
     value = loss(live)
     value.backward()
     optimizer.step()
-    trains.fold(live)
-    changed = {name for name, p in trains.base_names(live).items() if not torch.equal(p, before[name])}
-    assert changed == {name for name, _ in trains.source(live)}
+    trainable.fold(live)
+    changed = {name for name, p in trainable.base_names(live).items() if not torch.equal(p, before[name])}
+    assert changed == {name for name, _ in trainable.source(live)}
     assert loss(live) < value, "the step went downhill"
 
 
@@ -332,8 +332,8 @@ def test_bytes_beside_the_model() -> None:
         (False, "device", adapted),
         (False, "host", 0),
     ]:
-        trains = Lora(merged=True, base_on=base_on)  # type: ignore[arg-type]
-        assert trains.kept_bytes(prepared(trains), on_host=on_host) == kept
+        trainable = Lora(merged=True, base_on=base_on)  # type: ignore[arg-type]
+        assert trainable.kept_bytes(prepared(trainable), on_host=on_host) == kept
     with torch.device("meta"):
         empty = LlamaForCausalLM(model().config)
     assert Lora(merged=True).kept_bytes(Lora(merged=True).prepare(empty), on_host=True) == adapted
@@ -348,11 +348,11 @@ def test_round_trip(tmp_path: Path, tiny_model: Path, dtype: torch.dtype, near: 
     from peft import PeftModel
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    trains = Lora(rank=4, alpha=8, merged=True, **options)
-    live = prepared(trains, dtype=dtype)
-    stir(trains, live)
-    trains.fold(live)
-    trains.save(live, tokenizer, tmp_path)
+    trainable = Lora(rank=4, alpha=8, merged=True, **options)
+    live = prepared(trainable, dtype=dtype)
+    stir(trainable, live)
+    trainable.fold(live)
+    trainable.save(live, tokenizer, tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token == tokenizer.eos_token
 
@@ -360,12 +360,12 @@ def test_round_trip(tmp_path: Path, tiny_model: Path, dtype: torch.dtype, near: 
     assert (logits(loaded) - logits(live)).norm() <= near * logits(live).norm()
     assert (logits(loaded) - logits(model(dtype=dtype))).norm() > 0.1 * logits(live).norm()
     stored = {name.replace(".default.weight", ""): p for name, p in loaded.named_parameters() if ".lora_" in name}
-    assert same({f"base_model.model.{n}": p for n, p in trains.parameters(live)}, stored), "bit for bit"
+    assert same({f"base_model.model.{n}": p for n, p in trainable.parameters(live)}, stored), "bit for bit"
 
-    other = prepared(trains, dtype=dtype)
-    stir(trains, other, 7)
+    other = prepared(trainable, dtype=dtype)
+    stir(trainable, other, 7)
     addresses = {name: p.data_ptr() for name, p in other.named_parameters()}
-    trains.load(other, tmp_path)
+    trainable.load(other, tmp_path)
     assert same(dict(other.named_parameters()), dict(live.named_parameters())), "A, B and the folded weights"
     assert addresses == {name: p.data_ptr() for name, p in other.named_parameters()}, "in place"
 
@@ -375,9 +375,9 @@ def test_round_trip(tmp_path: Path, tiny_model: Path, dtype: torch.dtype, near: 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    trains = Lora(rank=4, merged=True)
-    live = prepared(trains)
-    trains.save(live, tokenizer, tmp_path / "whole")
+    trainable = Lora(rank=4, merged=True)
+    live = prepared(trainable)
+    trainable.save(live, tokenizer, tmp_path / "whole")
     narrow = Lora(rank=2, merged=True)
     thin = prepared(narrow)
     with pytest.raises(CheckpointError, match=r"lora_A.*\(4, \d+\).*\(2, \d+\)"):
@@ -385,12 +385,12 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path, tiny_model: Path) -
     part = Lora(rank=4, target_modules=("q_proj",), merged=True)
     part.save(prepared(part), tokenizer, tmp_path / "part")
     with pytest.raises(CheckpointError, match="lacks 24 of 28 adapter tensors"):
-        trains.load(live, tmp_path / "part")
+        trainable.load(live, tmp_path / "part")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     file = tmp_path / "cut" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        trains.load(live, tmp_path / "cut")
+        trainable.load(live, tmp_path / "cut")
 
 
 def test_weights_that_cannot_hold_the_sum_are_refused() -> None:

@@ -128,7 +128,7 @@ def test_an_engine_that_holds_older_weights_than_it_stamps(plain: Path, tmp_path
 
 
 def test_an_engine_that_never_took_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
-    folder = trained(tiny_model, tmp_path, "lora", trains={"kind": "lora", "rank": 4}, optimizer={"lr": 0.02})
+    folder = trained(tiny_model, tmp_path, "lora", trainable={"kind": "lora", "rank": 4}, optimizer={"lr": 0.02})
     assert looked(folder).dominant is None
     found = injected(folder, tmp_path, exact(tiny_model))
     assert found.dominant is not None

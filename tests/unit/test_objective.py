@@ -235,7 +235,7 @@ def recipe(**options: Any) -> config.RunConfig:
         ({"reference": {"kind": "average", "every": 20}}, "reference.every must be below steps"),
         ({"reference": "average"}, "reference.every must be below steps"),
         ({"reference": {"kind": "start", "estimator": "k1", "ratio_corrected": False}}, "estimator k1"),
-        ({"updates": 0}, "updates must be at least 1"),
+        ({"updates_per_batch": 0}, "updates_per_batch must be at least 1"),
         ({"advantage": {"kind": "gdpo", "_weights": {}}}, "unknown option '_weights'"),
     ],
 )
@@ -247,7 +247,7 @@ def test_what_changes_nothing_is_refused(options: dict[str, Any], told: str) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        {"old_logprobs": "recomputed", "updates": 2, "loss": {"kind": "grpo", "clip_low": 0.1}},
+        {"old_logprobs": "recomputed", "updates_per_batch": 2, "loss": {"kind": "grpo", "clip_low": 0.1}},
         {
             "old_logprobs": "recomputed",
             "corrections": [{"kind": "token"}, "geometric", {"kind": "opsm", "threshold": 0.2}],
@@ -270,15 +270,15 @@ def test_recipes_survive_being_written_down(options: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", ["full", "lora", {"kind": "lora", "merged": True}], ids=str)
-def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trains: Any) -> None:
+@pytest.mark.parametrize("trainable", ["full", "lora", {"kind": "lora", "merged": True}], ids=str)
+def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trainable: Any) -> None:
     """To the byte: a copy of what training changes; and of it what a checkpoint holds."""
     shape = load_config(str(tiny_model))
-    plain = {"model": str(tiny_model), "trains": trains, "dtype": "float32"}
+    plain = {"model": str(tiny_model), "trainable": trainable, "dtype": "float32"}
     own = recipe(**plain, reference={"kind": "average", "every": 3})
     (line,) = [line for line in memory.planner(own, shape).plan(own).lines if line.name == "reference"]
-    model = own.trains.prepare(load_model(str(tiny_model), dtype=torch.float32, device=torch.device("cpu")))
-    assert line.bytes == sum(meta.bytes for meta in own.trains.source(model).manifest())
+    model = own.trainable.prepare(load_model(str(tiny_model), dtype=torch.float32, device=torch.device("cpu")))
+    assert line.bytes == sum(meta.bytes for meta in own.trainable.source(model).manifest())
     alone, start = (recipe(**plain, **more) for more in ({}, {"reference": "start"}))
     planner = memory.planner(alone, shape)
     assert planner.checkpoint_bytes(own) - planner.checkpoint_bytes(alone) == line.bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepped import OBJECTIVES, TRAINS, whole_step
+from stepped import OBJECTIVES, TRAINABLE, whole_step
 from tiny import live_policy
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -94,17 +94,17 @@ CASES = [("full", name, 1) for name in OBJECTIVES] + [("lora", "grpo", 2), ("mer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trains", "objective", "updates"), CASES)
+@pytest.mark.parametrize(("trainable", "objective", "updates"), CASES)
 def test_a_step_asks_for_numbers_once_for_each_pass_and_once_for_the_norms(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, trains: str, objective: str, updates: int
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, trainable: str, objective: str, updates: int
 ) -> None:
     """On a device without numbers: whatever looks at one, or lets a shape depend on one, raises."""
-    with live_policy(tiny_model, trains=TRAINS[trains]) as policy:
+    with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
         policy.model.to("meta")
         for module in policy.model.modules():
             if hasattr(module, "_w0"):
                 module._w0 = module._w0.to("meta")
-        step, batch = whole_step(policy, TRAINS[trains], OBJECTIVES[objective], updates=updates)
+        step, batch = whole_step(policy, TRAINABLE[trainable], OBJECTIVES[objective], updates=updates)
         assert batch.micro[0].tokens_T.is_meta
 
         async def main() -> None:

@@ -19,7 +19,7 @@ from tiny import live_policy
 from tandem.engines.base import PROBE_SAMPLES, Probe
 from tandem.errors import StaleWeights
 from tandem.model.policy import Policy
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
@@ -44,7 +44,7 @@ def answered(
     change: Callable[[Probe], Probe],
     *,
     after: int = 1,
-    trains: Trains | None = None,
+    trainable: Trainable | None = None,
     update: Callable[[], None] = lambda: None,
     folder: Path | None = None,
     recent: Sequence[Sequence[int]] = (),
@@ -63,13 +63,13 @@ def answered(
         recent: rollouts.
         options: of the sync.
     """
-    trains, honest = trains or Full(), [True]
+    trainable, honest = trainable or Full(), [True]
 
     async def work() -> tuple[float | None, list[str]]:
-        with scripted(model, trains, probed=lambda probe: probe if honest[0] else change(probe)) as engine:
+        with scripted(model, trainable, probed=lambda probe: probe if honest[0] else change(probe)) as engine:
             try:
                 honest[0] = after > 0
-                async with Shared(**options).open(policy, engine, START, trains, folder or new_folder()) as session:
+                async with Shared(**options).open(policy, engine, START, trainable, folder or new_folder()) as session:
                     for step in range(1, max(after, 1) + 1):
                         honest[0] = step < after
                         engine.events.clear()
@@ -277,12 +277,12 @@ def test_a_failed_proof_leaves_its_evidence(policy: Policy, tiny_model: Path, tm
     assert len(first["scored"]["engine"]) == len(first["scored"]["trainer"]) == 63
 
 
-def grow(trains: Trains, policy: Policy) -> Callable[[], None]:
+def grow(trainable: Trainable, policy: Policy) -> Callable[[], None]:
     """An optimizer whose steps are large enough to be seen."""
 
     def update() -> None:
         with torch.no_grad():
-            for _, parameter in trains.parameters(policy.model):
+            for _, parameter in trainable.parameters(policy.model):
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
 
     return update
@@ -296,7 +296,7 @@ def grow(trains: Trains, policy: Policy) -> Callable[[], None]:
 )
 def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: Path, behind: int, said: str) -> None:
     """It answers as it did some publishes ago; the noise that is allowed would hide that."""
-    trains, answers = Lora(rank=4, alpha=8), list[Probe]()
+    trainable, answers = Lora(rank=4, alpha=8), list[Probe]()
 
     async def work(policy: Policy) -> None:
         def noted(answer: Probe) -> Probe:
@@ -307,35 +307,35 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: P
             old = answers[-behind]
             return replace(probe, scored=(*old.scored, *probe.scored)[: len(probe.scored)])
 
-        with scripted(tiny_model, trains, probed=noted) as engine:
-            await policy.compute(grow(trains, policy))  # as a resumed run has it: not the bare model
-            async with Shared(tolerance=50.0).open(policy, engine, START, trains, new_folder()) as session:
+        with scripted(tiny_model, trainable, probed=noted) as engine:
+            await policy.compute(grow(trainable, policy))  # as a resumed run has it: not the bare model
+            async with Shared(tolerance=50.0).open(policy, engine, START, trainable, new_folder()) as session:
                 session._behaviour._noise[0].floor = 0.05  # as bfloat16 has it
                 async with session.commit(1):
-                    await policy.compute(grow(trains, policy))
+                    await policy.compute(grow(trainable, policy))
                 engine.probed = stale
                 with pytest.raises(StaleWeights, match=f"answers a probe as {said} does"):
                     async with session.commit(2):
-                        await policy.compute(grow(trains, policy))
+                        await policy.compute(grow(trainable, policy))
 
-    with live_policy(tiny_model, trains=trains) as policy:
+    with live_policy(tiny_model, trainable=trainable) as policy:
         asyncio.run(work(policy))
 
 
 @pytest.mark.slow
 def test_an_engine_that_leaves_the_adapter_out_is_seen(tiny_model: Path) -> None:
-    trains = Lora(rank=4, alpha=8)
-    with live_policy(tiny_model, trains=trains) as policy:
+    trainable = Lora(rank=4, alpha=8)
+    with live_policy(tiny_model, trainable=trainable) as policy:
 
         def bare(probe: Probe) -> Probe:
             tokens = text_of(policy, probe)
-            off = trains.untrained(policy.model)
+            off = trainable.untrained(policy.model)
             assert off is not None
             with off:
                 return replace(probe, scored=tuple(policy.score(tokens)))
 
         with pytest.raises(StaleWeights, match="answers a probe as the model without its adapter does"):
-            answered(policy, tiny_model, bare, after=2, trains=trains, update=grow(trains, policy))
+            answered(policy, tiny_model, bare, after=2, trainable=trainable, update=grow(trainable, policy))
 
 
 @pytest.mark.slow

@@ -47,9 +47,9 @@ def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "group_size": 2,
         "dtype": "float32",
         "sampling": {"max_tokens": 4},
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "evaluate": {"tasks": 0},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
         "name": "a",
     }
@@ -190,7 +190,13 @@ def test_the_page_for_notebooks_runs_from_top_to_bottom(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cell by cell beside a running loop, with a tiny model and few, short answers."""
-    quick = {"steps": 2, "groups_per_step": 2, "group_size": 2, "sampling.max_tokens": 4, "flat_groups": "keep"}
+    quick = {
+        "steps": 2,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "sampling.max_tokens": 4,
+        "zero_variance_groups": "keep",
+    }
     load = tandem.Recipe.load
     monkeypatch.setattr(tandem.Recipe, "load", lambda source, overrides=(): load(source, {**dict(overrides), **quick}))
     cells = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

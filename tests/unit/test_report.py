@@ -283,7 +283,7 @@ def mixed_run(folder: Path) -> Path:
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in metrics:
         for name, reward in (("sums", 0.25), ("tool", 0.75)):
-            row["metrics"] |= {f"env/{name}/{key}": reward for key in ("reward", "flat", "groups", "accuracy")}
+            row["metrics"] |= {f"env/{name}/{key}": reward for key in ("reward", "zero_variance", "groups", "accuracy")}
             row["metrics"][f"env/{name}/trained"] = 4.0
     write(folder / "metrics.jsonl", metrics)
     looks = [
@@ -363,7 +363,14 @@ def test_held_out_answers_of_the_first_evaluation_are_shown_before_there_is_anot
 
 def test_dropped_groups_are_shown_in_bounds(tmp_path: Path) -> None:
     said = [{"text": "x" * 3000, "reward": 0.0, "truncated": False, "error": ""}] * 8
-    row = {"reason": "flat", "why": "every reward 0", "group": "g", "prompt": "?", "answer": "", "rollouts": said}
+    row = {
+        "reason": "zero_variance",
+        "why": "every reward 0",
+        "group": "g",
+        "prompt": "?",
+        "answer": "",
+        "rollouts": said,
+    }
     write(tmp_path / "dropped.jsonl", [{"step": step, **row} for step in range(1, 301)])
     (tmp_path / "config.yaml").write_text("steps: 4")
     told = data_of(build(tmp_path))["dropped"]

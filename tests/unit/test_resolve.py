@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_are_the_files_of_a_slot_that_are_parts() -> None:
-    found = resolve.names("sinks")
+    found = resolve.names("loggers")
     assert found == sorted(found)
     assert {"console", "jsonl", "tensorboard"} <= set(found)
     assert "base" not in found
@@ -47,9 +47,10 @@ def test_every_slot_has_parts_and_each_resolves_to_one_dataclass_and_back() -> N
 
 
 def test_kind_of_is_the_inverse_of_find() -> None:
-    assert resolve.kind_of("sinks", resolve.find("sinks", "console")()) == "console"
+    assert resolve.kind_of("loggers", resolve.find("loggers", "console")()) == "console"
     assert (
-        resolve.kind_of("sinks", resolve.find("sinks", "tandem.observability.loggers.console:Console")()) == "console"
+        resolve.kind_of("loggers", resolve.find("loggers", "tandem.observability.loggers.console:Console")())
+        == "console"
     )
 
 
@@ -65,8 +66,8 @@ def test_kind_of_a_part_outside_the_tree_is_its_import_path(here: Path) -> None:
 
 
 def test_an_unknown_kind_names_the_closest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"no 'consle' in sinks; did you mean 'console'\?; known: console, jsonl"):
-        resolve.find("sinks", "consle")
+    with pytest.raises(ConfigError, match=r"no 'consle' in loggers; did you mean 'console'\?; known: console, jsonl"):
+        resolve.find("loggers", "consle")
 
 
 def test_an_unknown_slot_names_the_closest() -> None:

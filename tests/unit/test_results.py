@@ -85,7 +85,7 @@ def test_every_run_is_a_recipe_that_loads(tmp_path: Path) -> None:
     for run in runs:
         config = load(run.recipe, run.words()).config
         assert (config.seed, config.steps) == (run.seed, run.steps)
-        assert config.trains is not None
+        assert config.trainable is not None
 
 
 def test_the_matrix_has_each_kind_of_training_by_each_way_that_carries_it() -> None:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 def mostly_flat(task: Task) -> str:
     """Four in five groups have no signal, and half of those nobody solved."""
     return {0: "ok", 5: "ok", 1: "hopeless", 3: "hopeless", 6: "hopeless", 8: "hopeless"}.get(
-        int(task.id[1:]) % 10, "flat"
+        int(task.id[1:]) % 10, "zero_variance"
     )
 
 
@@ -69,7 +69,7 @@ def test_groups_with_signal_take_the_place_of_flat_ones(max_lag: int) -> None:
     assert counts["replay/age/max"] == max(
         step - group.version_min for step, batch in enumerate(batches) for group in batch if group.replayed
     )
-    flat = {id for reason, id in trainer.dropped if reason == "flat"}
+    flat = {id for reason, id in trainer.dropped if reason == "zero_variance"}
     assert {one["for"] for one in told(trainer, "group_replayed")} <= flat
 
 
@@ -289,7 +289,7 @@ def test_a_task_that_somebody_solved_since_does_not_come_again() -> None:
     trainer = Trainer(seed=1)
     trainer.kind = lambda task: "hopeless" if trainer.step < 1 and task.id != "t0" else "ok"
     played(trainer, 12, n=1, count=4, steps=12, reroll=Reroll(start_fraction=0.75, max_groups=4))
-    assert "flat" in dict(trainer.dropped), "somebody waits"
+    assert "zero_variance" in dict(trainer.dropped), "somebody waits"
     assert not [id for id in trainer.started if "." in id], "a later epoch solved them before it was time"
 
 
@@ -306,23 +306,23 @@ def test_one_that_fails_again_waits_for_its_turn_again() -> None:
 @pytest.mark.parametrize("max_lag", [0, 2])
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_refills_are_bounded_and_then_a_step_takes_what_there_is(times: int, max_lag: int) -> None:
-    trainer = Trainer(lambda task: "flat")
+    trainer = Trainer(lambda task: "zero_variance")
     batches, counts = played(trainer, 70, max_lag=max_lag, max_resample_times=times)
     assert [len(batch) for batch in batches] == [3] * 70, "no step is empty, and nothing starves"
     for moment in range(1, 71):
         began = sum(step < moment for _, step in trainer.when)
         assert began <= 3 * (1 + times) * (moment + max_lag)
-    assert counts["groups/kept_flat"] == len(told(trainer, "flat_group_kept")) >= 210
+    assert counts["groups/kept_zero_variance"] == len(told(trainer, "zero_variance_group_kept")) >= 210
     if not max_lag:
         assert len(trainer.started) == 210 * (1 + times)
-        assert counts["groups/kept_flat"] == 210
+        assert counts["groups/kept_zero_variance"] == 210
 
 
 def test_flat_groups_are_kept_only_where_the_bound_is_reached() -> None:
     trainer = Trainer(mostly_flat)
     batches, counts = played(trainer, 30, max_resample_times=1)
     flat = [sum(group.zero_variance for group in batch) for batch in batches]
-    assert counts["groups/kept_flat"] == sum(flat)
+    assert counts["groups/kept_zero_variance"] == sum(flat)
     assert 0 < sum(flat) < 90
     for step, kept in enumerate(flat):
         began = sum(when == step for _, when in trainer.when)
@@ -331,10 +331,10 @@ def test_flat_groups_are_kept_only_where_the_bound_is_reached() -> None:
 
 def test_a_stored_group_is_better_than_a_refill_or_a_flat_one() -> None:
     trainer = Trainer()
-    trainer.kind = lambda task: "ok" if trainer.step == 0 else "flat"
+    trainer.kind = lambda task: "ok" if trainer.step == 0 else "zero_variance"
     batches, counts = played(trainer, 4, max_resample_times=2, replay=Replay(size=9, max_age=2))
     assert [[group.replayed for group in batch] for batch in batches] == [[0] * 3, [1] * 3, [2] * 3, [0] * 3]
-    assert counts["groups/kept_flat"] == 3
+    assert counts["groups/kept_zero_variance"] == 3
     assert len(trainer.started) == 3 * 3 + 3 * 3
 
 
@@ -351,7 +351,7 @@ def test_tasks_near_one_half_are_drawn_more_often() -> None:
     def useful(id: str) -> bool:
         return int(id[1:]) % 5 == 0
 
-    trainer = Trainer(lambda task: "ok" if useful(task.id) else "flat" if int(task.id[1:]) % 2 else "hopeless")
+    trainer = Trainer(lambda task: "ok" if useful(task.id) else "zero_variance" if int(task.id[1:]) % 2 else "hopeless")
     plain, guided = Trainer(trainer.kind), trainer
     trained(plain, 120, count=50, patience=1000)
     trained(guided, 120, count=50, curriculum=SolveRate())
@@ -486,7 +486,7 @@ def test_only_recent_plays_count() -> None:
 
 def test_reused_groups_keep_the_mixture_of_streams() -> None:
     """A stored group takes the place of one of its own stream alone."""
-    trainer = Mixture(lambda task: "ok" if task.id in ("t1", "t09") else "flat")
+    trainer = Mixture(lambda task: "ok" if task.id in ("t1", "t09") else "zero_variance")
     batches, _ = run(fed(trainer, 12, DataState(), replay=Replay(size=20, max_age=6)))
     assert any(group.replayed for batch in batches for group in batch)
     assert makeup(batches) == [{"easy": 1, "hard": 2}] * 12

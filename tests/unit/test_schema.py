@@ -94,7 +94,7 @@ MINIMAL = {"model": "m", "steps": 1, "env": "arithmetic"}
         {"env": {"kind": "my_mod:Env", "whatever": [1]}},
         {"loss": "grpo", "optimizer": {"lr": 1}},
         {"loss": "my_mod:Loss"},
-        {"sinks": ["console", {"kind": "tensorboard"}]},
+        {"loggers": ["console", {"kind": "tensorboard"}]},
         {
             "rewards": {
                 "exact": 1,
@@ -106,8 +106,8 @@ MINIMAL = {"model": "m", "steps": 1, "env": "arithmetic"}
         {"rewards": {"my.mod.fn": 1, "mine": {"kind": "my.mod.fn", "weight": 1}}},
         {"rewards": {"cosine_length": {"accuracy": "number", "max_tokens": 9}}},
         {"rewards": {"cosine_length": {"accuracy": {"kind": "number", "after": "="}, "max_tokens": 9}}},
-        {"context": None, "sampling": {"stop": ["a"]}, "trains": {"kind": "lora", "target_modules": ["q_proj"]}},
-        {"trains": {"kind": "lora", "target_modules": "all-linear"}},
+        {"context": None, "sampling": {"stop": ["a"]}, "trainable": {"kind": "lora", "target_modules": ["q_proj"]}},
+        {"trainable": {"kind": "lora", "target_modules": "all-linear"}},
     ],
 )
 def test_what_loads_conforms(extra: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_what_loads_conforms(extra: dict[str, Any]) -> None:
         {"env": {"terms": 3}},
         {"loss": {"clip_hihg": 1}},
         {"loss": 3},
-        {"sinks": "console"},
+        {"loggers": "console"},
         {"truncated": "maks"},
         {"rewards": {"exact": "x"}},
         {"rewards": {"unheard_of": 1}},
@@ -133,7 +133,7 @@ def test_what_loads_conforms(extra: dict[str, Any]) -> None:
         {"rewards": {"cosine_length": {"accuracy": "numbr", "max_tokens": 9}}},
         {"rewards": {"cosine_length": {"max_tokens": 9}}},
         {"sampling": {"stop": "a"}},
-        {"trains": {"kind": "lora", "target_modules": "some"}},
+        {"trainable": {"kind": "lora", "target_modules": "some"}},
     ],
 )
 def test_what_does_not_load_does_not_conform(extra: dict[str, Any]) -> None:

@@ -110,10 +110,10 @@ def test_a_recipe_may_name_the_key_of_what_it_starts(tmp_path: Path, monkeypatch
 
 
 def test_the_file_is_for_engines_that_run_already() -> None:
-    Shared(bridge=".").check(trains=Full(), engine=Vllm(urls=("http://x:1",)))
+    Shared(bridge=".").check(trainable=Full(), engine=Vllm(urls=("http://x:1",)))
     for engine in (Vllm(), Embedded()):
         with pytest.raises(UnsupportedPair, match=r"sync\.bridge"):
-            Shared(bridge=".").check(trains=Full(), engine=engine)
+            Shared(bridge=".").check(trainable=Full(), engine=engine)
 
 
 def test_weights_are_found_by_the_file_under_their_own_names(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_an_engine_wraps_the_layers_that_are_adapted_and_never_the_head(tmp_path
         ({}, "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"),
         ({"target_modules": ["q_proj", "v_proj"]}, "q_proj v_proj"),
     ):
-        path = recipe(tmp_path, model=str(tiny_model), trains={"kind": "lora", **options}, sync="hotswap")
+        path = recipe(tmp_path, model=str(tiny_model), trainable={"kind": "lora", **options}, sync="hotswap")
         found = config.load(path).config
         assert isinstance(found.engine, Vllm)
         command = found.engine.command(engine_needs(found, tmp_path), 64, model="m", port=1)

@@ -243,7 +243,7 @@ def test_masked_truncated_answers_leave_the_gradient(policy: Policy, exact: Any)
 
 def test_only_what_is_trained_gets_a_gradient(tiny_model: Path, exact: Any) -> None:
     sampling = Sampling(max_tokens=16)
-    with live_policy(tiny_model, trains=Lora(rank=2)) as policy:
+    with live_policy(tiny_model, trainable=Lora(rank=2)) as policy:
         found, _ = gradient(policy, played(exact, sampling), sampling=sampling, loss=Grpo())
     assert found
     assert all("lora_" in name for name in found)

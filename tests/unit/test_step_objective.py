@@ -33,7 +33,7 @@ from tandem.algorithms.references.start import Start
 from tandem.metrics import flatten
 from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.objective import Known, Objective
@@ -89,8 +89,8 @@ def groups(tiny_model: Path) -> list[Group]:
     return made
 
 
-def changing(policy: Policy, trains: Trains) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(m.name, policy.model.get_parameter(m.name)) for m in trains.source(policy.model).manifest()]
+def changing(policy: Policy, trainable: Trainable) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(m.name, policy.model.get_parameter(m.name)) for m in trainable.source(policy.model).manifest()]
 
 
 def packed(groups: Sequence[Group], objective: Objective, budget: int = 1000) -> StepBatch:
@@ -108,21 +108,21 @@ def packed(groups: Sequence[Group], objective: Objective, budget: int = 1000) ->
 class Live:
     """A tiny policy with a step."""
 
-    def __init__(self, policy: Policy, objective: Objective, *, trains: Trains | None = None, **step: Any):
-        self.policy, self.trains = policy, trains or Full()
+    def __init__(self, policy: Policy, objective: Objective, *, trainable: Trainable | None = None, **step: Any):
+        self.policy, self.trainable = policy, trainable or Full()
         self.held: Held | None = None
         if objective.reference is not None:
-            self.held = objective.reference.hold(changing(policy, self.trains))
+            self.held = objective.reference.hold(changing(policy, self.trainable))
         optimizer = AdamW(lr=3e-3)
         self.step = Step(
             policy=policy,
             objective=objective,
             optimizer=optimizer,
-            stepper=optimizer.bind(self.trains.parameters(policy.model)),
+            stepper=optimizer.bind(self.trainable.parameters(policy.model)),
             sampling=SAMPLING,
             steps=10,
             held=self.held,
-            fold=lambda: self.trains.fold(policy.model),
+            fold=lambda: self.trainable.fold(policy.model),
             **step,
         )
 
@@ -156,9 +156,9 @@ def moved(live: Live, scale: float = 0.02) -> None:
     """Training changed the weights."""
     torch.manual_seed(5)
     with torch.no_grad():
-        for _, parameter in live.trains.parameters(live.policy.model):
+        for _, parameter in live.trainable.parameters(live.policy.model):
             parameter += scale * torch.randn_like(parameter)
-    live.trains.fold(live.policy.model)
+    live.trainable.fold(live.policy.model)
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -223,13 +223,15 @@ def test_a_step_with_everything_is_the_float64_formula(tiny_model: Path, groups:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=3), Lora(rank=3, merged=True)], ids=["full", "lora", "merged"])
-def test_the_reference_is_the_model_as_it_was_loaded(tiny_model: Path, groups: list[Group], trains: Trains) -> None:
+@pytest.mark.parametrize("trainable", [Full(), Lora(rank=3), Lora(rank=3, merged=True)], ids=["full", "lora", "merged"])
+def test_the_reference_is_the_model_as_it_was_loaded(
+    tiny_model: Path, groups: list[Group], trainable: Trainable
+) -> None:
     """By the packed pass, after training has moved the weights; nothing of theirs is touched."""
     objective = Objective(loss=Grpo(), reference=Start(beta=0.1))
     start = reference(tiny_model)
-    with live_policy(tiny_model, trains=trains) as policy:
-        live = Live(policy, objective, trains=trains)
+    with live_policy(tiny_model, trainable=trainable) as policy:
+        live = Live(policy, objective, trainable=trainable)
         moved(live, 0.1)
         places = {n: (p.data_ptr(), p.detach().clone()) for n, p in policy.model.named_parameters()}
         stats, gradient = live.backward(packed(groups, objective, 40))
@@ -251,11 +253,11 @@ def test_the_reference_is_the_model_as_it_was_loaded(tiny_model: Path, groups: l
         assert flatten(stats.metrics)["kl_reference"] > 1e-3
 
 
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=3, merged=True)], ids=["full", "merged"])
-def test_the_average_follows_every_so_many_steps(tiny_model: Path, groups: list[Group], trains: Trains) -> None:
+@pytest.mark.parametrize("trainable", [Full(), Lora(rank=3, merged=True)], ids=["full", "merged"])
+def test_the_average_follows_every_so_many_steps(tiny_model: Path, groups: list[Group], trainable: Trainable) -> None:
     objective = Objective(loss=Grpo(), reference=Average(beta=0.1, mixup=0.25, every=2))
-    with live_policy(tiny_model, trains=trains) as policy:
-        live = Live(policy, objective, trains=trains)
+    with live_policy(tiny_model, trainable=trainable) as policy:
+        live = Live(policy, objective, trainable=trainable)
         assert live.held is not None
         batch = packed(groups, objective)
         first = copy.deepcopy(live.held.state_dict())
@@ -263,7 +265,7 @@ def test_the_average_follows_every_so_many_steps(tiny_model: Path, groups: list[
         for name, value in live.held.state_dict().items():
             assert torch.equal(value, first[name])
         live.whole(batch, 2)
-        for name, parameter in changing(policy, trains):
+        for name, parameter in changing(policy, trainable):
             want = 0.75 * first[name] + 0.25 * parameter.detach()
             torch.testing.assert_close(live.held.state_dict()[name], want, rtol=1e-6, atol=1e-7)
             assert not torch.equal(parameter, first[name])
@@ -326,11 +328,11 @@ def test_between_updates_a_merged_adapter_is_folded(tiny_model: Path, groups: li
     """Merged or not, three updates end at the same adapter."""
     ended = []
     for merged in (False, True):
-        trains = Lora(rank=3, merged=merged)
-        with live_policy(tiny_model, trains=trains) as policy:
-            live = Live(policy, TOKENS, trains=trains, updates=3)
+        trainable = Lora(rank=3, merged=merged)
+        with live_policy(tiny_model, trainable=trainable) as policy:
+            live = Live(policy, TOKENS, trainable=trainable, updates=3)
             live.whole(packed(groups, TOKENS))
-            ended.append([p.detach().clone() for _, p in trains.parameters(policy.model)])
+            ended.append([p.detach().clone() for _, p in trainable.parameters(policy.model)])
     for plain, merged_one in zip(*ended, strict=True):
         torch.testing.assert_close(merged_one, plain, rtol=1e-3, atol=2e-4)
 

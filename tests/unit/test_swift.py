@@ -152,14 +152,14 @@ def test_it_trains_and_writes_completions(run: Run, tiny_model: Path) -> None:
         golds = [str(int(prompt.partition("+2=")[0].rpartition("\n")[2]) + 2) for prompt in line["prompt"]]
         sizes = [len(text) + len(gold) for text, gold in zip(line["completion"], golds, strict=True)]
         assert line["long"] == sizes
-    sink = CompletionsFile()
+    logger = CompletionsFile()
     info = RunInfo(name="run", folder=Path("out/run"), steps=2, config={"model": str(tiny_model)}, resumed_step=1)
-    writer = sink.open(info)
+    writer = logger.open(info)
     assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]
     writer.write(2, {})
     assert len(Path("out/run/completions.jsonl").read_text().splitlines()) == 1, "its rollouts are not written yet"
     writer.close()
     assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table
     Path("out/run/completions.jsonl").write_text("")  # as a killed run leaves it that has saved its first step
-    sink.open(info).close()
+    logger.open(info).close()
     assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]

@@ -28,7 +28,7 @@ from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.metrics import Sum
 from tandem.model.policy import Policy
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.assemble import check_pairs
@@ -119,7 +119,7 @@ class Copied(WeightSync):
     """A way that copies to what the engine is said to hold; ``fault`` changes it on arrival."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights"})
-    port: ClassVar[type] = CanLend
+    capability: ClassVar[type] = CanLend
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     fault: Callable[[dict[str, Tensor]], None] = lambda held: None
@@ -128,7 +128,7 @@ class Copied(WeightSync):
         engine = session.engine
         assert isinstance(engine, Attesting)
         engine.events.append("move")
-        engine.held = {name: tensor.clone() for name, tensor in session.trains.source(session.policy.model)}
+        engine.held = {name: tensor.clone() for name, tensor in session.trainable.source(session.policy.model)}
         self.fault(engine.held)
         return sum(tensor.nbytes for tensor in engine.held.values())
 
@@ -213,11 +213,11 @@ def test_an_honest_engine_is_published_to(policy: Policy) -> None:
 
 
 def test_an_adapter_is_published(tiny_model: Path) -> None:
-    trains = Lora(rank=2)
-    with live_policy(tiny_model, trains=trains) as policy:
+    trainable = Lora(rank=2)
+    with live_policy(tiny_model, trainable=trainable) as policy:
 
         async def work(engine: Watched) -> None:
-            async with Shared().open(policy, engine, START, trains) as session:
+            async with Shared().open(policy, engine, START, trainable) as session:
                 async with session.commit(1):
                     pass
                 assert engine.version().step == 1
@@ -366,7 +366,7 @@ def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: 
 
 def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
     async def work(engine: Watched) -> list[bool]:
-        async with Shared(prove_every=3).open(policy, engine, START, Full()) as session:
+        async with Shared(verify_every=3).open(policy, engine, START, Full()) as session:
             proven = ["score" in engine.events]
             for step in range(1, 7):
                 async with session.commit(step) as commit:
@@ -383,14 +383,14 @@ def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
 # Pairs
 
 
-CAN: list[tuple[WeightSync, Trains, EngineSpec]] = [
+CAN: list[tuple[WeightSync, Trainable, EngineSpec]] = [
     (Shared(), Full(), Embedded()),
     (Shared(), Lora(), Embedded()),
     (Shared(), Lora(merged=True), Embedded()),
     *(
-        (sync, trains, Vllm())
+        (sync, trainable, Vllm())
         for sync in (Shared(), Restart(), Broadcast())
-        for trains in (Full(), Lora(), Lora(merged=True))
+        for trainable in (Full(), Lora(), Lora(merged=True))
     ),
     (Hotswap(), Lora(), Vllm()),
     (Broadcast(), Full(), Vllm(tensor_parallel_size=2)),
@@ -398,13 +398,13 @@ CAN: list[tuple[WeightSync, Trains, EngineSpec]] = [
     (Hotswap(), Lora(), Vllm(urls=("http://there:8000",))),
     (Restart(), Full(), Vllm(replicas=2)),
 ]
-CANNOT: list[tuple[WeightSync, Trains, EngineSpec, str]] = [
+CANNOT: list[tuple[WeightSync, Trainable, EngineSpec, str]] = [
     (Shared(), Full(), Fake(), "sync: shared .*CanLend.*engine: fake has none.*embedded"),
     (Restart(), Full(), Embedded(), "sync: restart .*CanRelaunch.*engine: embedded has CanLend.*sync: shared"),
     (Broadcast(), Lora(), Embedded(), "sync: broadcast .*CanReceive"),
     (Hotswap(), Lora(), Embedded(), "sync: hotswap .*CanSwap"),
-    (Hotswap(), Full(), Vllm(), "hotswap carries adapters alone.*trains: full.*shared, broadcast or restart"),
-    (Hotswap(), Lora(merged=True), Vllm(), "hotswap carries adapters alone.*trains: lora changes whole weights"),
+    (Hotswap(), Full(), Vllm(), "hotswap carries adapters alone.*trainable: full.*shared, broadcast or restart"),
+    (Hotswap(), Lora(merged=True), Vllm(), "hotswap carries adapters alone.*trainable: lora changes whole weights"),
     (Shared(), Full(), Vllm(tensor_parallel_size=2), "tensor_parallel_size is 2.*broadcast"),
     (Shared(), Full(), Vllm(replicas=3), "there are 3 engines.*broadcast"),
     (Shared(), Full(), Vllm(urls=("http://a:1", "http://b:1")), "there are 2 engines.*broadcast"),
@@ -412,24 +412,24 @@ CANNOT: list[tuple[WeightSync, Trains, EngineSpec, str]] = [
 ]
 
 
-def recipe(sync: WeightSync, trains: Trains, engine: EngineSpec, **options: Any) -> RunConfig:
+def recipe(sync: WeightSync, trainable: Trainable, engine: EngineSpec, **options: Any) -> RunConfig:
     lag = options.pop("max_lag", sync.behind)
     return RunConfig(
-        model="m", steps=1, env=Arithmetic(), sync=sync, trains=trains, engine=engine, max_lag=lag, **options
+        model="m", steps=1, env=Arithmetic(), sync=sync, trainable=trainable, engine=engine, max_lag=lag, **options
     )
 
 
-@pytest.mark.parametrize(("sync", "trains", "engine"), CAN)
-def test_pairs_that_work(sync: WeightSync, trains: Trains, engine: EngineSpec) -> None:
-    check_pairs(recipe(sync, trains, engine))
+@pytest.mark.parametrize(("sync", "trainable", "engine"), CAN)
+def test_pairs_that_work(sync: WeightSync, trainable: Trainable, engine: EngineSpec) -> None:
+    check_pairs(recipe(sync, trainable, engine))
 
 
-@pytest.mark.parametrize(("sync", "trains", "engine", "says"), CANNOT)
+@pytest.mark.parametrize(("sync", "trainable", "engine", "says"), CANNOT)
 def test_pairs_that_cannot_work_are_named_before_anything_is_loaded(
-    sync: WeightSync, trains: Trains, engine: EngineSpec, says: str
+    sync: WeightSync, trainable: Trainable, engine: EngineSpec, says: str
 ) -> None:
     with pytest.raises(UnsupportedPair, match=says):
-        check_pairs(recipe(sync, trains, engine))
+        check_pairs(recipe(sync, trainable, engine))
 
 
 # How often
@@ -548,7 +548,7 @@ def test_an_engine_that_was_started_again_is_proven_whatever_prove_every_says(po
     async def work() -> list[bool]:
         with scripted(tiny_model) as engine:
             proven = []
-            async with Shared(prove_every=100).open(policy, engine, START, Full()) as session:
+            async with Shared(verify_every=100).open(policy, engine, START, Full()) as session:
                 for step in range(1, 5):
                     engine.events.clear()
                     if step == 3:
@@ -566,12 +566,12 @@ def test_an_engine_that_was_started_again_is_proven_whatever_prove_every_says(po
 # Weights that no publish carries
 
 
-def published_beside(folder: Path, policy: Policy, trains: Trains, **script: Any) -> list[str]:
+def published_beside(folder: Path, policy: Policy, trainable: Trainable, **script: Any) -> list[str]:
     """What an engine is asked for when it is opened, and in two publishes."""
 
     async def work() -> list[str]:
-        with scripted(folder, trains, **script) as engine:
-            async with Shared(tolerance=100.0).open(policy, engine, START, trains) as session:
+        with scripted(folder, trainable, **script) as engine:
+            async with Shared(tolerance=100.0).open(policy, engine, START, trainable) as session:
                 for step in (1, 2):
                     await session.publish(PolicyVersion(step=step, digest=""))
             return engine.events
@@ -581,10 +581,10 @@ def published_beside(folder: Path, policy: Policy, trains: Trains, **script: Any
 
 @pytest.mark.slow
 def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model: Path) -> None:
-    trains = Lora(rank=2)
-    with live_policy(tiny_model, trains=trains) as policy:
-        assert published_beside(tiny_model, policy, trains).count("checksums") == 1 + 1 + 3, "rehearsed once"
-        again = published_beside(tiny_model, policy, trains, dies={"probe": 1})
+    trainable = Lora(rank=2)
+    with live_policy(tiny_model, trainable=trainable) as policy:
+        assert published_beside(tiny_model, policy, trainable).count("checksums") == 1 + 1 + 3, "rehearsed once"
+        again = published_beside(tiny_model, policy, trainable, dies={"probe": 1})
         assert again.count("checksums") == 1 + 2 + 4, "what was started anew may have started on other weights"
     with live_policy(tiny_model) as policy:
         assert published_beside(tiny_model, policy, Full()).count("checksums") == 1 + 3, "all of it is published"
@@ -594,17 +594,17 @@ def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model:
 def test_another_base_beneath_an_adapter_is_refused(
     tiny_model: Path, changed: int | None, kind: type[Exception]
 ) -> None:
-    trains = Lora(rank=2)
+    trainable = Lora(rank=2)
 
     def other(sums: dict[str, int]) -> dict[str, dict[str, int]]:
         wrong = [name for name in sums if "lora" not in name][:changed]
         return {"engine one": {name: value + (name in wrong) for name, value in sums.items()}}
 
-    with live_policy(tiny_model, trains=trains) as policy:
+    with live_policy(tiny_model, trainable=trainable) as policy:
         with pytest.raises(
             kind, match=r"weights that are not trained differ between the trainer and engine one"
         ) as caught:
-            published_beside(tiny_model, policy, trains, summed=other)
+            published_beside(tiny_model, policy, trainable, summed=other)
         assert type(caught.value) is kind
 
 
@@ -613,7 +613,7 @@ def test_a_base_that_cannot_be_compared_is_probed_alone(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a packed layout, for instance."""
-    trains, checksums = Lora(rank=2), Scripted.checksums
+    trainable, checksums = Lora(rank=2), Scripted.checksums
 
     async def packed(self: Scripted, travels: Any) -> Any:
         if travels == "weights":
@@ -621,8 +621,8 @@ def test_a_base_that_cannot_be_compared_is_probed_alone(
         return await checksums(self, travels)
 
     monkeypatch.setattr(Scripted, "checksums", packed)
-    with live_policy(tiny_model, trains=trains) as policy:
-        events = published_beside(tiny_model, policy, trains)
+    with live_policy(tiny_model, trainable=trainable) as policy:
+        events = published_beside(tiny_model, policy, trainable)
     assert events.count("resume") == 3
     assert "recover" not in events
     assert "only probed: the weights are packed" in caplog.text
@@ -746,31 +746,31 @@ def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=2, merged=True)], ids=["full", "merged"])
+@pytest.mark.parametrize("trainable", [Full(), Lora(rank=2, merged=True)], ids=["full", "merged"])
 def test_restart_lays_down_a_model_folder_and_removes_the_last(
-    tiny_model: Path, tmp_path: Path, trains: Trains
+    tiny_model: Path, tmp_path: Path, trainable: Trainable
 ) -> None:
     """What transformers alone reads from it are the policy's weights, those that are not trained too."""
 
     async def work() -> None:
-        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as session:
+        with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
+            async with Restart(every=1).open(policy, engine, START, trainable, tmp_path) as session:
                 assert "move" not in engine.events, "it was started on these very weights"
                 assert not (tmp_path / "weights").exists()
                 for step in (1, 2):
                     async with session.commit(step) as commit:
                         with torch.no_grad():
-                            for _, parameter in trains.parameters(policy.model):
+                            for _, parameter in trainable.parameters(policy.model):
                                 parameter += 0.02
                     folder = tmp_path / "weights" / f"step-00000{step}"
                     assert list((tmp_path / "weights").iterdir()) == [folder]
                     found = weights_of(folder)
-                    own = trains.base_names(policy.model)
+                    own = trainable.base_names(policy.model)
                     assert found.keys() == own.keys()
                     assert all(torch.equal(found[name], own[name]) for name in own)
                     assert len(AutoTokenizer.from_pretrained(folder)) == len(policy.tokenizer)
                     assert commit.published is not None
-                    assert commit.published.bytes == sum(t.nbytes for _, t in trains.source(policy.model))
+                    assert commit.published.bytes == sum(t.nbytes for _, t in trainable.source(policy.model))
             assert engine.epoch == 2
 
     asyncio.run(work())
@@ -780,25 +780,25 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
 def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    trains = Lora(rank=2)
+    trainable = Lora(rank=2)
 
     async def work() -> None:
-        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Restart(every=1).open(policy, engine, START, trains, tmp_path) as session:
+        with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
+            async with Restart(every=1).open(policy, engine, START, trainable, tmp_path) as session:
                 assert engine.adapted
                 assert engine.epoch == 0, "the base that it was started on is the policy's own"
                 assert [event for event in engine.events if event in ("move", "load")] == ["load"]
                 engine.events.clear()
                 async with session.commit(1):
                     with torch.no_grad():
-                        policy.model.get_parameter(trains.parameters(policy.model)[1][0]).add_(0.5)
+                        policy.model.get_parameter(trainable.parameters(policy.model)[1][0]).add_(0.5)
                 assert engine.epoch == 1
                 assert [event for event in engine.events if event in ("move", "load")] == ["move", "load"]
                 folder = tmp_path / "weights" / "step-000001"
                 assert list((tmp_path / "weights").iterdir()) == [folder]
                 assert (folder / "adapter_config.json").is_file()
                 live = adapted(tiny_model, folder)
-                for name, tensor in trains.source(policy.model):
+                for name, tensor in trainable.source(policy.model):
                     assert torch.equal(live[name], tensor)
 
     asyncio.run(work())
@@ -808,7 +808,7 @@ def test_restart_does_not_take_an_engine_for_fresh_that_was_started_by_others(ti
     async def work() -> None:
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
             session = WeightSyncSession(
-                sync=Restart(every=1), policy=policy, engine=engine, trains=Full(), folder=tmp_path
+                sync=Restart(every=1), policy=policy, engine=engine, trainable=Full(), folder=tmp_path
             )
             await session.bind(fresh=False)
             async with session.open(START):
@@ -833,14 +833,14 @@ def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_pa
 
 @pytest.mark.slow
 def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp_path: Path) -> None:
-    trains = Lora(rank=2)
+    trainable = Lora(rank=2)
 
     async def work() -> None:
-        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Hotswap().open(policy, engine, START, trains, tmp_path) as session:
+        with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
+            async with Hotswap().open(policy, engine, START, trainable, tmp_path) as session:
                 session.versions = 2
                 kept: dict[str, Tensor] = {}
-                name = trains.parameters(policy.model)[1][0]
+                name = trainable.parameters(policy.model)[1][0]
                 for step in range(1, 10):
                     async with session.commit(step):
                         with torch.no_grad():
@@ -858,13 +858,13 @@ def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp
 @pytest.mark.slow
 def test_hotswap_does_not_take_folders_of_an_earlier_life_for_newer_ones(tiny_model: Path, tmp_path: Path) -> None:
     """A run that got further than its last checkpoint goes on from an older step than its newest folder's."""
-    trains = Lora(rank=2)
+    trainable = Lora(rank=2)
 
     async def work() -> None:
         for step in range(3, 12):
             (tmp_path / "adapters" / f"step-{step:06d}").mkdir(parents=True)
-        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Hotswap().open(policy, engine, PolicyVersion(step=4, digest=""), trains, tmp_path):
+        with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
+            async with Hotswap().open(policy, engine, PolicyVersion(step=4, digest=""), trainable, tmp_path):
                 assert (tmp_path / "adapters" / "step-000004" / "adapter_config.json").is_file()
 
     asyncio.run(work())
@@ -888,7 +888,7 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
             monkeypatch.setattr(engine, "workers", workers)
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(EngineError, match="enough"):
-                async with Broadcast(seconds=5).open(policy, engine, START, Full()):
+                async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
 
     async def workers() -> list[list[str]]:
@@ -944,7 +944,7 @@ def test_a_group_that_does_not_form_says_where_it_was_to_meet(
 
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(TransportError, match=r"meet the trainer at 127\.0\.0\.1:\d+; .*sync\.host"):
-                async with Broadcast(seconds=1).open(policy, engine, START, Full()):
+                async with Broadcast(timeout_seconds=1).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
             await engine.close()
 
@@ -958,7 +958,7 @@ def test_a_broadcast_that_breaks_off_says_why(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Broadcast(seconds=5).open(policy, engine, START, Full()) as session:
+            async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()) as session:
                 receive = engine.receive
 
                 async def other(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:

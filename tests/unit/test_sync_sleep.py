@@ -20,7 +20,7 @@ from tandem.engines.vllm import spec as engines
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, StaleWeights, TornWeights, UnsupportedPair
 from tandem.model.policy import Policy
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.assemble import check_pairs
@@ -72,7 +72,7 @@ class Sent(WeightSync):
     """A way that writes into the engine, all that is trained or ``some`` of it."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights"})
-    port: ClassVar[type] = CanReceive
+    capability: ClassVar[type] = CanReceive
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     some: Callable[[str], bool] = lambda name: True
@@ -81,23 +81,25 @@ class Sent(WeightSync):
         engine = session.engine
         assert isinstance(engine, Sleepy)
         engine._at("move")
-        return engine._take((n, t) for n, t in session.trains.source(session.policy.model) if self.some(n))
+        return engine._take((n, t) for n, t in session.trainable.source(session.policy.model) if self.some(n))
 
 
 @contextmanager
-def pair(folder: Path, trains: Trains, **script: Any) -> Any:
-    with live_policy(folder, trains=trains) as policy, live_policy(folder, trains=trains) as inner:
-        yield policy, Sleepy(inner, trains, **script)
+def pair(folder: Path, trainable: Trainable, **script: Any) -> Any:
+    with live_policy(folder, trainable=trainable) as policy, live_policy(folder, trainable=trainable) as inner:
+        yield policy, Sleepy(inner, trainable, **script)
 
 
-async def steps(policy: Policy, engine: Sleepy, sync: WeightSync, trains: Trains, count: int = 2) -> WeightSyncSession:
+async def steps(
+    policy: Policy, engine: Sleepy, sync: WeightSync, trainable: Trainable, count: int = 2
+) -> WeightSyncSession:
     """Steps as the loop takes them."""
-    async with sync.open(policy, engine, START, trains) as session:
+    async with sync.open(policy, engine, START, trainable) as session:
         for step in range(1, count + 1):
             await session.sleep()
             assert engine.asleep == bool(engine.sleeps)
             async with session.commit(step):
-                if trains == Full():
+                if trainable == Full():
                     with torch.no_grad():
                         policy.head.weight[3, 5] += 0.25
         return session
@@ -120,19 +122,19 @@ def test_an_engine_that_never_sleeps_is_left_alone(tiny_model: Path) -> None:
         assert not {"sleep", "wake"} & set(engine.events)
 
 
-@pytest.mark.parametrize("prove_every", [1, 50])
+@pytest.mark.parametrize("verify_every", [1, 50])
 @pytest.mark.parametrize(
     ("some", "error"), [(lambda name: False, StaleWeights), (lambda name: "mlp" not in name, TornWeights)]
 )
 def test_weights_that_were_not_brought_back_are_never_served(
-    tiny_model: Path, some: Callable[[str], bool], error: type[Exception], prove_every: int
+    tiny_model: Path, some: Callable[[str], bool], error: type[Exception], verify_every: int
 ) -> None:
     """Also where only now and then a publish is proven."""
     with pair(tiny_model, Full()) as (policy, engine):
 
         async def work() -> None:
-            async with Sent(prove_every=prove_every).open(policy, engine, START, Full()) as session:
-                session.sync = Sent(prove_every=prove_every, some=some)
+            async with Sent(verify_every=verify_every).open(policy, engine, START, Full()) as session:
+                session.sync = Sent(verify_every=verify_every, some=some)
                 await session.sleep()
                 with pytest.raises(error):
                     async with session.commit(1):
@@ -155,7 +157,7 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
 
         async def work() -> None:
             nonlocal slept
-            async with Sent(prove_every=9).open(policy, engine, START, Full()) as session:
+            async with Sent(verify_every=9).open(policy, engine, START, Full()) as session:
                 await session.sleep()
                 slept = True
                 with pytest.raises(StaleWeights, match="its logprobs of a probe differ"):
@@ -166,14 +168,14 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
         assert not engine.serves
 
 
-@pytest.mark.parametrize("trains", [Full(layers=(0,)), Lora(rank=2, merged=True)], ids=["some layers", "merged"])
-def test_a_deep_sleep_is_refused_where_weights_are_not_all_published(tiny_model: Path, trains: Trains) -> None:
-    with pair(tiny_model, trains) as (policy, engine):
+@pytest.mark.parametrize("trainable", [Full(layers=(0,)), Lora(rank=2, merged=True)], ids=["some layers", "merged"])
+def test_a_deep_sleep_is_refused_where_weights_are_not_all_published(tiny_model: Path, trainable: Trainable) -> None:
+    with pair(tiny_model, trainable) as (policy, engine):
         with pytest.raises(UnsupportedPair, match=r"sleep: 2 discards every weight.*use engine\.sleep: 1"):
-            asyncio.run(steps(policy, engine, Sent(), trains))
+            asyncio.run(steps(policy, engine, Sent(), trainable))
         assert not engine.given
-    with pair(tiny_model, trains, depth=1) as (policy, engine):
-        asyncio.run(steps(policy, engine, Sent(), trains))
+    with pair(tiny_model, trainable, depth=1) as (policy, engine):
+        asyncio.run(steps(policy, engine, Sent(), trainable))
 
 
 @pytest.mark.parametrize("point", ["sleep", "wake", "move"])
@@ -222,7 +224,7 @@ def asleep(depth: int = 1, **options: Any) -> Mapping[str, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one copy": ({"engine": asleep(), "sync": "shared"}, "memory that is lent must stay"),
-    "by name": ({"engine": asleep(), "sync": "hotswap", "trains": "lora"}, "requests never wait"),
+    "by name": ({"engine": asleep(), "sync": "hotswap", "trainable": "lora"}, "requests never wait"),
     "ended anyway": ({"engine": asleep(), "sync": "restart", "max_lag": 2}, "ends the engine itself"),
     "beside training": ({"engine": asleep(), "max_lag": 1}, "set max_lag to 0"),
     "as it comes": ({"engine": asleep(), "max_lag": "auto"}, "set max_lag to 0"),

@@ -89,9 +89,9 @@ def test_sessions_walk_every_transition_of_the_table(
             assert engine.serves
 
     async def never_pausing() -> None:
-        trains = Lora(rank=2)
-        with live_policy(tiny_model, trains=trains) as policy, scripted(tiny_model, trains) as engine:
-            async with Hotswap().open(policy, engine, START, trains, tmp_path) as session:
+        trainable = Lora(rank=2)
+        with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
+            async with Hotswap().open(policy, engine, START, trainable, tmp_path) as session:
                 walked.clear()
                 async with session.commit(1):
                     pass

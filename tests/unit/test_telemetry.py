@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from tandem.errors import ConfigError
+from tandem.api.run import MetricsTable
+from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import AlarmWatch
 from tandem.observability.emit import Telemetry, activity, evaluation_scalars
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.types import Json
 
 EVALUATION = {
@@ -47,7 +48,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """A sink's writer that remembers, and fails where it is told to."""
+    """A logger's writer that remembers, and fails where it is told to."""
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -72,7 +73,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class Recording(Sink):
+class Recording(MetricsLogger):
     writer: Recorder
 
     def open(self, info: RunInfo) -> Writer:
@@ -80,7 +81,7 @@ class Recording(Sink):
 
 
 @dataclass(frozen=True)
-class Broken(Sink):
+class Broken(MetricsLogger):
     def open(self, info: RunInfo) -> Writer:
         raise PermissionError("not logged in")
 
@@ -107,7 +108,7 @@ def test_a_step_cannot_be_emitted_twice(tmp_path: Path) -> None:
                 telemetry.emit(step, [])
 
 
-def test_a_failing_sink_is_warned_of_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_logger_is_warned_of_once_and_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Recorder(fails="write"), Recorder()
     with Telemetry(info(tmp_path), [Recording(bad), Recording(good)]) as telemetry:
         for step in (1, 2, 3):
@@ -121,7 +122,7 @@ def test_a_failing_sink_is_warned_of_once_and_dropped(tmp_path: Path, caplog: py
     assert len(rows(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_a_sink_that_cannot_open_stops_the_run_at_once_and_closes_the_others(tmp_path: Path) -> None:
+def test_a_logger_that_cannot_open_stops_the_run_at_once_and_closes_the_others(tmp_path: Path) -> None:
     writer = Recorder()
     with (
         pytest.raises(ConfigError, match=r"not logged in.*take test_telemetry"),
@@ -155,7 +156,7 @@ class Bare:
 
 
 @dataclass(frozen=True)
-class Opening(Sink):
+class Opening(MetricsLogger):
     writer: Any
 
     def open(self, info: RunInfo) -> Writer:
@@ -169,13 +170,13 @@ class Opening(Sink):
         (Bare, "Bare has no method 'evaluation'; a writer's methods are: write, evaluation, event"),
     ],
 )
-def test_a_method_of_a_sink_that_nobody_calls_is_named_at_once(tmp_path: Path, writer: type, said: str) -> None:
+def test_a_method_of_a_logger_that_nobody_calls_is_named_at_once(tmp_path: Path, writer: type, said: str) -> None:
     with pytest.raises(ConfigError) as caught, Telemetry(info(tmp_path), [Opening(writer)]):
         pass
     assert said in str(caught.value)
 
 
-def test_a_sink_may_leave_methods_out_and_have_others(tmp_path: Path) -> None:
+def test_a_logger_may_leave_methods_out_and_have_others(tmp_path: Path) -> None:
     with Telemetry(info(tmp_path), [Opening(Partial)]) as telemetry:
         telemetry.emit(1, [{"a": Sum(1.0)}])
 
@@ -414,3 +415,13 @@ heavy = {"torch", "rich", "tensorboard", "wandb", "trackio", "numpy"} & sys.modu
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("groups/dropped_flat", "groups/dropped_zero_variance"), ("env/sums/flat", "env/sums/zero_variance")],
+)
+def test_a_metric_that_is_asked_for_by_an_old_name_is_named(old: str, new: str) -> None:
+    table = MetricsTable([{"step": 1, "time": 0.0, "metrics": {new: 1.0}}])
+    with pytest.raises(TandemError, match=f"'{old}' is called '{new}' now"):
+        table.column(old)

@@ -39,9 +39,9 @@ def test_tracebacks_go_to_the_file_and_not_to_the_terminal(tmp_path: Path, capsy
         try:
             raise KeyError("x")
         except KeyError:
-            logging.getLogger("tandem").warning("a sink failed", exc_info=True)
+            logging.getLogger("tandem").warning("a logger failed", exc_info=True)
     assert "Traceback" in file.read_text()
-    assert capsys.readouterr().err == "WARNING: a sink failed\n"
+    assert capsys.readouterr().err == "WARNING: a logger failed\n"
 
 
 def test_what_the_terminal_is_told_otherwise_is_in_the_file_alone(

@@ -22,7 +22,7 @@ from transformers import (
 
 from tandem.errors import CheckpointError, ConfigError
 from tandem.trainable import _adapted
-from tandem.trainable.base import Trains, layer_of
+from tandem.trainable.base import Trainable, layer_of
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 
@@ -52,11 +52,11 @@ def tokenizer(tiny_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-def stir(trains: Trains, module: nn.Module, seed: int) -> None:
+def stir(trainable: Trainable, module: nn.Module, seed: int) -> None:
     """What training does, as far as anyone here can tell."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in trains.parameters(module):
+        for _, parameter in trainable.parameters(module):
             parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
@@ -76,10 +76,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_round_trip(tmp_path: Path, tokenizer: Any, tie: bool, dtype: torch.dtype) -> None:
-    trains = Full()
-    live = trains.prepare(model(tie=tie, dtype=dtype))
-    stir(trains, live, 1)
-    trains.save(live, tokenizer, tmp_path / "model")
+    trainable = Full()
+    live = trainable.prepare(model(tie=tie, dtype=dtype))
+    stir(trainable, live, 1)
+    trainable.save(live, tokenizer, tmp_path / "model")
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert loaded.dtype == dtype
@@ -89,9 +89,9 @@ def test_full_round_trip(tmp_path: Path, tokenizer: Any, tie: bool, dtype: torch
     assert again.encode("two words") == tokenizer.encode("two words")
     assert again.chat_template == tokenizer.chat_template
 
-    other = trains.prepare(model(seed=5, tie=tie, dtype=dtype))
+    other = trainable.prepare(model(seed=5, tie=tie, dtype=dtype))
     addresses = {name: p.data_ptr() for name, p in other.named_parameters()}
-    trains.load(other, tmp_path / "model")
+    trainable.load(other, tmp_path / "model")
     assert same(bits(other), bits(live))
     assert addresses == {name: p.data_ptr() for name, p in other.named_parameters()}, "in place"
     assert all(p.requires_grad for p in other.parameters())
@@ -142,21 +142,21 @@ def test_full_loads_a_model_that_is_stored_under_other_names(tmp_path: Path, tok
 def test_lora_round_trip(tmp_path: Path, tokenizer: Any, dtype: torch.dtype) -> None:
     from peft import PeftModel
 
-    trains = Lora(rank=4, alpha=8)
-    live = trains.prepare(model(dtype=dtype)).eval()
+    trainable = Lora(rank=4, alpha=8)
+    live = trainable.prepare(model(dtype=dtype)).eval()
     assert torch.equal(logits(live), logits(model(dtype=dtype))), "a fresh adapter changes nothing"
-    stir(trains, live, 1)
+    stir(trainable, live, 1)
     assert not torch.equal(logits(live), logits(model(dtype=dtype)))
-    trains.save(live, tokenizer, tmp_path / "adapter")
+    trainable.save(live, tokenizer, tmp_path / "adapter")
 
     loaded = PeftModel.from_pretrained(model(dtype=dtype), tmp_path / "adapter", autocast_adapter_dtype=False).eval()
     assert torch.equal(logits(_adapted.adapt(loaded)), logits(live))
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").eos_token == tokenizer.eos_token
 
     torch.manual_seed(9)
-    other = trains.prepare(model(dtype=dtype)).eval()
+    other = trainable.prepare(model(dtype=dtype)).eval()
     addresses = {name: p.data_ptr() for name, p in other.named_parameters()}
-    trains.load(other, tmp_path / "adapter")
+    trainable.load(other, tmp_path / "adapter")
     assert same(bits(other), bits(live))
     assert addresses == {name: p.data_ptr() for name, p in other.named_parameters()}, "in place"
 
@@ -181,12 +181,12 @@ def test_lora_depends_on_the_seed_of_torch() -> None:
 
 
 def test_lora_learns_and_leaves_the_base_alone() -> None:
-    trains = Lora(rank=4)
-    live = trains.prepare(model())
+    trainable = Lora(rank=4)
+    live = trainable.prepare(model())
     before = bits(live)
     live(input_ids=TOKENS).logits.square().sum().backward()
     with torch.no_grad():
-        for _, parameter in trains.parameters(live):
+        for _, parameter in trainable.parameters(live):
             assert parameter.grad is not None
             parameter.sub_(parameter.grad * 0.1)
     changed = {name for name, tensor in live.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -194,7 +194,7 @@ def test_lora_learns_and_leaves_the_base_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trains", "trained"),
+    ("trainable", "trained"),
     [
         (Full(layers=(1,)), 9),
         (Full(layers=(0, 1)), 18),
@@ -205,20 +205,20 @@ def test_lora_learns_and_leaves_the_base_alone() -> None:
         (Lora(layers=(0,), target_modules=("q_proj", "down_proj"), merged=True), 4),
     ],
 )
-def test_which_parameters_train(trains: Trains, trained: int) -> None:
-    live = trains.prepare(model())
-    names = [name for name, _ in trains.parameters(live)]
+def test_which_parameters_train(trainable: Trainable, trained: int) -> None:
+    live = trainable.prepare(model())
+    names = [name for name, _ in trainable.parameters(live)]
     assert len(names) == trained
-    assert trains.layers is None or {layer_of(name) for name in names} == set(trains.layers)
+    assert trainable.layers is None or {layer_of(name) for name in names} == set(trainable.layers)
 
 
-@pytest.mark.parametrize("trains", [Full(), Full(layers=(0,)), Lora(rank=2)])
+@pytest.mark.parametrize("trainable", [Full(), Full(layers=(0,)), Lora(rank=2)])
 @pytest.mark.parametrize("tie", [True, False])
-def test_source_is_live_and_repeats(trains: Trains, tie: bool) -> None:
-    live = trains.prepare(model(tie=tie, dtype=torch.bfloat16))
-    source = trains.source(live)
+def test_source_is_live_and_repeats(trainable: Trainable, tie: bool) -> None:
+    live = trainable.prepare(model(tie=tie, dtype=torch.bfloat16))
+    source = trainable.source(live)
     owners = dict(live.named_parameters())
-    assert [name for name, _ in source] == [name for name, _ in trains.parameters(live)]
+    assert [name for name, _ in source] == [name for name, _ in trainable.parameters(live)]
     assert [meta.name for meta in source.manifest()] == [name for name, _ in source]
     assert sum(meta.bytes for meta in source.manifest()) == sum(t.nbytes for _, t in source)
     assert {meta.dtype for meta in source.manifest()} == {"bfloat16"}
@@ -228,14 +228,14 @@ def test_source_is_live_and_repeats(trains: Trains, tie: bool) -> None:
         assert meta.shape == tuple(tensor.shape)
     storages = [tensor.data_ptr() for _, tensor in source]
     assert len(set(storages)) == len(storages), "tied weights travel once"
-    stir(trains, live, 3)
+    stir(trainable, live, 3)
     assert all(torch.equal(tensor, owners[name]) for name, tensor in source)
 
 
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=2)])
-def test_source_follows_storage_that_is_moved(trains: Trains) -> None:
-    live = trains.prepare(model())
-    source = trains.source(live)
+@pytest.mark.parametrize("trainable", [Full(), Lora(rank=2)])
+def test_source_follows_storage_that_is_moved(trainable: Trainable) -> None:
+    live = trainable.prepare(model())
+    source = trainable.source(live)
     for parameter in live.parameters():
         parameter.data = parameter.detach().clone()
     owners = dict(live.named_parameters())
@@ -247,41 +247,41 @@ def test_what_travels() -> None:
     assert Lora().travels == "adapter"
 
 
-@pytest.mark.parametrize("trains", [Full(), Lora()])
-def test_nothing_to_fold(trains: Trains) -> None:
-    live = trains.prepare(model())
-    stir(trains, live, 1)
+@pytest.mark.parametrize("trainable", [Full(), Lora()])
+def test_nothing_to_fold(trainable: Trainable) -> None:
+    live = trainable.prepare(model())
+    stir(trainable, live, 1)
     before = bits(live)
-    trains.fold(live)
+    trainable.fold(live)
     assert same(bits(live), before)
-    assert trains.kept_bytes(live, on_host=True) == 0
+    assert trainable.kept_bytes(live, on_host=True) == 0
 
 
 @pytest.mark.parametrize(
-    "trains", [Full(), Full(layers=(0,)), Lora(), Lora(layers=(1,), target_modules=("q_proj",)), Lora(merged=True)]
+    "trainable", [Full(), Full(layers=(0,)), Lora(), Lora(layers=(1,), target_modules=("q_proj",)), Lora(merged=True)]
 )
 @pytest.mark.parametrize("tie", [True, False])
-def test_base_names_are_those_of_the_causal_model(trains: Trains, tie: bool) -> None:
+def test_base_names_are_those_of_the_causal_model(trainable: Trainable, tie: bool) -> None:
     plain = dict(model(tie=tie).named_parameters())
-    live = trains.prepare(model(tie=tie))
-    names = trains.base_names(live)
+    live = trainable.prepare(model(tie=tie))
+    names = trainable.base_names(live)
     assert list(names) == list(plain), "Hugging Face's names in Hugging Face's order, tied ones once"
     assert all(torch.equal(parameter, plain[name]) for name, parameter in names.items())
     own = {id(parameter) for parameter in live.parameters()}
     assert all(id(parameter) in own for parameter in names.values()), "the live parameters, not copies"
 
 
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=2), Lora(layers=(1,), rank=2), Lora(rank=2, merged=True)])
-def test_prepare_counts_parameters_without_weights(trains: Trains) -> None:
+@pytest.mark.parametrize("trainable", [Full(), Lora(rank=2), Lora(layers=(1,), rank=2), Lora(rank=2, merged=True)])
+def test_prepare_counts_parameters_without_weights(trainable: Trainable) -> None:
     config = model().config
     with torch.device("meta"):
         empty = LlamaForCausalLM(config)
-    count = sum(p.numel() for _, p in trains.parameters(trains.prepare(empty)))
-    assert count == sum(p.numel() for _, p in trains.parameters(trains.prepare(model())))
+    count = sum(p.numel() for _, p in trainable.parameters(trainable.prepare(empty)))
+    assert count == sum(p.numel() for _, p in trainable.parameters(trainable.prepare(model())))
 
 
 @pytest.mark.parametrize(
-    ("trains", "message"),
+    ("trainable", "message"),
     [
         (Full(layers=(2,)), "no layer 2; the model has layers 0 to 1"),
         (Lora(layers=(7,)), "no layer 7"),
@@ -289,9 +289,9 @@ def test_prepare_counts_parameters_without_weights(trains: Trains) -> None:
         (Lora(target_modules=("lm_head",)), "no linear layer 'lm_head'"),
     ],
 )
-def test_options_that_do_not_fit_the_model(trains: Trains, message: str) -> None:
+def test_options_that_do_not_fit_the_model(trainable: Trainable, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trains.prepare(model())
+        trainable.prepare(model())
 
 
 @pytest.mark.parametrize(
@@ -309,23 +309,23 @@ def test_options_that_make_no_sense(kind: type, wrong: dict[str, Any], message: 
         kind(**wrong)
 
 
-@pytest.mark.parametrize("trains", [Full(), Lora(rank=2)])
-def test_damaged_folders_are_refused(tmp_path: Path, tokenizer: Any, trains: Trains) -> None:
-    live = trains.prepare(model())
+@pytest.mark.parametrize("trainable", [Full(), Lora(rank=2)])
+def test_damaged_folders_are_refused(tmp_path: Path, tokenizer: Any, trainable: Trainable) -> None:
+    live = trainable.prepare(model())
     whole = tmp_path / "whole"
-    trains.save(live, tokenizer, whole)
+    trainable.save(live, tokenizer, whole)
     file = next(whole.glob("*.safetensors"))
 
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
     (cut / file.name).write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        trains.load(live, cut)
+        trainable.load(live, cut)
 
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
-        trains.load(live, empty)
+        trainable.load(live, empty)
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -345,8 +345,8 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path, tokenizer: Any) 
 
 
 def test_adapter_config_names_what_vllm_reads(tmp_path: Path, tokenizer: Any) -> None:
-    trains = Lora(rank=4, alpha=8, layers=(1,), target_modules=("q_proj", "v_proj"))
-    trains.save(trains.prepare(model()), tokenizer, tmp_path)
+    trainable = Lora(rank=4, alpha=8, layers=(1,), target_modules=("q_proj", "v_proj"))
+    trainable.save(trainable.prepare(model()), tokenizer, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, ["q_proj", "v_proj"])
     assert config["layers_to_transform"] == [1]
@@ -361,10 +361,10 @@ def test_adapter_config_names_what_vllm_reads(tmp_path: Path, tokenizer: Any) ->
 def test_adapter_config_in_memory_is_the_one_on_disk(
     tmp_path: Path, tokenizer: Any, merged: bool, options: dict[str, Any]
 ) -> None:
-    trains = Lora(merged=merged, **options)
-    live = trains.prepare(model())
-    mine = trains.adapter_config(live)
-    assert (mine["r"], mine["lora_alpha"]) == (trains.rank, trains.alpha)
+    trainable = Lora(merged=merged, **options)
+    live = trainable.prepare(model())
+    mine = trainable.adapter_config(live)
+    assert (mine["r"], mine["lora_alpha"]) == (trainable.rank, trainable.alpha)
     assert isinstance(mine["target_modules"], list)
     plain = Lora(**options)
     plain.save(plain.prepare(model()), tokenizer, tmp_path)

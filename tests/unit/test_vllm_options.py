@@ -157,11 +157,11 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     for script, why in cases.items():
         python = interpreter(tmp_path, script)
         with pytest.raises(ConfigError, match=rf"engine\.python: {python} cannot run vLLM: {why}.*tandem doctor"):
-            Vllm(python=python).check(trains=Full(), folder=tmp_path)
+            Vllm(python=python).check(trainable=Full(), folder=tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.python: /nowhere/python cannot be run.*tandem doctor"):
-        Vllm(python="/nowhere/python").check(trains=Full(), folder=tmp_path)
+        Vllm(python="/nowhere/python").check(trainable=Full(), folder=tmp_path)
     python = interpreter(tmp_path, THERE)
-    assert Vllm(python=python).check(trains=Full(), folder=tmp_path) == f"vLLM, by {python}"
+    assert Vllm(python=python).check(trainable=Full(), folder=tmp_path) == f"vLLM, by {python}"
 
 
 def test_the_interpreter_is_asked_as_the_engine_would_be_started(
@@ -172,35 +172,35 @@ def test_the_interpreter_is_asked_as_the_engine_would_be_started(
     (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert Vllm().check(trains=Full(), folder=tmp_path) == f"vLLM, by {sys.executable}"
+    assert Vllm().check(trainable=Full(), folder=tmp_path) == f"vLLM, by {sys.executable}"
     bare = interpreter(tmp_path, f'exec {sys.executable} -S "$@"')
     with pytest.raises(ConfigError, match="there is none in it"):
-        Vllm(python=bare).check(trains=Full(), folder=tmp_path)
+        Vllm(python=bare).check(trainable=Full(), folder=tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
 def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python is not set.*has no vLLM; let engine\.python name one"):
-        Vllm().check(trains=Full(), folder=tmp_path)
+        Vllm().check(trainable=Full(), folder=tmp_path)
 
 
 def test_an_adapter_that_is_too_large_is_refused(tmp_path: Path) -> None:
     python = interpreter(tmp_path, THERE)
     for engine in (Vllm(python=python), Vllm(urls=("http://x:1",))):
-        engine.check(trains=Lora(rank=RANKS[-1]), folder=tmp_path)
-        engine.check(trains=Lora(rank=999, merged=True), folder=tmp_path)
+        engine.check(trainable=Lora(rank=RANKS[-1]), folder=tmp_path)
+        engine.check(trainable=Lora(rank=999, merged=True), folder=tmp_path)
         with pytest.raises(ConfigError, match=r"trains\.rank: .*up to 512, not 999"):
-            engine.check(trains=Lora(rank=999), folder=tmp_path)
+            engine.check(trainable=Lora(rank=999), folder=tmp_path)
 
 
 def test_a_folder_that_an_engine_cannot_be_told_of_is_refused(tmp_path: Path) -> None:
     python, folder = interpreter(tmp_path, THERE), tmp_path / f"a{os.pathsep}b"
     with pytest.raises(ConfigError, match=r"':' in it; choose another name= or runs="):
-        Vllm(python=python).check(trains=Full(), folder=folder)
+        Vllm(python=python).check(trainable=Full(), folder=folder)
     with pytest.raises(ConfigError, match="choose another"):
         Vllm(python=python)._launch(Needs(model="m", dtype="float32", folder=folder), 64)
-    assert "http://x:1" in Vllm(urls=("http://x:1",)).check(trains=Full(), folder=folder)
-    Embedded().check(trains=Full(), folder=folder)
+    assert "http://x:1" in Vllm(urls=("http://x:1",)).check(trainable=Full(), folder=folder)
+    Embedded().check(trainable=Full(), folder=folder)
 
 
 BEFORE: dict[str, tuple[dict[str, Any], str]] = {
@@ -208,7 +208,7 @@ BEFORE: dict[str, tuple[dict[str, Any], str]] = {
     "its rank": (
         {
             "engine": {"kind": "vllm", "urls": ["http://x:1"]},
-            "trains": {"kind": "lora", "rank": 999},
+            "trainable": {"kind": "lora", "rank": 999},
             "sync": "hotswap",
         },
         "not 999",

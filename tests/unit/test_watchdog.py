@@ -15,11 +15,11 @@ import pytest
 
 from tandem.errors import Deadline, EngineError
 from tandem.observability import vitals, waits, watchdog
-from tandem.observability.options import Patience
+from tandem.observability.options import Timeouts
 from tandem.observability.watchdog import Watchdog, deadline_in
 
-SHORT = Patience(wait_seconds=0.3, loop_seconds=60.0, end_seconds=60.0)
-STUCK = Patience(wait_seconds=60.0, loop_seconds=0.3, end_seconds=60.0)
+SHORT = Timeouts(wait_seconds=0.3, loop_seconds=60.0, end_seconds=60.0)
+STUCK = Timeouts(wait_seconds=60.0, loop_seconds=0.3, end_seconds=60.0)
 
 
 @dataclass
@@ -41,13 +41,13 @@ def spared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watched(
-    patience: Patience, scene: Callable[[Watchdog], Coroutine[Any, Any, None]], folder: Path | None = None
+    timeouts: Timeouts, scene: Callable[[Watchdog], Coroutine[Any, Any, None]], folder: Path | None = None
 ) -> Left:
     """Play a scene under a watchdog."""
     left = Left()
 
     async def run() -> None:
-        dog = Watchdog(patience, loop=asyncio.get_running_loop(), leave=left)
+        dog = Watchdog(timeouts, loop=asyncio.get_running_loop(), leave=left)
         dog.folder = folder
         with dog.watching():
             await asyncio.wait_for(scene(dog), 30)
@@ -105,7 +105,7 @@ def test_a_circle_is_given_up() -> None:
 
 
 def test_what_cannot_be_given_up_ends_the_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    patience = Patience(wait_seconds=0.2, loop_seconds=60.0, end_seconds=0.2)
+    timeouts = Timeouts(wait_seconds=0.2, loop_seconds=60.0, end_seconds=0.2)
 
     async def deaf(left: threading.Event) -> None:
         while not left.is_set():
@@ -119,7 +119,7 @@ def test_what_cannot_be_given_up_ends_the_process(folder: Path, capsys: pytest.C
         with pytest.raises(Deadline):
             await waits.wait(deaf(ended.event), owner="trainer", reason="a batch", on="a deaf task")
 
-    assert set(watched(patience, scene, folder).codes) == {10}
+    assert set(watched(timeouts, scene, folder).codes) == {10}
     assert "a deaf task" in capsys.readouterr().err
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "stalled"
@@ -145,7 +145,7 @@ def test_a_call_that_holds_up_the_event_loop_ends_the_process(capsys: pytest.Cap
 
 
 def test_while_the_event_loop_stands_still_it_is_to_blame_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    patience = Patience(wait_seconds=0.3, loop_seconds=1.0, end_seconds=60.0)
+    timeouts = Timeouts(wait_seconds=0.3, loop_seconds=1.0, end_seconds=60.0)
 
     async def scene(dog: Watchdog) -> None:
         ended = dog._leave
@@ -153,7 +153,7 @@ def test_while_the_event_loop_stands_still_it_is_to_blame_alone(capsys: pytest.C
         async with waits.waiting("rollouts group 3", "a rollout", on="environment e"):
             assert ended.event.wait(20)
 
-    assert set(watched(patience, scene).codes) == {10}
+    assert set(watched(timeouts, scene).codes) == {10}
     said = capsys.readouterr().err
     assert "given up" not in said
     assert "held up" in said
@@ -162,13 +162,13 @@ def test_while_the_event_loop_stands_still_it_is_to_blame_alone(capsys: pytest.C
 @pytest.mark.slow
 def test_a_call_that_is_known_to_be_slow_may_hold_it_up() -> None:
     # A busy machine may hold a loop up for a few tenths of a second by itself, before the call and after it.
-    patience = Patience(wait_seconds=60.0, loop_seconds=1.0, end_seconds=60.0)
+    timeouts = Timeouts(wait_seconds=60.0, loop_seconds=1.0, end_seconds=60.0)
 
     async def scene(dog: Watchdog) -> None:
         with waits.blocking("trainer", "a model", "its files", deadline=60):
-            threading.Event().wait(2.5 * patience.loop_seconds)
+            threading.Event().wait(2.5 * timeouts.loop_seconds)
 
-    assert not watched(patience, scene).codes
+    assert not watched(timeouts, scene).codes
 
 
 def test_silence_is_a_stall_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,7 @@ def test_silence_is_a_stall_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_does_not_end_after_a_stall_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    patience = Patience(wait_seconds=60.0, loop_seconds=60.0, end_seconds=0.2)
+    timeouts = Timeouts(wait_seconds=60.0, loop_seconds=60.0, end_seconds=0.2)
 
     async def scene(dog: Watchdog) -> None:
         ended = dog._leave
@@ -194,7 +194,7 @@ def test_a_run_that_does_not_end_after_a_stall_is_ended(capsys: pytest.CaptureFi
             await asyncio.sleep(0.01)
         dog._late = None  # or it sees to the end of this very process
 
-    assert set(watched(patience, scene).codes) == {10}
+    assert set(watched(timeouts, scene).codes) == {10}
     assert "trainer waited for engine x; the run did not end within 0.2 s" in capsys.readouterr().err
 
 
@@ -202,7 +202,7 @@ def test_a_run_that_was_ended_by_a_wait_says_so_whatever_it_raised(monkeypatch: 
     monkeypatch.setattr(Watchdog, "_see_off", lambda self: None)
 
     async def run() -> None:
-        with watchdog.watching(Patience()):
+        with watchdog.watching(Timeouts()):
             raise EngineError("the engine failed") from Deadline(
                 "engine waited for compute thread", on="compute thread"
             )
@@ -213,7 +213,7 @@ def test_a_run_that_was_ended_by_a_wait_says_so_whatever_it_raised(monkeypatch: 
 
 def test_other_errors_are_left_as_they_are() -> None:
     async def run() -> None:
-        with watchdog.watching(Patience()):
+        with watchdog.watching(Timeouts()):
             raise EngineError("no")
 
     with pytest.raises(EngineError, match=r"^no$"):

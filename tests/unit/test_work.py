@@ -61,13 +61,13 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         "model: m\nsteps: 3\nname: a run\nenv: {kind: arithmetic, max_number: 7}\ngroup_size: 6\nmax_lag: 2\n"
         "loss: {kind: grpo, clip_high: 0.3}\nengine: {kind: vllm, gpu_memory_utilization: 0.4}\n"
         "broker: {url: 'http://b:1', lease_seconds: 9}\nrewards: {number: 2.0}\nsampling: {temperature: 0.8}\n"
-        "patience: {loop_seconds: 9}\n"
+        "timeouts: {loop_seconds: 9}\n"
     )
     config = _work_recipe.load(recipe, [PLACES[1]])
     assert (config.group_size, config.sampling.temperature, config.rewards["number"].weight) == (6, 0.8, 2.0)
     assert (config.broker.url, config.engine.urls) == ("http://b:1", ("http://e:2/v1",))
     assert config.known_as is None
-    assert config.patience.loop_seconds == 9
+    assert config.timeouts.loop_seconds == 9
     recipe.write_text(recipe.read_text().replace("vllm, gpu", "vllm, urls: ['http://e:9'], gpu"))
     assert _work_recipe.load(recipe, []).engine.urls == ("http://e:9",)
     recipe.write_text(recipe.read_text() + "grup_size: 3\n")
@@ -128,7 +128,15 @@ def test_several_environments_are_played_or_one_of_them(tmp_path: Path) -> None:
 def test_shared_options_have_the_recipes_defaults() -> None:
     """The same recipe means the same to both sides."""
     ours, theirs = (vars_of(cls) for cls in (_work_recipe.Work, RunConfig))
-    for name in ("group_size", "truncated", "truncated_penalty", "flat_groups", "context", "seed", "chat_template"):
+    for name in (
+        "group_size",
+        "truncated",
+        "truncated_penalty",
+        "zero_variance_groups",
+        "context",
+        "seed",
+        "chat_template",
+    ):
         assert ours[name] == theirs[name], name
 
 
@@ -149,7 +157,12 @@ def test_flags_are_options() -> None:
     config = _work_recipe.from_options(translated.options, ["n=3"], "flags")
     assert (config.model, config.engine.model) == ("m", "served")
     assert config.engine.urls == ("http://e:1/v1", "http://e:2/v1")
-    assert (config.group_size, config.total_steps, config.min_share, config.flat_groups) == (8, None, 0.25, "keep")
+    assert (config.group_size, config.total_steps, config.min_share, config.zero_variance_groups) == (
+        8,
+        None,
+        0.25,
+        "keep",
+    )
     assert (config.sampling.max_tokens, config.context, config.ahead, config.n) == (512, 512, 3.0, 3)
     assert translated.environ == {config.engine.api_key_variable: "x"}
     assert translated.options["n"] == 16, "eight for each engine"
@@ -290,7 +303,7 @@ def producer(broker: FakeBroker, **pace: Any) -> Producer:
         client=EnvClient(Connection(broker.url, retry=quick()), spec, key="k", poll=0.01),
         sampling=Sampling(),
         postprocess_rewards=keep_rewards,
-        drop_flat=True,
+        drop_zero_variance=True,
         pace=Pace(**{"n": 3, "poll_seconds": 0.01, **pace}),
     )
 
@@ -373,7 +386,7 @@ def test_a_stop_finishes_what_is_under_way_or_drops_it_in_time() -> None:
     run(go())
 
 
-@pytest.mark.parametrize(("rewards", "fate"), [((1.0, 1.0), "flat"), ((None, 1.0), "failed")])
+@pytest.mark.parametrize(("rewards", "fate"), [((1.0, 1.0), "zero_variance"), ((None, 1.0), "failed")])
 def test_groups_that_teach_nothing_are_not_handed_in(rewards: Any, fate: str) -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker:
@@ -392,7 +405,7 @@ def test_flat_groups_may_be_wanted() -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker:
             made, stop = producer(broker), asyncio.Event()
-            made.drop_flat = False
+            made.drop_zero_variance = False
             made.sampling = Sampling(top_p=0.9)
             worker_of(made).rewards = (1.0, 1.0)
             working = asyncio.create_task(started(made, stop))
@@ -515,7 +528,7 @@ def test_the_work_is_watched_as_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys
         yield [Stuck()]
 
     monkeypatch.setattr(work, "_producers", parts)
-    words = ["model=m", "env=arithmetic", *PLACES, "patience.wait_seconds=0.2"]
+    words = ["model=m", "env=arithmetic", *PLACES, "timeouts.wait_seconds=0.2"]
     with pytest.raises(Deadline, match=r"rollouts group 3 waited \d+\.\d s for a grader of somebody's own.*is 0\.2 s"):
         asyncio.run(work.run(_work_recipe.load(None, words), {}))
     assert "it is given up" in capsys.readouterr().err

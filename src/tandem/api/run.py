@@ -14,6 +14,7 @@ from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
+from tandem.metrics import new_name
 from tandem.observability.emit import OnStep
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
@@ -34,9 +35,9 @@ class Run:
         ...         "groups_per_step": 2,
         ...         "group_size": 2,
         ...         "sampling": {"max_tokens": 8},
-        ...         "flat_groups": "keep",
+        ...         "zero_variance_groups": "keep",
         ...         "evaluate": {"tasks": 0},
-        ...         "sinks": [],
+        ...         "loggers": [],
         ...     }
         ... )
         >>> run.status, run.metrics.column("step")
@@ -159,8 +160,8 @@ def train(
         >>> rewards = []
         >>> run = tandem.train(
         ...     {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "env": "arithmetic", "steps": 2},
-        ...     {"groups_per_step": 2, "group_size": 2, "sampling.max_tokens": 8, "flat_groups": "keep",
-        ...      "evaluate.tasks": 0, "sinks": []},
+        ...     {"groups_per_step": 2, "group_size": 2, "sampling.max_tokens": 8, "zero_variance_groups": "keep",
+        ...      "evaluate.tasks": 0, "loggers": []},
         ...     on_step=lambda step, metrics: rewards.append(metrics["reward"]),
         ... )
         >>> rewards == run.metrics.column("reward")
@@ -257,6 +258,8 @@ class MetricsTable(Sequence[dict[str, float]]):
             TandemError: no step has it; names one that is alike.
         """
         if name not in self.names:
+            if now := new_name(name):
+                raise TandemError(f"the metric {name!r} is called {now!r} now")
             raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, self.names)}; see names for all")
         return [row.get(name, math.nan) for row in self._rows]
 

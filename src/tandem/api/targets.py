@@ -74,7 +74,7 @@ def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
     if step is not None and step not in found:
         kept = ", ".join(str(number) for number in sorted(found))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
-    folder = found[max(found) if step is None else step] / config.trains.folder_name
+    folder = found[max(found) if step is None else step] / config.trainable.folder_name
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is missing; the checkpoint is damaged, choose another with --step")
     return folder

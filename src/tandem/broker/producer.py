@@ -57,13 +57,14 @@ class Tally:
     """What became of the groups, from the start."""
 
     groups: Counter[str] = field(default_factory=Counter)
-    """By fate: sent, flat, failed (a sibling without a reward, or too late), refused, lost and dropped (at the end)."""
+    """By fate: sent, zero_variance, failed (a sibling without a reward, or too late), refused, lost and dropped (at the
+    end)."""
     rewards: tuple[int, float] = (0, 0.0)
     """Rollouts with a reward since the last line, and their sum."""
 
     def line(self) -> str:
         """In words, for a person."""
-        fates = ("flat", "failed", "refused", "lost", "dropped")
+        fates = ("zero_variance", "failed", "refused", "lost", "dropped")
         others = ", ".join(f"{self.groups[fate]} {fate}" for fate in fates if self.groups[fate])
         return f"{self.groups['sent']} groups sent" + (f" ({others})" if others else "")
 
@@ -81,8 +82,8 @@ class Producer:
     sampling: Sampling
     """How answers are sampled."""
     postprocess_rewards: PostprocessRewards
-    """Adjusts rewards before a group is judged flat."""
-    drop_flat: bool
+    """Adjusts rewards before a group is judged to be zero-variance."""
+    drop_zero_variance: bool
     """Leave out groups whose rewards are all equal."""
     pace: Pace
     """How much is played."""
@@ -252,8 +253,8 @@ class Producer:
             log.log(level, "group %s is left out, since %d of its %d answers have a reward: %s", group.id,
                     len(rewards), self._size, why)  # fmt: skip
             self.tally.groups["failed"] += 1
-        elif self.drop_flat and group.zero_variance:
-            self.tally.groups["flat"] += 1
+        elif self.drop_zero_variance and group.zero_variance:
+            self.tally.groups["zero_variance"] += 1
         else:
             self.tally.groups["lost" if await self._submitted(group) == "lost" else "sent"] += 1
         self._in_a_row = 0

@@ -37,7 +37,7 @@ MOST_ENVS = 256
 """Environments that are told apart: each has metrics of its own."""
 MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
-_MENDED = {"advantages": "; broker.given_advantages: true trains on them"}
+_MENDED = {"advantages": "; broker.env_advantages: true trains on them"}
 """By field of the wire: how to have it read."""
 
 
@@ -51,7 +51,7 @@ class BrokerSourceOptions:
     """Siblings in a group; environments may send others, and the sum is what counts."""
     max_lag: int
     """Most optimizer steps between the weights that sampled a token and those it trains."""
-    drop_flat: bool
+    drop_zero_variance: bool
     """Leave out groups whose rewards are all equal."""
     lease_seconds: float
     """How long the broker waits for a trainer that says nothing more; what is held is renewed long before."""
@@ -85,7 +85,7 @@ class BrokerSource:
     solved: Callable[[Rollout], bool]
     """What counts as a right answer."""
     on_drop: Callable[[str, Group], None]
-    """Told of every dropped group and why: flat, stale or failed."""
+    """Told of every dropped group and why: zero_variance, stale or failed."""
     failure: Callable[[], Exception | None] = lambda: None
     """Why nobody can sample from the policy any more, so that no more groups come; None while somebody can."""
     _ready: list[Group] = field(default_factory=list)
@@ -162,7 +162,7 @@ class BrokerSource:
         failed, self._failed = self._failed, Counter()
         measured, self._measured = self._measured, []
         malformed, self._malformed = self._malformed, 0
-        counts = {f"groups/dropped_{reason}": dropped[reason] for reason in ("flat", "stale", "failed")}
+        counts = {f"groups/dropped_{reason}": dropped[reason] for reason in ("zero_variance", "stale", "failed")}
         counts |= {f"rollouts/{reason}": failed[reason] for reason in ("malformed", "too_long", "untrained")}
         counts["groups/malformed"] = malformed
         return merge([*measured, {name: Sum(float(count)) for name, count in counts.items()}])
@@ -306,7 +306,7 @@ class BrokerSource:
         if self._is_stale(group):
             return "stale"
         teaches = (given or not group.zero_variance) and any(rollout.trained for rollout in group.scored)
-        return "flat" if self.options.drop_flat and not teaches else None
+        return "zero_variance" if self.options.drop_zero_variance and not teaches else None
 
     def _drop_stale(self) -> None:
         """Groups that have waited here for too long."""
@@ -356,8 +356,8 @@ def _advice(reason: str, group: Group, step: int) -> str:
     advice = {
         "stale": f"it was sampled at step {group.version_min if group.scored else '?'} and training is at {step}: "
         "raise max_lag, or let fewer environments run ahead",
-        "flat": f"its rewards are {[r.reward for r in group.rollouts]}: make the task easier or harder, or keep such "
-        "groups (flat_groups: keep)",
+        "zero_variance": f"its rewards are {[r.reward for r in group.rollouts]}: make the task easier or harder, or "
+        "keep such groups (zero_variance_groups: keep)",
         "failed": f"first failure: {next((r.error for r in group.rollouts if r.error), 'too few sequences')}",
     }
     return f"{reason}); of the last one, {group.id} of {group.env}, {advice[reason]}"

@@ -20,7 +20,7 @@ from tandem.config.sources import EnvSource, complete_rewards, default_rewards, 
 from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, require
-from tandem.observability.options import Patience
+from tandem.observability.options import Timeouts
 from tandem.types import Json, Sampling
 
 
@@ -84,7 +84,7 @@ class Work:
     """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
     truncated_penalty: float = 1.0
     """What truncated: penalise subtracts from the reward."""
-    flat_groups: Literal["drop", "keep"] = "drop"
+    zero_variance_groups: Literal["drop", "keep"] = field(default="drop", metadata={"formerly": "flat_groups"})
     """Groups whose rewards are all equal: left out, or handed in."""
     context: int | None = None
     """Most tokens of a prompt and its answer together; null: the model's own limit."""
@@ -96,7 +96,7 @@ class Work:
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     grading: GradingOptions = field(default_factory=GradingOptions)
     """Processes that compute rewards."""
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts, metadata={"formerly": "patience"})
     """How long the work may stand still."""
     n: int = 16
     """Groups played at once, at most."""

@@ -54,7 +54,7 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
     from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
 
     folder = run_to_end(run.train(config, resume=None))
-    lay_out(folder, Path(flags.save_path))  # the sink has done so, unless a full disk was in its way
+    lay_out(folder, Path(flags.save_path))  # the logger has done so, unless a full disk was in its way
     told = f"{ended(folder)}; checkpoints: {flags.save_path}"
     return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
 

@@ -129,7 +129,7 @@ class _RecipeCheck:
 
         async def opened(source: EnvSource) -> Graders:
             specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout, log=log)
+            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout_seconds, log=log)
             await graders.open()
             return graders
 
@@ -163,7 +163,7 @@ class _RecipeCheck:
         return {
             "parts": self._parts,
             "engine": self._engine,
-            "sinks": self._sinks,
+            "loggers": self._loggers,
             **(tasks if plays else {}),
             "model": self._model_config,
             **({"prompts": self._prompts} if plays else {}),
@@ -177,7 +177,7 @@ class _RecipeCheck:
 
         pairs.check_pairs(self._config)
         slots = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
-        slots |= {"trains": "trains", "engine": "engines", "sync": "sync"}
+        slots |= {"trainable": "trainable", "engine": "engines", "sync": "sync"}
         slots |= {name: slot for name, slot in _OPTIONAL.items() if getattr(self._config, name) is not None}
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         named = [f"{name} {resolve.kind_of(slot, getattr(self._config, name))}" for name, slot in slots.items()]
@@ -186,15 +186,15 @@ class _RecipeCheck:
     def _engine(self) -> str:
         """Whether this machine can have it."""
         config = self._config
-        found = config.engine.check(trains=config.trains, folder=Path(config.runs) / (config.name or ""))
-        lent = CanAttest in config.engine.ports and config.sync.port is CanLend
+        found = config.engine.check(trainable=config.trainable, folder=Path(config.runs) / (config.name or ""))
+        lent = CanAttest in config.engine.capabilities and config.sync.capability is CanLend
         return f"{found}; {_TURNS}" if lent and config.most_lag and machine.in_turns() else found
 
-    def _sinks(self) -> str:
-        """Libraries that sinks need."""
-        for sink in self._config.sinks:
-            sink.check()
-        return ", ".join(["run folder", *(resolve.kind_of("sinks", sink) for sink in self._config.sinks)])
+    def _loggers(self) -> str:
+        """Libraries that loggers need."""
+        for logger in self._config.loggers:
+            logger.check()
+        return ", ".join(["run folder", *(resolve.kind_of("loggers", logger) for logger in self._config.loggers)])
 
     async def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""

@@ -55,7 +55,9 @@ def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
     from tandem.observability.completions import change, shown, why
 
     groups, signal = found.groups, found.signal
-    without = [("flat" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance]
+    without = [
+        ("zero_variance" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance
+    ]
     tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
     yield f"played {len(groups)} groups of {config.group_size} answers in {found.seconds:.0f} s, {tokens:,} tokens"
     share = len(signal) / len(groups)
@@ -63,7 +65,7 @@ def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
     rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in told)
     yield f"  signal: {len(signal)} of {len(groups)} groups ({share:.0%}) have different rewards{rest}"
     yield from _answers(groups)
-    if config.flat_groups == "drop" and without:
+    if config.zero_variance_groups == "drop" and without:
         most = f"about {config.groups_per_step / share:.0f}" if share else f"far more than {len(groups)}"
         yield f"  a step of {config.groups_per_step} groups samples {most}, for those without signal are dropped"
     if share < LITTLE:

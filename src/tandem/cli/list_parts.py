@@ -23,10 +23,10 @@ _OPTION = {
     "corrections": "corrections",
     "references": "reference",
     "optimizers": "optimizer",
-    "trains": "trains",
+    "trainable": "trainable",
     "engines": "engine",
     "sync": "sync",
-    "sinks": "sinks",
+    "loggers": "loggers",
 }
 """What a recipe calls a slot."""
 

@@ -53,7 +53,7 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
             "engine.urls names engines that run already; to start one here, remove urls (engine.port says where)"
         )
     run.check_pairs(config)
-    engine.check(trains=config.trains, folder=_folder(config))
+    engine.check(trainable=config.trainable, folder=_folder(config))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(config, engine, tell))
@@ -69,7 +69,7 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
     context = memory.context(config, load_config(config.model))
     tell(f"starting {config.model}; it writes to {folder / 'logs'}")
     async with engine.serve(context=context, needs=needs, adapters=runs) as fleet:
-        bridge = await _lend(fleet, folder) if config.sync.port is CanLend else None
+        bridge = await _lend(fleet, folder) if config.sync.capability is CanLend else None
         try:
             _introduce(fleet, engine, bridge, tell)
             while not fleet.dead():

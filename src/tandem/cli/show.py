@@ -142,7 +142,7 @@ def _events(folder: RunFolder) -> Iterator[str]:
     dropped = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
     if dropped:
         yield "\ngroups dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-    rates = [event for event in folder.events if event.get("event") == "rate_changed"]
+    rates = [event for event in folder.events if event.get("event") == "lag_changed"]
     if rates:
         now = rates[-1]
         yield (

@@ -78,7 +78,7 @@ async def run(config: Work, tallies: dict[str, Tally]) -> None:
     Raises:
         Deadline: somebody was waited for too long; its message says who waited for whom.
     """
-    with watchdog.watching(config.patience):
+    with watchdog.watching(config.timeouts):
         async with _producers(config, tallies) as producers:
             stop = asyncio.Event()
             with _signals(stop):
@@ -102,7 +102,7 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 @asynccontextmanager
 async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[list[Producer]]:
     """Every part, live, and a producer for each environment: what can be wrong without the others is found first."""
-    with waits.blocking("tandem work", "its tokenizer", f"model {config.model}", config.patience.wait_seconds):
+    with waits.blocking("tandem work", "its tokenizer", f"model {config.model}", config.timeouts.wait_seconds):
         tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
         model = load_config(config.model)
         ends = _end_tokens(config.model, model, tokenizer)
@@ -111,7 +111,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
     tasks = {}
     for name, source in config.sources.items():
         on = f"data of environment {name}"
-        with waits.blocking("tandem work", "train tasks and their prompts", on, config.patience.wait_seconds):
+        with waits.blocking("tandem work", "train tasks and their prompts", on, config.timeouts.wait_seconds):
             tasks[name] = players.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
     broker_key = _key(config.broker.key_variable, "broker.key_variable")
@@ -151,7 +151,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
                 client=clients[name],
                 sampling=config.sampling,
                 postprocess_rewards=_judge(config),
-                drop_flat=config.flat_groups == "drop",
+                drop_zero_variance=config.zero_variance_groups == "drop",
                 pace=Pace(
                     n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
                 ),
@@ -190,7 +190,9 @@ async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[
         RewardError: they did not.
     """
     specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-    async with Graders(specs, workers=config.grading.processes(config.n), timeout=config.grading.timeout) as graders:
+    async with Graders(
+        specs, workers=config.grading.processes(config.n), timeout=config.grading.timeout_seconds
+    ) as graders:
         await require_full_marks(name, source.env, graders)
         yield graders
 

@@ -8,7 +8,8 @@ A dataclass's fields are the only truth about its options. Beyond their types it
   the file's and an override of the same part makes it so;
 - a field with a ``slot`` in its metadata holds another part, chosen by its ``kind``;
 - one with a ``shorthand`` holds a mapping of which a single text is that option;
-- one with an ``unless`` must be given unless one of the fields that it names is.
+- one with an ``unless`` must be given unless one of the fields that it names is;
+- one with a ``formerly`` was called so once: that name is a mistake whose message has the new one.
 """
 
 from __future__ import annotations
@@ -48,21 +49,22 @@ class RewardSpec:
     """What its value is multiplied by before rewards are summed."""
 
 
-def part(slot: str, default: str) -> Any:
+def part(slot: str, default: str, *, formerly: str = "") -> Any:
     """A field that holds one part of a slot, of this kind unless the recipe names another.
 
     One without a default kind is ``field(metadata={"slot": slot})``.
     """
-    return dataclasses.field(metadata={"slot": slot, "default": default}, default_factory=partial(_make, slot, default))
+    metadata = {"slot": slot, "default": default, "formerly": formerly}
+    return dataclasses.field(metadata=metadata, default_factory=partial(_make, slot, default))
 
 
-def parts(slot: str, default: tuple[str, ...]) -> Any:
+def parts(slot: str, default: tuple[str, ...], *, formerly: str = "") -> Any:
     """A field that holds a tuple of parts of a slot."""
 
     def make() -> tuple[Any, ...]:
         return tuple(_make(slot, kind) for kind in default)
 
-    return dataclasses.field(metadata={"slot": slot, "many": True}, default_factory=make)
+    return dataclasses.field(metadata={"slot": slot, "many": True, "formerly": formerly}, default_factory=make)
 
 
 def _make(slot: str, kind: str) -> Any:
@@ -329,6 +331,9 @@ class Builder:
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
         of = f" of {label}" if label else ""
+        if renamed := [field.name for field in resolve.options(cls) if field.metadata.get("formerly") == key]:
+            self.problems.add(where, f"{key!r}{of} is called {renamed[0]!r} now")
+            return
         foreign = {} if nested else elsewhere(key, value, where)
         for place, told in foreign.items():
             self.problems.add(place, told)

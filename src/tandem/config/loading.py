@@ -24,7 +24,7 @@ from tandem.config.sections import (
     Checkpoint,
     Evaluate,
     GradingOptions,
-    Rate,
+    LagControlOptions,
     Replay,
     Reroll,
     group_size_check,
@@ -34,8 +34,8 @@ from tandem.config.sources import EnvSource, complete_rewards, default_rewards, 
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, require
-from tandem.observability.loggers.base import Sink
-from tandem.observability.options import Patience, PrintCompletions
+from tandem.observability.loggers.base import MetricsLogger
+from tandem.observability.options import PrintCompletions, Timeouts
 from tandem.types import Json, Sampling
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from tandem.algorithms.references.base import Reference
     from tandem.engines.base import EngineSpec
     from tandem.optimizers.base import Optimizer
-    from tandem.trainable.base import Trains
+    from tandem.trainable.base import Trainable
     from tandem.weight_sync.base import WeightSync
 else:  # their bases import torch; a field made by ``part`` is built by its slot, not by its annotation
-    Advantage = Correction = EngineSpec = Loss = Optimizer = Reference = WeightSync = Trains = Any
+    Advantage = Correction = EngineSpec = Loss = Optimizer = Reference = WeightSync = Trainable = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class RunConfig:
     """Answers sampled per task."""
     max_lag: int | Literal["auto"] = 0
     """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy, and auto
-    chooses within rate by who waits for whom."""
-    rate: Rate = field(default_factory=Rate)
+    chooses within lag_control by who waits for whom."""
+    lag_control: LagControlOptions = field(default_factory=LagControlOptions, metadata={"formerly": "rate"})
     """What max_lag: auto may do."""
     sampling: Sampling = field(default_factory=Sampling)
     """How training answers are sampled."""
@@ -82,12 +82,13 @@ class RunConfig:
     """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
     truncated_penalty: float = 1.0
     """What truncated: penalise subtracts from the reward."""
-    flat_groups: Literal["drop", "keep"] = "drop"
+    zero_variance_groups: Literal["drop", "keep"] = field(default="drop", metadata={"formerly": "flat_groups"})
     """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
     max_resample_times: int | None = None
-    """How often a batch's worth of flat groups is sampled anew; then the step takes what there is. null: until full."""
+    """How often a batch's worth of zero-variance groups is sampled anew; then the step takes what there is. null: until
+    the batch is full."""
     replay: Replay = field(default_factory=Replay)
-    """Groups with signal that take the place of flat ones, before others are sampled."""
+    """Groups with signal that take the place of zero-variance ones, before others are sampled."""
     reroll: Reroll = field(default_factory=Reroll)
     """Tasks that nobody solved, drawn again later."""
     curriculum: Curriculum | None = field(default=None, metadata={"slot": "curricula"})
@@ -102,11 +103,11 @@ class RunConfig:
     """Weights of tokens by how far their sampler was from the policy; several are multiplied."""
     reference: Reference | None = field(default=None, metadata={"slot": "references"})
     """An older policy whose KL is penalised; null: none."""
-    updates: int = 1
+    updates_per_batch: int = field(default=1, metadata={"formerly": "updates"})
     """Optimizer updates on each batch, all within one step; above 1 the policy leaves what sampled the batch."""
     optimizer: Optimizer = part("optimizers", "adamw")
     """How weights are updated, and the learning rate."""
-    trains: Trains = part("trains", "full")
+    trainable: Trainable = part("trainable", "full", formerly="trains")
     """What is trained: every weight, or an adapter."""
     engine: EngineSpec = part("engines", "embedded")
     """What samples the answers."""
@@ -143,13 +144,13 @@ class RunConfig:
     """When the run is saved."""
     grading: GradingOptions = field(default_factory=GradingOptions)
     """Processes that compute rewards."""
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts, metadata={"formerly": "patience"})
     """How long a run may stand still."""
     alarms: Alarms = field(default_factory=Alarms, metadata={"shorthand": "action"})
     """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
     print_completions: PrintCompletions = field(default_factory=PrintCompletions, metadata={"shorthand": "every"})
     """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
-    sinks: tuple[Sink, ...] = parts("sinks", ("console",))
+    loggers: tuple[MetricsLogger, ...] = parts("loggers", ("console",), formerly="sinks")
     """Where metrics go besides metrics.jsonl, which is always written."""
     runs: str = "runs"
     """Folder that holds the run's folder."""
@@ -178,7 +179,7 @@ class RunConfig:
                 if self.broker
                 else "at least 0, or auto",
             ),
-            updates=(self.updates >= 1, "at least 1"),
+            updates_per_batch=(self.updates_per_batch >= 1, "at least 1"),
             old_logprobs=(
                 self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
                 "recomputed for corrections that truncate: against the sampler the loss has the ratio inside; or choose"
@@ -211,7 +212,7 @@ class RunConfig:
     @property
     def most_lag(self) -> int:
         """Most steps by which a trained token's weights may be older; with max_lag: auto those of its budget."""
-        return self.rate.max_lag if self.max_lag == "auto" else self.max_lag
+        return self.lag_control.max_lag if self.max_lag == "auto" else self.max_lag
 
     @property
     def sources(self) -> Mapping[str, EnvSource]:
@@ -239,14 +240,14 @@ class RunConfig:
         if self.dtype == "float32":
             unread["optimizer.gradients"] = "dtype: float32 gives float32 gradients"
         if self.max_lag != "auto":
-            unread["rate"] = "it is read by max_lag: auto alone"
+            unread["lag_control"] = "it is read by max_lag: auto alone"
         if self.truncated != "penalise":
             unread["truncated_penalty"] = "it is read by truncated: penalise alone"
         others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
         if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
             unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
-        if self.flat_groups == "keep":
-            unread["max_resample_times"] = "flat_groups: keep samples nothing anew"
+        if self.zero_variance_groups == "keep":
+            unread["max_resample_times"] = "zero_variance_groups: keep samples nothing anew"
         if self.broker is not None:
             elsewhere = "tasks are drawn elsewhere (broker)"
             unread |= dict.fromkeys(("max_resample_times", "replay", "reroll", "curriculum"), elsewhere)
@@ -271,11 +272,11 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     """
     unread: dict[str, str] = {}
     recomputed, loss = config.old_logprobs == "recomputed", config.loss
-    if recomputed and config.updates == 1:
-        why = "old_logprobs: recomputed with updates: 1 makes every ratio 1"
+    if recomputed and config.updates_per_batch == 1:
+        why = "old_logprobs: recomputed with updates_per_batch: 1 makes every ratio 1"
         unread |= {f"loss.{name}": why for name in getattr(loss, "at_ratio_one", ())}
-    if config.broker is None or not config.broker.given_advantages:
-        why = "the tokens of an answer have one advantage (broker.given_advantages is not set)"
+    if config.broker is None or not config.broker.env_advantages:
+        why = "the tokens of an answer have one advantage (broker.env_advantages is not set)"
         unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
     compares = getattr(loss, "compares", True) or getattr(config.reference, "ratio_corrected", False)
     if not compares and not config.corrections:
@@ -423,11 +424,11 @@ def as_json(config: RunConfig) -> dict[str, Json]:
 
 
 RESUMABLE = frozenset({
-    "steps", "evaluate", "checkpoint", "checkpointing", "sinks", "threads", "grading", "broker", "patience", "alarms",
+    "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
     "print_completions",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
-RESUMABLE_SYNC = {"prove_every": 1, "tolerance": 0.0}
+RESUMABLE_SYNC = {"verify_every": 1, "tolerance": 0.0}
 """Those of the way that weights travel, with the values that they have in the digest of every run."""
 
 

@@ -30,10 +30,10 @@ SLOTS = {
     "corrections": "tandem.algorithms.corrections",
     "references": "tandem.algorithms.references",
     "optimizers": "tandem.optimizers",
-    "trains": "tandem.trainable",
+    "trainable": "tandem.trainable",
     "engines": "tandem.engines",
     "sync": "tandem.weight_sync",
-    "sinks": "tandem.observability.loggers",
+    "loggers": "tandem.observability.loggers",
 }
 """Slots of a recipe, and the packages in which one file, or one package with a ``spec`` module, is one part."""
 SPEC = "spec"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.config import registry as resolve
@@ -94,12 +94,14 @@ class GradingOptions:
 
     workers: int | None = None
     """Grader processes of each environment; null: one for each core, but no more than groups_per_step."""
-    timeout: float = 10.0
+    timeout_seconds: float = field(default=10.0, metadata={"formerly": "timeout"})
     """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
 
     def __post_init__(self) -> None:
         workers = self.workers is None or self.workers >= 1
-        require(workers=(workers, "at least 1"), timeout=(0 < self.timeout < math.inf, "above 0 (seconds)"))
+        require(
+            workers=(workers, "at least 1"), timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)")
+        )
 
     def processes(self, groups: int) -> int:
         """How many each environment has that plays so many groups at a time: each grades one of them."""
@@ -107,7 +109,7 @@ class GradingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class LagControlOptions:
     """What max_lag: auto may do: how far off-policy it may go to keep engine and trainer busy."""
 
     ess_floor: float = 0.8
@@ -127,7 +129,7 @@ class Replay:
     """Groups that had signal, trained again in the place of those that have none."""
 
     size: int = 0
-    """Groups that are kept, the newest that were trained and not flat; 0 keeps none."""
+    """Groups that are kept, the newest that were trained and had variance; 0 keeps none."""
     max_age: int = 8
     """Most steps by which the weights that sampled a replayed token may be older than those it trains, in place of
     max_lag."""
@@ -182,7 +184,7 @@ class BrokerOptions:
     """How long the broker keeps a batch for a trainer that it does not hear of; then it is served again."""
     missing_logprobs: Literal["refuse", "policy"] = "refuse"
     """Groups without sampling logprobs: end with an error, or train as if the policy of now had sampled them."""
-    given_advantages: bool = False
+    env_advantages: bool = field(default=False, metadata={"formerly": "given_advantages"})
     """Train on the advantages that environments give for each token; where one gives none, the recipe's advantage."""
 
     def __post_init__(self) -> None:

@@ -297,18 +297,18 @@ class CanAttest(Protocol):
 class EngineSpec(ABC):
     """A frozen dataclass whose fields are the engine's options."""
 
-    ports: ClassVar[frozenset[type]] = frozenset()
+    capabilities: ClassVar[frozenset[type]] = frozenset()
     """What its engines let a way of syncing do."""
 
     def refuses(self, port: type) -> str:
         """Why, with these options, its engines cannot be used through one of the ports; empty if they can."""
         return ""
 
-    def check(self, *, trains: Any, folder: Path) -> str:
+    def check(self, *, trainable: Any, folder: Path) -> str:
         """See, before anything is loaded, that a run can have this engine here; what was seen, for a person.
 
         Args:
-            trains: the recipe's.
+            trainable: the recipe's.
             folder: the run's, which need not exist yet.
 
         Raises:

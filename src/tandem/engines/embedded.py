@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Embedded(EngineSpec):
     """transformers in process; needs nothing but the base install."""
 
-    ports: ClassVar[frozenset[type]] = frozenset({CanLend})
+    capabilities: ClassVar[frozenset[type]] = frozenset({CanLend})
 
     max_rows: int = 64
     """Most requests sampled at once; more wait."""

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.envs.base import Chat, Split
@@ -32,15 +32,15 @@ class Agent(Dataset):
     agent: str
     """``pkg.mod:fn``, awaited with the task and the API's base URL, or a command, which has OPENAI_BASE_URL and reads
     the task as JSON. The text that the one returns and the other prints is the last message that rewards see."""
-    seconds: float = 600.0
+    timeout_seconds: float = field(default=600.0, metadata={"formerly": "seconds"})
     """How long one task may take."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.agent.strip():
             raise ConfigError("agent must be an import path such as my_agent:solve, or a command, got an empty text")
-        if self.seconds <= 0:
-            raise ConfigError(f"seconds must be above 0, got {self.seconds:g}")
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds must be above 0, got {self.timeout_seconds:g}")
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """As of any data set; that the agent is there is seen now, and not when the first task is played.
@@ -56,10 +56,12 @@ class Agent(Dataset):
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         try:
-            async with chat.serve() as url, asyncio.timeout(self.seconds):
+            async with chat.serve() as url, asyncio.timeout(self.timeout_seconds):
                 said = await (self._call(task, url) if _FUNCTION.match(self.agent) else self._run(task, url))
         except TimeoutError:
-            raise EnvError(f"agent {self.agent!r} took longer than {self.seconds:g} s; raise seconds") from None
+            raise EnvError(
+                f"agent {self.agent!r} took longer than {self.timeout_seconds:g} s; raise timeout_seconds"
+            ) from None
         turns = sum(message.role == "assistant" for message in chat.messages)
         if not turns:
             raise EnvError(f"agent {self.agent!r} never asked the policy; it must use the base URL that it is given")

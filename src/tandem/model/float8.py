@@ -77,7 +77,7 @@ def convert(model: nn.Module, *, emulate: bool = False) -> list[str]:
     if not changed:
         raise ConfigError(
             f"matmul: fp8 changes nothing: no layer has at least {NARROWEST} inputs and outputs and computes with its "
-            "own weight (trains.merged does not); set matmul: dtype"
+            "own weight (trainable.merged does not); set matmul: dtype"
         )
     return changed
 

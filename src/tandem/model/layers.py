@@ -80,7 +80,7 @@ class _Way:
         self._backend = backend
         self._whole = False
         self._scores: Callable[..., Any] | None = None
-        self._trains: Callable[..., Any] = forward
+        self._trainable: Callable[..., Any] = forward
 
     def __call__(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = kwargs.get("plan")
@@ -93,7 +93,7 @@ class _Way:
         spans = {"spans": plan.spans(hidden.device)} if self._whole and isinstance(plan, Packed) else {}
         try:
             assert self._scores is not None
-            run = self._trains if torch.is_grad_enabled() else self._scores
+            run = self._trainable if torch.is_grad_enabled() else self._scores
             return run(layer, hidden, *args, **kwargs, **spans)
         except TorchDynamoException as error:
             if self._compile is True and not self._whole:
@@ -110,8 +110,8 @@ class _Way:
 
     def _choose(self, compiled: bool, hidden: torch.Tensor) -> None:
         self._whole = compiled and _varlen.unfit(hidden.dtype, hidden.device) is None
-        self._scores = self._trains = self._eager
+        self._scores = self._trainable = self._eager
         if compiled:
-            self._scores = self._trains = _compile.compiled(self._eager, self._backend, self._checkpointing)
+            self._scores = self._trainable = _compile.compiled(self._eager, self._backend, self._checkpointing)
         if self._checkpointing == "full" or (self._checkpointing == "selective" and not compiled):
-            self._trains = recomputed(self._scores, self._checkpointing)
+            self._trainable = recomputed(self._scores, self._checkpointing)

@@ -130,7 +130,7 @@ class RunBoard:
 def settings(config: Mapping[str, Json]) -> list[str]:
     """What a person wants to be reminded of about a recipe: model, environment, shape of a step."""
     envs = kind(config.get("env")) or "+".join(config.get("envs") or ())
-    kinds = [envs, *(kind(config.get(slot)) for slot in ("trains", "sync"))]
+    kinds = [envs, *(kind(config.get(slot)) for slot in ("trainable", "sync"))]
     shape = f"{config['groups_per_step']} × {config['group_size']} a step" if "groups_per_step" in config else ""
     most = config.get("max_lag")
     lag = "" if not most else "lag auto" if most == "auto" else f"lag ≤ {most}"
@@ -237,10 +237,14 @@ def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> lis
 
 
 def kept_without_signal(scalars: Mapping[str, float]) -> int:
-    """Groups of a step whose rewards are all equal and that were not dropped (``flat_groups: keep``)."""
-    envs = [name.removesuffix("/flat") for name in scalars if name.startswith("env/") and name.endswith("/flat")]
-    flat = sum(scalars[f"{env}/flat"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
-    return max(0, round(flat - scalars.get("groups/dropped_flat", 0.0))) if math.isfinite(flat) else 0
+    """Groups of a step whose rewards are all equal and that were not dropped (``zero_variance_groups: keep``)."""
+    envs = [
+        name.removesuffix("/zero_variance")
+        for name in scalars
+        if name.startswith("env/") and name.endswith("/zero_variance")
+    ]
+    flat = sum(scalars[f"{env}/zero_variance"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
+    return max(0, round(flat - scalars.get("groups/dropped_zero_variance", 0.0))) if math.isfinite(flat) else 0
 
 
 def step_line(board: RunBoard) -> str:
@@ -253,7 +257,7 @@ def step_line(board: RunBoard) -> str:
     for metric, label in (("rollouts/truncated", "cut"), ("lag", "lag")):
         if metrics.get(metric):
             parts.append(f"{label} {number(metrics[metric], metric)}")
-    if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("flat", "stale", "failed")):
+    if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("zero_variance", "stale", "failed")):
         parts.append(f"dropped {dropped:.0f} groups")
     if kept := kept_without_signal(metrics):
         parts.append(f"no signal in {kept} groups")

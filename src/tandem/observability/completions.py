@@ -42,7 +42,7 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
 
 
 class Completions:
-    """Tells sinks of some of the answers that a step was trained on."""
+    """Tells loggers of some of the answers that a step was trained on."""
 
     def __init__(self, options: PrintCompletions, telemetry: Telemetry) -> None:
         """As ``options`` say, as the event ``completions``."""
@@ -95,7 +95,7 @@ class DroppedGroups:
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
     def __call__(self, reason: str, group: Group) -> None:
-        """A group was dropped: flat, stale or failed."""
+        """A group was dropped: zero_variance, stale or failed."""
         step = self.version() + 1
         if step != self._step:
             self._step = step
@@ -134,7 +134,7 @@ class DroppedGroups:
 
 def why(reason: str, group: Group) -> str:
     """Why a group is not trained on, in words that make groups of a kind countable: ``every reward 0``."""
-    if reason != "flat":
+    if reason != "zero_variance":
         return reason
     rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
     return ZERO if not any(rewards) else f"every reward {rewards[0]:.4g}"
@@ -144,7 +144,7 @@ def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
     """What usually helps where groups are dropped.
 
     Args:
-        dropped: some of them, at least one, each with its reason: flat, stale or failed.
+        dropped: some of them, at least one, each with its reason: zero_variance, stale or failed.
         max_tokens: most tokens of an answer.
     """
     groups = [group for _, group in dropped]

@@ -1,4 +1,4 @@
-"""The one place where a run's numbers leave it: merged once per step, written to the folder and to every sink."""
+"""The one place where a run's numbers leave it: merged once per step, written to the folder and to every logger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import AlarmWatch
-from tandem.observability.loggers.base import Activity, RunInfo, Sink, Writer
+from tandem.observability.loggers.base import Activity, MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
 
@@ -31,30 +31,34 @@ class Telemetry:
 
     ::
 
-        with Telemetry(info, config.sinks) as telemetry:
+        with Telemetry(info, config.loggers) as telemetry:
             telemetry.event("run_started")
             telemetry.emit(1, [stats, trace.take()])
 
-    A sink that raises is warned of once and dropped. The run folder's own files are never dropped: while they
+    A logger that raises is warned of once and dropped. The run folder's own files are never dropped: while they
     cannot be written (a full disk) that is logged as an error, and they are tried again each time. Neither stops
     training. Safe from any thread.
     """
 
     def __init__(
-        self, info: RunInfo, sinks: Sequence[Sink] = (), alarms: AlarmWatch | None = None, on_step: OnStep | None = None
+        self,
+        info: RunInfo,
+        loggers: Sequence[MetricsLogger] = (),
+        alarms: AlarmWatch | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         """Nothing is opened or written yet.
 
         Args:
             info: the run; its ``activity`` is filled in here.
-            sinks: where numbers go besides the run folder.
+            loggers: where numbers go besides the run folder.
             alarms: look at every step's numbers; None: nobody does.
             on_step: called once a step is written; what it raises is raised by ``emit``.
         """
         self._on_step = on_step
         self._alarms = alarms
         self._info = dataclasses.replace(info, activity=activity)
-        self._sinks = [sink for sink in sinks if not isinstance(sink, Jsonl)]
+        self._loggers = [logger for logger in loggers if not isinstance(logger, Jsonl)]
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
         self._lost: dict[str, int] = {}
@@ -65,10 +69,10 @@ class Telemetry:
         self._stop_listening: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
-        """Drop what lies after the step the run starts from, and open every sink.
+        """Drop what lies after the step the run starts from, and open every logger.
 
         Raises:
-            ConfigError: a sink cannot be opened; found now rather than at the end of the first step.
+            ConfigError: a logger cannot be opened; found now rather than at the end of the first step.
             OSError: the run folder cannot be written.
         """
         self._drop_later_rollouts()
@@ -82,10 +86,10 @@ class Telemetry:
             if self._alarms is not None:
                 seen = [{"step": row["step"], "scalars": evaluation_scalars(row)} for row in rows]
                 self._alarms.replay(json_lines.read(self._info.folder / "metrics.jsonl"), seen)
-            for sink in self._sinks:
-                name = _name(sink, taken=self._writers)
-                with waits.blocking("trainer", "it to open", on=f"sink {name}"):
-                    self._writers[name] = writer = _open(sink, name, self._info)
+            for logger in self._loggers:
+                name = _name(logger, taken=self._writers)
+                with waits.blocking("trainer", "it to open", on=f"logger {name}"):
+                    self._writers[name] = writer = _open(logger, name, self._info)
                 undo.callback(writer.close)
             undo.pop_all()
         self._stop_listening = waits.listen(self._on_wait)
@@ -98,7 +102,7 @@ class Telemetry:
         if self._stop_listening is not None:
             self._stop_listening()
         with self._lock:
-            self._to_sinks(lambda writer: writer.close())
+            self._to_loggers(lambda writer: writer.close())
             self._writers.clear()
             if self._folder_writer is not None:
                 self._folder_writer.close()
@@ -129,7 +133,7 @@ class Telemetry:
             notices = self._alarms.step(step, scalars) if self._alarms else []
             scalars |= self._alarms.scalars() if self._alarms else {}
             self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
-            self._to_sinks(lambda writer: writer.write(step, scalars))
+            self._to_loggers(lambda writer: writer.write(step, scalars))
             for notice in notices:
                 fields = notice.fields()
                 logger.info("alarm: %s", fields)
@@ -149,7 +153,7 @@ class Telemetry:
             raise ValueError(f"an event's fields cannot be called {' or '.join(sorted(clash))}")
         with self._lock:
             self._to_folder("events.jsonl", lambda writer: writer.event(name, fields))
-            self._to_sinks(lambda writer: writer.event(name, fields))
+            self._to_loggers(lambda writer: writer.event(name, fields))
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Json]]) -> None:
         """Write the rollouts that a step trained on to rollouts/NNNNNN.jsonl; whole or not at all. From one thread.
@@ -177,7 +181,7 @@ class Telemetry:
         self._to_folder("dropped.jsonl", write)
 
     def evaluation(self, record: Mapping[str, Json]) -> None:
-        """Append an evaluation to eval.jsonl and give its numbers to the sinks under ``eval/``.
+        """Append an evaluation to eval.jsonl and give its numbers to the loggers under ``eval/``.
 
         Args:
             record: at least ``step``; ``mean``, ``mean_ci``, ``pass_at``, ``pass_ci``, ``truncated`` and ``tokens``
@@ -191,7 +195,7 @@ class Telemetry:
             if self._alarms is not None:
                 self._alarms.evaluation(step, scalars)
             self._to_folder("eval.jsonl", lambda writer: writer.evaluation(step, record, scalars))
-            self._to_sinks(lambda writer: writer.evaluation(step, record, scalars))
+            self._to_loggers(lambda writer: writer.evaluation(step, record, scalars))
 
     def evaluated(self, step: int) -> bool:
         """True if the folder already holds an evaluation at this step, perhaps from before a resume."""
@@ -216,16 +220,16 @@ class Telemetry:
         if lost := self._lost.pop(what, 0):
             logger.error("%s can be written again; %d writes are missing", what, lost)
 
-    def _to_sinks(self, call: Callable[[Writer], None]) -> None:
+    def _to_loggers(self, call: Callable[[Writer], None]) -> None:
         """Call every writer; one that raises is warned of and dropped."""
         for name, writer in list(self._writers.items()):
             try:
-                with waits.blocking("trainer", "numbers to be taken", on=f"sink {name}"):
+                with waits.blocking("trainer", "numbers to be taken", on=f"logger {name}"):
                     call(writer)
             except Exception as error:
                 del self._writers[name]
                 logger.warning(
-                    "sink %s failed and is off for the rest of this run: %s: %s",
+                    "logger %s failed and is off for the rest of this run: %s: %s",
                     name, type(error).__name__, error, exc_info=True,
                 )  # fmt: skip
 
@@ -255,7 +259,7 @@ def activity() -> Activity:
 
 
 def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[str, float]:
-    """An evaluation's numbers as sinks get them, by name under ``eval/``; an environment's under ``eval/<name>/``."""
+    """An evaluation's numbers as loggers get them, by name under ``eval/``; an environment's under ``eval/<name>/``."""
     shares = ("mean", "truncated", "tokens")
     out = {f"{under}/{key}": float(record[key]) for key in shares if record.get(key) is not None}
     for key, name in (("mean_ci", "mean"), ("pass_ci", "pass")):
@@ -267,14 +271,15 @@ def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[
     return out
 
 
-def _open(sink: Sink, name: str, info: RunInfo) -> Writer:
+def _open(logger: MetricsLogger, name: str, info: RunInfo) -> Writer:
     try:
-        writer = sink.open(info)
+        writer = logger.open(info)
     except TandemError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"sink {name} cannot be opened: {type(error).__name__}: {error}; repair that or take {name} out of sinks"
+            f"logger {name} cannot be opened: {type(error).__name__}: {error}; repair that or take {name} "
+            "out of loggers"
         ) from error
     _check_methods(writer, name)
     return writer
@@ -292,17 +297,17 @@ def _check_methods(writer: Writer, name: str) -> None:
     for method in missing:
         if close := difflib.get_close_matches(method, own, n=1, cutoff=0.6):
             raise ConfigError(
-                f"sink {name}: {type(writer).__name__} has a method {close[0]!r}, which nobody calls; did you mean "
+                f"logger {name}: {type(writer).__name__} has a method {close[0]!r}, which nobody calls; did you mean "
                 f"{method!r}? A writer's methods are: {', '.join(expected)}"
             )
         if not hasattr(writer, method):
             raise ConfigError(
-                f"sink {name}: {type(writer).__name__} has no method {method!r}; a writer's methods are: "
+                f"logger {name}: {type(writer).__name__} has no method {method!r}; a writer's methods are: "
                 f"{', '.join(expected)} (derive from Writer to leave some out)"
             )
 
 
-def _name(sink: Sink, taken: Mapping[str, object]) -> str:
+def _name(logger: MetricsLogger, taken: Mapping[str, object]) -> str:
     """The part's file name, numbered where it is listed twice."""
-    name = type(sink).__module__.rpartition(".")[2]
+    name = type(logger).__module__.rpartition(".")[2]
     return name if name not in taken else f"{name}-{len(taken) + 1}"

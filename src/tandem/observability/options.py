@@ -10,7 +10,7 @@ from tandem.errors import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long nothing may happen before a run is stopped and says who waited for whom. Progress begins it anew."""
 
     wait_seconds: float = 3600.0

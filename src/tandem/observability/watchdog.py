@@ -25,11 +25,11 @@ from pathlib import Path
 
 from tandem.errors import Deadline
 from tandem.observability import vitals, waits
-from tandem.observability.options import Patience
+from tandem.observability.options import Timeouts
 from tandem.processes import family, identity, kill
 
 LOOKS = 20
-"""Looks at the waits in the shortest patience, each at most a second after the last."""
+"""Looks at the waits in the shortest timeouts, each at most a second after the last."""
 _DISK_SECONDS = 2.0
 """What writing the story down may take, where the disk may be what hangs."""
 _WORDS = 6
@@ -40,21 +40,21 @@ class Watchdog:
     """Looks after one run. ``folder`` may be set once the run has one."""
 
     def __init__(
-        self, patience: Patience, *, loop: asyncio.AbstractEventLoop, leave: Callable[[int], None] = os._exit
+        self, timeouts: Timeouts, *, loop: asyncio.AbstractEventLoop, leave: Callable[[int], None] = os._exit
     ) -> None:
         """Nothing is watched yet.
 
         Args:
-            patience: how long what may last.
+            timeouts: how long what may last.
             loop: the run's event loop.
             leave: ends this process with an exit code.
         """
         self.folder: Path | None = None
-        self._patience = patience
+        self._timeouts = timeouts
         self._loop = loop
         self._leave = leave
         self._thread = threading.get_ident()
-        self._period = min(1.0, min(patience.wait_seconds, patience.loop_seconds, patience.end_seconds) / LOOKS)
+        self._period = min(1.0, min(timeouts.wait_seconds, timeouts.loop_seconds, timeouts.end_seconds) / LOOKS)
         self._beats = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stacks = ""
@@ -119,18 +119,18 @@ class Watchdog:
             self._clock += min(now - last, 2 * self._period)
             last = now
             # Told to C: if this thread does not run any more, something in native code holds the interpreter.
-            seconds = self._patience.loop_seconds + self._patience.end_seconds
+            seconds = self._timeouts.loop_seconds + self._timeouts.end_seconds
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
             self._look()
         faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
         """Give up what lasts too long; end the process where that did not help."""
-        now, patience = self._clock, self._patience
+        now, timeouts = self._clock, self._timeouts
         if self._late is not None:
             self._ending = now if self._ending is None else self._ending
-            if now - self._ending > patience.end_seconds:
-                self._stop(f"{self._late}; the run did not end within {patience.end_seconds:g} s after that")
+            if now - self._ending > timeouts.end_seconds:
+                self._stop(f"{self._late}; the run did not end within {timeouts.end_seconds:g} s after that")
             return
         if self._beats != self._beaten[0]:
             self._beaten = (self._beats, now)
@@ -150,20 +150,20 @@ class Watchdog:
                 self._judge(wait, now - self._moved[wait][1], every)
 
     def _judge(self, wait: waits.Wait, idle: float, every: list[waits.Wait]) -> None:
-        patience = self._patience
+        timeouts = self._timeouts
         if wait in self._given_up:
-            if idle - self._given_up[wait] > patience.end_seconds:
+            if idle - self._given_up[wait] > timeouts.end_seconds:
                 self._stop(f"{wait.told()}; and it could not be given up")
         elif wait.deadline is not None:
-            if idle > wait.deadline + patience.end_seconds:  # whoever waits should have seen to that
+            if idle > wait.deadline + timeouts.end_seconds:  # whoever waits should have seen to that
                 self._stop(wait.told())
-        elif idle > patience.wait_seconds and _is_last(wait, every):
+        elif idle > timeouts.wait_seconds and _is_last(wait, every):
             self._stacks = self._stand()
             if wait.give_up is None:
                 self._stop(wait.told())
             else:
                 self._given_up[wait] = idle
-                wait.deadline = patience.wait_seconds  # which the story tells
+                wait.deadline = timeouts.wait_seconds  # which the story tells
                 _say(f"{wait.told()}; it is given up")
                 wait.give_up()
 
@@ -171,15 +171,15 @@ class Watchdog:
         """Nobody waits for anybody, and nobody has begun to: something hangs that no wait is registered for."""
         if waiting or waits.begun() != self._begun[0]:
             self._begun = (waits.begun(), self._clock)
-        elif (idle := self._clock - self._begun[1]) > self._patience.wait_seconds:
-            limit = f"{self._patience.wait_seconds:g} s (patience.wait_seconds)"
+        elif (idle := self._clock - self._begun[1]) > self._timeouts.wait_seconds:
+            limit = f"{self._timeouts.wait_seconds:g} s (timeouts.wait_seconds)"
             self._stop(
                 f"nothing has happened for {idle:.1f} s, and nobody says what he waits for; the deadline is {limit}"
             )
 
     def _judge_loop(self, idle: float) -> None:
         """The event loop has not come round: something in a task does not return."""
-        limit = self._patience.loop_seconds
+        limit = self._timeouts.loop_seconds
         if idle <= limit:
             return
         task = asyncio.current_task(self._loop)
@@ -208,7 +208,7 @@ class Watchdog:
     def _see_off(self) -> None:
         """End the process if the interpreter, on its way out, waits for a thread that does not end."""
         threading.main_thread().join()
-        time.sleep(self._patience.end_seconds)
+        time.sleep(self._timeouts.end_seconds)
         self._leave(Deadline.exit_code)
 
     def _stand(self) -> str:
@@ -281,13 +281,13 @@ def _is_last(wait: waits.Wait, every: list[waits.Wait]) -> bool:
 
 
 @contextmanager
-def watching(patience: Patience) -> Iterator[Watchdog]:
+def watching(timeouts: Timeouts) -> Iterator[Watchdog]:
     """Watch a run within its event loop.
 
     Raises:
         Deadline: the run was ended by a wait; its message is the whole story.
     """
-    dog = Watchdog(patience, loop=asyncio.get_running_loop())
+    dog = Watchdog(timeouts, loop=asyncio.get_running_loop())
     with dog.watching():
         try:
             with dog.ends():

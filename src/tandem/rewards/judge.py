@@ -69,13 +69,13 @@ class Judge(GroupReward):
     """Environment variable with the API key; empty: none is sent."""
     concurrency: int = 8
     """Questions under way at once, in each of grading.workers processes."""
-    timeout: float = 60.0
+    timeout_seconds: float = field(default=60.0, metadata={"formerly": "timeout"})
     """Seconds that one request may take."""
     retries: int = 4
     """How often a question is asked again."""
-    backoff: float = 1.0
+    backoff_seconds: float = field(default=1.0, metadata={"formerly": "backoff"})
     """Seconds before it is asked again for the first time; each time they double."""
-    deadline: float = 300.0
+    deadline_seconds: float = field(default=300.0, metadata={"formerly": "deadline"})
     """Seconds that the questions about one group may take, with all that are asked again."""
     away: Literal["leave_out", "none", "stop"] = "leave_out"
     """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's
@@ -83,7 +83,7 @@ class Judge(GroupReward):
 
     def __post_init__(self) -> None:
         least_1 = {"max_tokens": self.max_tokens, "concurrency": self.concurrency}
-        positive = {"timeout": self.timeout, "backoff": self.backoff, "deadline": self.deadline}
+        positive = {name: getattr(self, name) for name in ("timeout_seconds", "backoff_seconds", "deadline_seconds")}
         problems = [f"{name} must be at least 1, got {value}" for name, value in least_1.items() if value < 1]
         problems += [f"{n} must be above 0 (seconds), got {v}" for n, v in positive.items() if not 0 < v < math.inf]
         if not self.url.startswith(("http://", "https://")):
@@ -101,7 +101,7 @@ class Judge(GroupReward):
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, and why."""
-        return {} if self.retries else {"backoff": "retries is 0: nothing is asked again"}
+        return {} if self.retries else {"backoff_seconds": "retries is 0: nothing is asked again"}
 
     def prepare(self) -> None:
         """Look for the key; raises RewardError if it is not there."""
@@ -115,7 +115,9 @@ class Judge(GroupReward):
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with aiohttp.ClientSession(headers=headers) as session:
-            server = Server(session, self.url, seconds=self.timeout, retries=self.retries, backoff=self.backoff)
+            server = Server(
+                session, self.url, seconds=self.timeout_seconds, retries=self.retries, backoff=self.backoff_seconds
+            )
 
             async def ask(question: str) -> Answer:
                 async with gate:
@@ -123,7 +125,7 @@ class Judge(GroupReward):
 
             asked = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
             try:
-                await asyncio.wait(asked.values(), timeout=self.deadline)
+                await asyncio.wait(asked.values(), timeout=self.deadline_seconds)
             finally:
                 late = [task for task in asked.values() if not task.done()]
                 for task in late:
@@ -137,7 +139,7 @@ class Judge(GroupReward):
 
     @property
     def call_seconds(self) -> float:
-        return self.deadline + _SLACK
+        return self.deadline_seconds + _SLACK
 
     def _question(self, rollout: Rollout) -> str:
         spoken = [at for at, m in enumerate(rollout.messages) if m.role == "assistant"]
@@ -168,7 +170,7 @@ class Judge(GroupReward):
 
     def _verdict(self, task: asyncio.Task[Answer]) -> Verdict:
         if task.cancelled():
-            return self._unanswered(f"had no answer from {self.url} within {self.deadline:g} s")
+            return self._unanswered(f"had no answer from {self.url} within {self.deadline_seconds:g} s")
         answer = task.result()
         if answer.text is None:
             return self._unanswered(answer.error) if answer.away else Failure("raised", answer.error, answer.costs)

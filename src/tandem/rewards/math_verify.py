@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from tandem.errors import ConfigError, RewardError
@@ -33,12 +33,12 @@ class MathVerify(Reward):
     least_working: int = 0
     """Characters, blanks left out, that must stand before the marker (without one, in the whole reply) for the answer
     to count: a bare answer is a guess."""
-    timeout: int = 3
+    timeout_seconds: int = field(default=3, metadata={"formerly": "timeout"})
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
 
     def __post_init__(self) -> None:
-        if self.timeout < 1:
-            raise ConfigError(f"timeout must be at least 1, got {self.timeout}")
+        if self.timeout_seconds < 1:
+            raise ConfigError(f"timeout_seconds must be at least 1, got {self.timeout_seconds}")
         if self.least_working < 0:
             raise ConfigError(f"least_working must be at least 0, got {self.least_working}")
 
@@ -81,7 +81,7 @@ class MathVerify(Reward):
 
     def _seconds(self) -> int | None:
         """The library's deadline is a signal, which only a main thread can receive; elsewhere there is none."""
-        return self.timeout if threading.current_thread() is threading.main_thread() else None
+        return self.timeout_seconds if threading.current_thread() is threading.main_thread() else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.errors import ConfigError
@@ -35,7 +35,7 @@ class RewardModel(GroupReward):
     """Conversations in one forward pass, those of like length together."""
     chat_template: str = ""
     """Jinja chat template, as text or the path of a file; empty: its tokenizer's own."""
-    timeout: float = 120.0
+    timeout_seconds: float = field(default=120.0, metadata={"formerly": "timeout"})
     """Seconds that all siblings of a task together may take."""
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ class RewardModel(GroupReward):
             raise ConfigError(f"label must be at least 0, got {self.label}")
         if self.batch < 1:
             raise ConfigError(f"batch must be at least 1, got {self.batch}")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout must be above 0 (seconds), got {self.timeout}")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds must be above 0 (seconds), got {self.timeout_seconds}")
 
     def prepare(self) -> None:
         """Load the model; raises RewardError if it cannot be loaded or has no such output or chat template."""
@@ -72,4 +72,4 @@ class RewardModel(GroupReward):
 
     @property
     def call_seconds(self) -> float:
-        return self.timeout
+        return self.timeout_seconds

@@ -179,7 +179,7 @@ class BufferMetrics:
         self.trained: Counter[str] = Counter()
         """Groups, by environment."""
         self.reused: Counter[str] = Counter()
-        """Groups that took the place of others: replayed, rerolled, kept_flat."""
+        """Groups that took the place of others: replayed, rerolled, kept_zero_variance."""
         self.ages: list[float] = []
         """Of the replayed groups, in steps."""
         self._measured: list[Mapping[str, Value]] = []
@@ -192,12 +192,15 @@ class BufferMetrics:
     def collect(self) -> Mapping[str, Value]:
         """The metrics; counting begins anew."""
         options = self._options
-        drops = {f"groups/dropped_{reason}": Sum(float(self.dropped[reason])) for reason in ("flat", "stale", "failed")}
+        drops = {
+            f"groups/dropped_{reason}": Sum(float(self.dropped[reason]))
+            for reason in ("zero_variance", "stale", "failed")
+        }
         taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
         enabled = {
             "replayed": bool(options.replay.size),
             "rerolled": options.reroll.start_fraction < 1,
-            "kept_flat": options.max_resample_times is not None,
+            "kept_zero_variance": options.max_resample_times is not None,
         }
         reused: dict[str, Value] = {
             f"groups/{name}": Sum(float(self.reused[name])) for name, on in enabled.items() if on
@@ -222,7 +225,7 @@ class RolloutBuffer:
     postprocess_rewards: PostprocessRewards
     """Last word on a group's rewards."""
     on_drop: Callable[[str, Group], None]
-    """Called with every dropped group and why: flat, stale or failed."""
+    """Called with every dropped group and why: zero_variance, stale or failed."""
     lag_control: LagControl | None = None
     """How far sampling is ahead of training now; None: always as far as ``options`` allow."""
     on_event: OnEvent = lambda name, fields: None
@@ -431,11 +434,11 @@ class RolloutBuffer:
             self._keep(entry)
         elif most is None or self._refilled < most * self.options.groups_per_step:
             self._refilled += 1
-            self._drop("flat", entry)
+            self._drop("zero_variance", entry)
         else:
             self._keep(entry)
-            self._metrics.reused["kept_flat"] += 1
-            self.on_event("flat_group_kept", {"group": entry.group.id, "resampled": self._refilled})
+            self._metrics.reused["kept_zero_variance"] += 1
+            self.on_event("zero_variance_group_kept", {"group": entry.group.id, "resampled": self._refilled})
 
     def _replace(self, entry: Entry) -> bool:
         """Whether a group that was trained before could take the place of one without signal."""
@@ -446,7 +449,7 @@ class RolloutBuffer:
         if replayed is None:
             return False
         own = entry.group
-        self._dismiss("flat", entry)
+        self._dismiss("zero_variance", entry)
         draw, stored = replayed
         entry.replay(draw, stored)
         self._metrics.reused["replayed"] += 1

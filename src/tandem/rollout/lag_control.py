@@ -253,7 +253,7 @@ class LagControl:
         found: dict[str, Value] = {"engine/idle_seconds": Sum(idle)} if self._ever else {}
         if self.budget is None or self.state is None:
             return found
-        found |= {"rate/ahead": Mean(self.ahead, 1), "rate/lag": Mean(self.lag, 1)}
+        found |= {"lag_control/groups_ahead": Mean(self.ahead, 1), "lag_control/lag": Mean(self.lag, 1)}
         seconds = now - self._begun
         ess = {name: value for name, value in metrics.items() if name == "ess"}
         seen = StepTiming(seconds=seconds, waited=self._waited, idle=idle, ess=flatten(ess).get("ess"))

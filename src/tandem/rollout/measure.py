@@ -54,7 +54,7 @@ def _environment(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> 
         "reward": Mean.of(r.reward for r in scored if r.reward is not None),
         "accuracy": Mean.of(float(solved(r)) for r in scored),
         "groups": Sum(float(len(groups))),
-        "flat": Mean.of(float(group.zero_variance) for group in groups if len(group.scored) >= 2),
+        "zero_variance": Mean.of(float(group.zero_variance) for group in groups if len(group.scored) >= 2),
     }
 
 

@@ -166,5 +166,5 @@ def _seen(count: int, reason: str, group: Group) -> str:
 def _advice(env: str) -> str:
     return (
         f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, or keep such groups "
-        "(flat_groups: keep)"
+        "(zero_variance_groups: keep)"
     )

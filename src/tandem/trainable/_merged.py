@@ -123,8 +123,8 @@ def _check(name: str, linear: Any, owners: int) -> None:
     else:
         return
     raise ConfigError(
-        f"trains.merged: {name} cannot hold W0 + alpha/rank * B A, since {what}; "
-        "leave it out of trains.target_modules, or set merged: false"
+        f"trainable.merged: {name} cannot hold W0 + alpha/rank * B A, since {what}; "
+        "leave it out of trainable.target_modules, or set merged: false"
     )
 
 

@@ -22,7 +22,7 @@ class TensorMeta:
     """What a receiver must know of a tensor before its bytes."""
 
     name: str
-    """Its name in the module that ``Trains.prepare`` returned."""
+    """Its name in the module that ``Trainable.prepare`` returned."""
     shape: tuple[int, ...]
     """Sizes."""
     dtype: str
@@ -59,7 +59,7 @@ class WeightSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trains(ABC):
+class Trainable(ABC):
     """A frozen dataclass whose fields are its options."""
 
     folder_name: ClassVar[str]
@@ -140,7 +140,7 @@ class Trains(ABC):
         wrong = sorted(set(self.layers or ()) - known)
         if wrong:
             have = f"has layers 0 to {max(known)}" if known else "has no numbered layers"
-            raise ConfigError(f"trains.layers: there is no layer {wrong[0]}; the model {have}")
+            raise ConfigError(f"trainable.layers: there is no layer {wrong[0]}; the model {have}")
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tandem.errors import CheckpointError
 from tandem.lazy import torch
-from tandem.trainable.base import Trains, layer_of, read_into, safetensors_in
+from tandem.trainable.base import Trainable, layer_of, read_into, safetensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Full(Trains):
+class Full(Trainable):
     """Full fine-tuning: embeddings, layers, norms and output head. ``save`` writes a Hugging Face model folder."""
 
     folder_name: ClassVar[str] = "model"

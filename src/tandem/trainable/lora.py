@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
 from tandem.lazy import torch
-from tandem.trainable.base import Trains, WeightSource, layer_of, read_into, safetensors_in
+from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora(Trains):
+class Lora(Trainable):
     """LoRA: W + alpha/rank * B A, with B starting at zero. ``save`` writes a PEFT adapter folder.
 
     The adapter has the base weights' type (the optimizer keeps float32 masters of a bfloat16 one): a float32 adapter
@@ -112,7 +112,7 @@ class Lora(Trains):
         wrong = [name for name in self.target_modules if name not in known]
         if wrong:
             raise ConfigError(
-                f"trains.target_modules: the model has no linear layer {wrong[0]!r}; it has {', '.join(known)}"
+                f"trainable.target_modules: the model has no linear layer {wrong[0]!r}; it has {', '.join(known)}"
             )
         return list(self.target_modules)
 

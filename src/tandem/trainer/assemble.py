@@ -69,7 +69,7 @@ async def train(
         Deadline: somebody was waited for too long; its message says who waited for whom.
         TandemError: anything else that ended it.
     """
-    with watchdog.watching(config.patience) as dog, Lock() as lock:
+    with watchdog.watching(config.timeouts) as dog, Lock() as lock:
         if resume:
             lock.take(resume)
         return await _train(config, dog, lock, resume, given, on_step, stop or asyncio.Event())
@@ -85,9 +85,9 @@ async def _train(
     stop: asyncio.Event,
 ) -> Path:
     check_pairs(config)
-    config.engine.check(trains=config.trains, folder=resume or Path(config.runs) / (config.name or ""))
+    config.engine.check(trainable=config.trainable, folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: players.tasks(config, split) for split in players.splits(config)}
-    with waits.blocking("trainer", "its shape, prompts and memory", _model(config), config.patience.wait_seconds):
+    with waits.blocking("trainer", "its shape, prompts and memory", _model(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
         longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
@@ -105,7 +105,7 @@ async def _train(
             resumed_step=steps[-1] if steps else 0,
         )
         alarms = AlarmWatch(info.config)
-        with Telemetry(info, config.sinks, alarms, on_step) as telemetry:
+        with Telemetry(info, config.loggers, alarms, on_step) as telemetry:
             telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
             async with AsyncExitStack() as stack:
                 with dog.ends():  # before any of the parts does
@@ -129,10 +129,10 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
 @asynccontextmanager
 async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None) -> AsyncIterator[list[EnvRunner]]:
     """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint."""
-    with watchdog.watching(config.patience):
+    with watchdog.watching(config.timeouts):
         async with _policy(config) as policy, players.opened(config, config.sources, None) as opened:
             if weights is not None:
-                await policy.compute(config.trains.load, policy.model, weights)
+                await policy.compute(config.trainable.load, policy.model, weights)
             async with _published(config, policy, fresh=weights is None) as engine:
                 yield opened.runners(engine, _template(config, policy), tasks)
 
@@ -141,22 +141,22 @@ async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None)
 async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> AsyncIterator[Engine]:
     """An engine that samples from the policy as it is; one in another process is given its weights, and proves it."""
     context = memory.context(config, policy.config)
-    if CanAttest not in config.engine.ports:
+    if CanAttest not in config.engine.capabilities:
         async with config.engine.open(policy, context=context) as engine:
             yield engine
         return
     check_pairs(config)
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
-        config.engine.check(trains=config.trains, folder=Path(folder))
+        config.engine.check(trainable=config.trainable, folder=Path(folder))
         needs = engine_needs(config, Path(folder))
         async with (
             config.engine.open(policy, context=context, needs=needs) as engine,
             WeightSyncSession(
-                sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=Path(folder)
+                sync=config.sync, policy=policy, engine=engine, trainable=config.trainable, folder=Path(folder)
             ) as session,
         ):
             await session.bind(
-                fresh=_started_on_ours(config, engine, 0) and (fresh or config.trains.travels == "adapter")
+                fresh=_started_on_ours(config, engine, 0) and (fresh or config.trainable.travels == "adapter")
             )
             async with session.open(PolicyVersion(step=0, digest="")):
                 yield engine
@@ -178,18 +178,23 @@ async def _assemble(
     with progress.under_way("grading the first gold answers"):
         await playing.check_gold()
     held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
-    state = await restore_weights(folder / "checkpoints", policy, config.trains, _fresh(config))
+    state = await restore_weights(folder / "checkpoints", policy, config.trainable, _fresh(config))
     needs = engine_needs(config, folder, restored=state.step)
     context = memory.context(config, policy.config)
     with progress.under_way("starting the engine"):
         engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
     session = WeightSyncSession(
-        sync=config.sync, policy=policy, engine=engine, trains=config.trains, folder=folder, versions=needs.versions
+        sync=config.sync,
+        policy=policy,
+        engine=engine,
+        trainable=config.trainable,
+        folder=folder,
+        versions=needs.versions,
     )
     await stack.enter_async_context(session)
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
     await session.bind(fresh=_started_on_ours(config, engine, state.step))
-    stepper = await policy.compute(config.optimizer.bind, config.trains.parameters(policy.model))
+    stepper = await policy.compute(config.optimizer.bind, config.trainable.parameters(policy.model))
     checkpoints = _checkpoints(config, lock, policy, stepper, held, telemetry)
     await checkpoints.restore(state)
     template = _template(config, policy)
@@ -226,9 +231,9 @@ def _step(config: RunConfig, policy: Policy, stepper: Stepper, held: Held | None
         stepper=stepper,
         sampling=config.sampling,
         steps=config.steps,
-        updates=config.updates,
+        updates_per_batch=config.updates_per_batch,
         held=held,
-        fold=lambda: config.trains.fold(policy.model),
+        fold=lambda: config.trainable.fold(policy.model),
     )
 
 
@@ -242,7 +247,7 @@ def _checkpoints(
         keep=config.checkpoint.keep,
         steps=config.steps,
         policy=policy,
-        trains=config.trains,
+        trainable=config.trainable,
         stepper=stepper,
         held=held,
         still=lock.check,
@@ -252,16 +257,16 @@ def _checkpoints(
 
 def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
     """What the run asks of its engine; after ``restored`` steps it is started on the checkpoint's own weights."""
-    saved = folder / "checkpoints" / f"{restored:06d}" / config.trains.folder_name if folder and restored else None
+    saved = folder / "checkpoints" / f"{restored:06d}" / config.trainable.folder_name if folder and restored else None
     return Needs(
         model=config.model,
         dtype=config.dtype,
         folder=folder,
-        weights=saved if config.trains.folder_name == "model" else None,
-        travels=config.trains.travels,
-        rank=getattr(config.trains, "rank", 0),
+        weights=saved if config.trainable.folder_name == "model" else None,
+        travels=config.trainable.travels,
+        rank=getattr(config.trainable, "rank", 0),
         targets=_adapted(config),
-        port=config.sync.port,
+        port=config.sync.capability,
         versions=config.most_lag + 2,
         seed=config.seed,
     )
@@ -269,13 +274,13 @@ def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -
 
 def _adapted(config: RunConfig) -> tuple[str, ...]:
     """Names of the layers that an engine in another process must be ready to adapt; no weight is loaded for it."""
-    if config.trains.travels != "adapter" or CanAttest not in config.engine.ports:
+    if config.trainable.travels != "adapter" or CanAttest not in config.engine.capabilities:
         return ()
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(config.model))
-    targets: Callable[[Any], Sequence[str]] = getattr(config.trains, "targets", lambda _: ())
+    targets: Callable[[Any], Sequence[str]] = getattr(config.trainable, "targets", lambda _: ())
     return tuple(targets(model))
 
 
@@ -283,7 +288,7 @@ def _started_on_ours(config: RunConfig, engine: Engine, restored: int) -> bool:
     """Whether the engine, as it started, holds the weights that the policy holds (adapters aside)."""
     if engine.adopted:
         return False
-    return not restored or config.trains.folder_name == "model" or config.trains.travels == "adapter"
+    return not restored or config.trainable.folder_name == "model" or config.trainable.travels == "adapter"
 
 
 def _fresh(config: RunConfig) -> TrainerState:
@@ -299,14 +304,14 @@ def _fresh(config: RunConfig) -> TrainerState:
 @asynccontextmanager
 async def _policy(config: RunConfig) -> AsyncIterator[Policy]:
     """Model, adapter and tokenizer on the compute thread."""
-    with waits.blocking("trainer", "its tokenizer", _model(config), config.patience.wait_seconds):
+    with waits.blocking("trainer", "its tokenizer", _model(config), config.timeouts.wait_seconds):
         tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     compute = Compute(config.threads)
 
     def load() -> Any:
         torch.manual_seed(config.seed)
         model = load_model(config.model, dtype=getattr(torch, config.dtype), device=_device(config))
-        model = config.trains.prepare(model).eval()
+        model = config.trainable.prepare(model).eval()
         if config.matmul == "fp8":
             float8.convert(model)
         layers.tune(model, compile=config.compile, checkpointing=config.checkpointing)
@@ -327,7 +332,7 @@ def _model(config: RunConfig) -> str:
 
 def _device(config: RunConfig) -> torch.device:
     """Where the policy is loaded: on the host if its weights will be those in the memory of an engine's process."""
-    lent = config.sync.port is CanLend and CanAttest in config.engine.ports
+    lent = config.sync.capability is CanLend and CanAttest in config.engine.capabilities
     return torch.device("cuda" if torch.cuda.is_available() and not lent else "cpu")
 
 
@@ -374,7 +379,7 @@ def objective(config: RunConfig) -> Objective:
 
 def changing(config: RunConfig, policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
     """The weights that training changes and the model computes with, as they are loaded: before any checkpoint."""
-    names = [meta.name for meta in config.trains.source(policy.model).manifest()]
+    names = [meta.name for meta in config.trainable.source(policy.model).manifest()]
     return [(name, policy.model.get_parameter(name)) for name in names]
 
 

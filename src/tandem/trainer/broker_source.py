@@ -49,7 +49,7 @@ def broker_source(
     """
     asked = config.broker
     assert asked is not None
-    if CanAttest not in config.engine.ports:
+    if CanAttest not in config.engine.capabilities:
         log.warning(
             "nobody elsewhere can sample from this run's engine, which lives in the trainer's own process, so what the "
             "broker serves is not this policy's; environments need engine: vllm"
@@ -58,7 +58,7 @@ def broker_source(
         max_tokens=context,
         vocabulary=vocabulary,
         temperature=config.sampling.temperature,
-        given_advantages=asked.given_advantages,
+        env_advantages=asked.env_advantages,
         policy_logprobs=asked.missing_logprobs == "policy",
         decode=template.decode,
     )
@@ -69,7 +69,7 @@ def broker_source(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
             max_lag=config.most_lag,
-            drop_flat=config.flat_groups == "drop",
+            drop_zero_variance=config.zero_variance_groups == "drop",
             lease_seconds=asked.lease_seconds,
             rules=rules,
             sampling=config.sampling,
@@ -82,7 +82,7 @@ def broker_source(
 
 
 def _parameters(config: RunConfig, folder: Path, context: int) -> RunParameters:
-    board = next((sink for sink in config.sinks if isinstance(sink, Wandb)), None)
+    board = next((logger for logger in config.loggers if isinstance(logger, Wandb)), None)
     return RunParameters(
         wandb_group=(board.group or "") if board else "",
         wandb_project=board.project if board else "",

@@ -22,7 +22,7 @@ from tandem.errors import CheckpointError
 from tandem.model.policy import Policy
 from tandem.observability import trace, waits
 from tandem.optimizers.base import Stepper
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainer import digests
 from tandem.trainer.state import TrainerState
 
@@ -50,7 +50,7 @@ class Checkpoints:
     """Last step of the run, which is always saved."""
     policy: Policy
     """Whose weights."""
-    trains: Trains
+    trainable: Trainable
     """Which of them."""
     stepper: Stepper
     """The optimizer's states."""
@@ -102,7 +102,7 @@ class Checkpoints:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            self.trains.save(self.policy.model, self.policy.tokenizer, aside / self.trains.folder_name)
+            self.trainable.save(self.policy.model, self.policy.tokenizer, aside / self.trainable.folder_name)
             if self.contents == "all":
                 self._write_state(state, aside)
             digests.write(aside)
@@ -151,7 +151,7 @@ class Checkpoints:
             _read_tensors(path / "reference.safetensors", self.held.load_state_dict)
 
 
-async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: TrainerState) -> TrainerState:
+async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fresh: TrainerState) -> TrainerState:
     """Load the weights of the newest checkpoint in ``folder``; its state, or ``fresh`` if there is none.
 
     Every file of it is held against its digest first.
@@ -183,7 +183,7 @@ async def restore_weights(folder: Path, policy: Policy, trains: Trains, fresh: T
             f"{path} was made with other settings than {folder.parent / 'config.yaml'} holds now; put the "
             "recipe back, or start a new run from it"
         )
-    loading = policy.compute(trains.load, policy.model, path / trains.folder_name)
+    loading = policy.compute(trainable.load, policy.model, path / trainable.folder_name)
     await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
     return state
 

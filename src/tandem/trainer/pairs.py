@@ -28,7 +28,7 @@ def check_pairs(config: RunConfig) -> None:
             "sampling.regex: the sampler's logprobs are of the tokens that the grammar allows, the policy's of all; "
             "set old_logprobs to recomputed"
         )
-    config.sync.check(trains=config.trains, engine=config.engine)
+    config.sync.check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 
 
@@ -39,7 +39,7 @@ def _check_lag(config: RunConfig) -> None:
         UnsupportedPair: says what can.
     """
     behind = config.sync.behind
-    option = "rate.max_lag" if config.max_lag == "auto" else "max_lag"
+    option = "lag_control.max_lag" if config.max_lag == "auto" else "max_lag"
     if config.most_lag < behind:
         raise UnsupportedPair(
             f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and {option} allows "

@@ -47,7 +47,7 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
     """
     found = {}
     for name, source in config.sources.items():
-        with waits.blocking("trainer", f"{split} tasks", f"data of environment {name}", config.patience.wait_seconds):
+        with waits.blocking("trainer", f"{split} tasks", f"data of environment {name}", config.timeouts.wait_seconds):
             found[name] = tasks_of(name, source, split)
     return found
 
@@ -151,7 +151,7 @@ async def opened(config: RunConfig, played: Mapping[str, EnvSource], log: Path |
             name: Graders(
                 {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()},
                 workers=config.grading.processes(config.groups_per_step),
-                timeout=config.grading.timeout,
+                timeout=config.grading.timeout_seconds,
                 log=log,
                 steps=config.steps,
             )

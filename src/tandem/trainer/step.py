@@ -51,7 +51,7 @@ class Step:
     """Its support limits (top_p, top_k, min_p) are part of the distribution that was sampled."""
     steps: int
     """Of the whole run; schedules end there."""
-    updates: int = 1
+    updates_per_batch: int = 1
     """On each batch."""
     held: Held | None = None
     """The reference's weights, where the objective has a reference."""
@@ -115,7 +115,7 @@ class Step:
         lr = self.optimizer.rate(step, self.steps)
         queued = [await self.policy.compute(self._apply, lr)]
         again: list[Mapping[str, Value]] = []
-        for _ in range(self.updates - 1):
+        for _ in range(self.updates_per_batch - 1):
             await self.policy.compute(self.fold)
             again.append((await self._pass(batch, first.known)).metrics)
             queued.append(await self.policy.compute(self._apply, lr))

@@ -38,9 +38,9 @@ def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry
     budget = LagController(
         groups_per_step=config.groups_per_step,
         most=ahead * config.groups_per_step,
-        ess_floor=config.rate.ess_floor,
+        ess_floor=config.lag_control.ess_floor,
     )
-    return LagControl.auto(budget, state, lambda told: telemetry.event("rate_changed", **told))
+    return LagControl.auto(budget, state, lambda told: telemetry.event("lag_changed", **told))
 
 
 def postprocess(config: RunConfig) -> PostprocessRewards:
@@ -63,7 +63,7 @@ def played(
             group_size=config.group_size,
             max_lag=config.most_lag,
             behind=config.sync.behind,
-            drop_zero_variance=config.flat_groups == "drop",
+            drop_zero_variance=config.zero_variance_groups == "drop",
             sampling=config.sampling,
             steps=config.steps,
             max_resample_times=config.max_resample_times,

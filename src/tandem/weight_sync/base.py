@@ -46,20 +46,20 @@ class WeightSync(ABC):
 
     carries: ClassVar[frozenset[str]]
     """What it can carry: weights, adapter."""
-    port: ClassVar[type]
-    """The engine port it needs."""
+    capability: ClassVar[type]
+    """The capability of an engine that it needs."""
     pause: ClassVar[Literal["step", "transfer", "never"]]
     """When the engine is paused: from before the optimizer, from before the transfer, or not at all."""
 
-    prove_every: int = 1
+    verify_every: int = field(default=1, metadata={"formerly": "prove_every"})
     """Publishes between two proofs; the first publish of a run is always proven."""
     tolerance: float = 0.0
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
     tokens; 0 means 0.3 for weights narrower than float32 and, for those, 0.02 on a GPU and 0.001 on a CPU."""
 
     def __post_init__(self) -> None:
-        if self.prove_every < 1:
-            raise ValueError("prove_every must be at least 1")
+        if self.verify_every < 1:
+            raise ValueError("verify_every must be at least 1")
         if self.tolerance < 0:
             raise ValueError("tolerance must not be negative")
 
@@ -77,24 +77,24 @@ class WeightSync(ABC):
         """True if requests in flight end before weights change; otherwise they go on under the next version."""
         return False
 
-    def check(self, *, trains: Any, engine: EngineSpec) -> None:
+    def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.
 
         Raises:
             UnsupportedPair: names the ones that can.
         """
-        if trains.travels not in self.carries:
+        if trainable.travels not in self.carries:
             raise UnsupportedPair(
-                f"sync: {_name(self)} carries adapters alone, and trains: {_name(trains)} changes whole weights; these "
-                "travel by sync: shared, broadcast or restart"
+                f"sync: {_name(self)} carries adapters alone, and trainable: {_name(trainable)} changes whole "
+                "weights; these travel by sync: shared, broadcast or restart"
             )
-        if self.port not in engine.ports:
-            has = ", ".join(sorted(port.__name__ for port in engine.ports)) or "none"
+        if self.capability not in engine.capabilities:
+            has = ", ".join(sorted(one.__name__ for one in engine.capabilities)) or "none"
             raise UnsupportedPair(
-                f"sync: {_name(self)} needs an engine with the port {self.port.__name__}; engine: {_name(engine)} has "
-                f"{has}. engine: embedded goes with sync: shared, and engine: vllm with all of them"
+                f"sync: {_name(self)} needs an engine with the capability {self.capability.__name__}; engine: "
+                f"{_name(engine)} has {has}. engine: embedded goes with sync: shared, and engine: vllm with all of them"
             )
-        if reason := engine.refuses(self.port):
+        if reason := engine.refuses(self.capability):
             raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
 
     async def bind(self, session: WeightSyncSession) -> None:  # noqa: B027 - most ways have nothing to bind
@@ -128,7 +128,7 @@ class WeightSync(ABC):
 
     @asynccontextmanager
     async def open(
-        self, policy: Policy, engine: Engine, start: PolicyVersion, trains: Any, folder: Path = Path()
+        self, policy: Policy, engine: Engine, start: PolicyVersion, trainable: Any, folder: Path = Path()
     ) -> AsyncIterator[WeightSyncSession]:
         """Bind, publish the starting version and prove it, so that a broken way fails before the first step.
 
@@ -137,7 +137,9 @@ class WeightSync(ABC):
         Raises:
             StaleWeights, TornWeights: the proof failed.
         """
-        async with WeightSyncSession(sync=self, policy=policy, engine=engine, trains=trains, folder=folder) as session:
+        async with WeightSyncSession(
+            sync=self, policy=policy, engine=engine, trainable=trainable, folder=folder
+        ) as session:
             await session.bind(fresh=True)
             async with session.open(start):
                 yield session
@@ -156,7 +158,7 @@ class WeightSyncSession:
     """The trainer's side."""
     engine: Engine
     """The engine's side."""
-    trains: Any
+    trainable: Any
     """What is trained: names the weights that travel."""
     folder: Path
     """For what travels through files."""
@@ -177,9 +179,9 @@ class WeightSyncSession:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.trained = Trained(self.trains, self.policy)
+        self.trained = Trained(self.trainable, self.policy)
         self._recovery = Recovery(self.engine)
-        self._behaviour = Behaviour(self.policy, self.trains, self.sync.tolerance, self.folder)
+        self._behaviour = Behaviour(self.policy, self.trainable, self.sync.tolerance, self.folder)
 
     async def __aenter__(self) -> Self:
         return self
@@ -270,7 +272,7 @@ class WeightSyncSession:
             if self.sync.due(step, last=last):
                 commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
-                await self.policy.compute(self.trains.fold, self.policy.model)
+                await self.policy.compute(self.trainable.fold, self.policy.model)
                 found = digest(await self.policy.compute(self.trained.checksums))
                 self._current = PolicyVersion(step=step, digest=found)
                 commit.published = Published(version=self._current, moved=False)
@@ -295,7 +297,7 @@ class WeightSyncSession:
     def _check_sleep(self) -> None:
         """See that every weight which a deep sleep discards is brought back by each publish."""
         if self.engine.sleeps > 1:
-            names = self.trains.base_names(self.policy.model)
+            names = self.trainable.base_names(self.policy.model)
             if kept := sorted(names.keys() - dict(self.trained.source).keys()):
                 raise UnsupportedPair(
                     f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
@@ -350,12 +352,12 @@ class WeightSyncSession:
             self.state.write()
         try:
             await self._wake()
-            await self.policy.compute(self.trains.fold, self.policy.model)
+            await self.policy.compute(self.trainable.fold, self.policy.model)
             copied = await self.sync.transfer(self, version)
             mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))
             commit.unverified = version
-            prove = self._publishes % self.sync.prove_every == 0 or not self._recovery.is_published
+            prove = self._publishes % self.sync.verify_every == 0 or not self._recovery.is_published
             prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
             gap = await self._verify(version, mine) if prove else None
             await self.engine.stamp(version)
@@ -387,7 +389,7 @@ class WeightSyncSession:
 
     async def _verify(self, version: PolicyVersion, mine: Checksums) -> float:
         if not self._recovery.is_published:
-            names = self.trains.base_names(self.policy.model)
+            names = self.trainable.base_names(self.policy.model)
             await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
         await self.sync.compare(self, mine)
         return await self._behaviour.compare(self.engine, version)

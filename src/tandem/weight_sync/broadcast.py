@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -36,18 +36,18 @@ class Broadcast(Periodic):
     """NCCL between GPUs, gloo on a CPU; weights or adapter tensors land in place, and no disk is touched."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
-    port: ClassVar[type] = CanReceive
+    capability: ClassVar[type] = CanReceive
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
     host: str = ""
     """Address of the trainer, as the engines see it; empty: the one by which the trainer reaches them."""
-    port_number: int = 0
+    port: int = field(default=0, metadata={"formerly": "port_number"})
     """Port of the trainer's store; 0 takes a free one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: NCCL where every member has a GPU of its own, else gloo."""
-    seconds: float = 120.0
+    timeout_seconds: float = field(default=120.0, metadata={"formerly": "seconds"})
     """Deadline for all to join, and for a transfer to make progress."""
     bucket_mb: int = 256
     """Megabytes sent at once."""
@@ -56,10 +56,10 @@ class Broadcast(Periodic):
         super().__post_init__()
         if self.bucket_mb < 1:
             raise ValueError("bucket_mb must be at least 1")
-        if self.seconds <= 0:
-            raise ValueError("seconds must be above 0")
-        if not 0 <= self.port_number < 1 << 16:
-            raise ValueError("port_number must be from 0 to 65535; 0 takes a free one")
+        if self.timeout_seconds <= 0:
+            raise ValueError("timeout_seconds must be above 0")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError("port must be from 0 to 65535; 0 takes a free one")
 
     @property
     def finishes(self) -> bool:
@@ -86,16 +86,16 @@ class Broadcast(Periodic):
             backend = _backend([accelerator(device), *chain.from_iterable(accelerators)])
         meeting = Rendezvous(
             host=self.host or _address(await engine.addresses()),
-            port=self.port_number,
+            port=self.port,
             world=1 + sum(ranks),
             backend=backend,
             name=f"tandem-{_group(session)}",
-            seconds=self.seconds,
+            seconds=self.timeout_seconds,
         )
         member = session.member = Member.host(meeting, device)
         self._record(session, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
-        late = 2 * self.seconds
+        late = 2 * self.timeout_seconds
         try:
             async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
                 await _on_daemon(member.connect)
@@ -105,14 +105,14 @@ class Broadcast(Periodic):
             met = member.rendezvous
             raise TransportError(
                 f"{error}. The engines were to meet the trainer at {met.host}:{met.port}; if that is not where they "
-                "reach it, name its address in sync.host, and a port that is let through in sync.port_number"
+                "reach it, name its address in sync.host, and a port that is let through in sync.port"
             ) from error
 
     def _record(self, session: WeightSyncSession, meeting: Rendezvous) -> None:
         """Write where the group meets and what will travel, for a person or a program that looks into the run."""
         if session.folder == Path():
             return  # outside a run
-        entries = manifest(list(session.trains.source(session.policy.model)))
+        entries = manifest(list(session.trainable.source(session.policy.model)))
         NcclBridge(
             nccl_init_method=f"tcp://{meeting.host}:{meeting.port}",
             world_size=meeting.world,
@@ -127,14 +127,16 @@ class Broadcast(Periodic):
         Raises:
             TransportError: names the engine or rank that broke off.
         """
-        engine, source = session.engine, session.trains.source(session.policy.model)
+        engine, source = session.engine, session.trainable.source(session.policy.model)
         assert isinstance(engine, CanReceive)
-        adapter = session.adapter() if session.trains.travels == "adapter" else None
+        adapter = session.adapter() if session.trainable.travels == "adapter" else None
         named = list(source)
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
         receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
         sending = asyncio.ensure_future(_on_daemon(self._send, session.member, named))
-        async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=4 * self.seconds):
+        async with waits.waiting(
+            "trainer", "a publish to arrive", on="engine workers", deadline=4 * self.timeout_seconds
+        ):
             await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
             if receiving.done() and receiving.exception() is not None:
                 session.member.abort()  # the other end is gone: do not wait for the group's own deadline

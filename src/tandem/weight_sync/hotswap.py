@@ -22,7 +22,7 @@ class Hotswap(Periodic):
     """A new adapter name for every version, over HTTP. Requests in flight end on the version they began with."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"adapter"})
-    port: ClassVar[type] = CanSwap
+    capability: ClassVar[type] = CanSwap
     pause: ClassVar[Literal["step", "transfer", "never"]] = "never"
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:

@@ -18,7 +18,7 @@ class Restart(Periodic):
     """A checkpoint or adapter folder, and a new engine on it. Only an engine that we started is ended."""
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
-    port: ClassVar[type] = CanRelaunch
+    capability: ClassVar[type] = CanRelaunch
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     every: int = 3
@@ -32,7 +32,7 @@ class Restart(Periodic):
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Save, restart; returns the bytes written. An engine that was just started on these weights is left alone."""
         assert isinstance(session.engine, CanRelaunch)
-        adapter = session.trains.travels == "adapter"
+        adapter = session.trainable.travels == "adapter"
         if session.fresh and not adapter:
             return 0
         folder = session.folder / "weights" / f"step-{version.step:06d}"
@@ -44,7 +44,7 @@ class Restart(Periodic):
         for old in folder.parent.iterdir():
             if old != folder:
                 shutil.rmtree(old)
-        return sum(tensor.bytes for tensor in session.trains.source(session.policy.model).manifest())
+        return sum(tensor.bytes for tensor in session.trainable.source(session.policy.model).manifest())
 
 
 def _save(session: WeightSyncSession, folder: Path, adapter: bool) -> None:
@@ -54,9 +54,9 @@ def _save(session: WeightSyncSession, folder: Path, adapter: bool) -> None:
     aside.mkdir(parents=True)
     policy = session.policy
     if adapter:
-        session.trains.save(policy.model, policy.tokenizer, aside)
+        session.trainable.save(policy.model, policy.tokenizer, aside)
     else:
-        weights = {name: p.detach() for name, p in session.trains.base_names(policy.model).items()}
+        weights = {name: p.detach() for name, p in session.trainable.base_names(policy.model).items()}
         policy.causal.save_pretrained(aside, state_dict=weights)
         policy.tokenizer.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)

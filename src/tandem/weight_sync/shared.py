@@ -29,7 +29,7 @@ class Shared(WeightSync):
     """
 
     carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
-    port: ClassVar[type] = CanLend
+    capability: ClassVar[type] = CanLend
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
     in_flight: Literal["continue", "finish"] = "continue"
@@ -39,9 +39,9 @@ class Shared(WeightSync):
     """File or folder of the vllm_bridge_config.json of an engine at urls, tried before $LOGDIR, the working directory
     and /tmp/atropos_bridge; null: ask the engine itself."""
 
-    def check(self, *, trains: Any, engine: EngineSpec) -> None:
+    def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, and a file where there can be none yet."""
-        super().check(trains=trains, engine=engine)
+        super().check(trainable=trainable, engine=engine)
         if self.bridge is not None and not getattr(engine, "urls", ()):
             raise UnsupportedPair(
                 "sync.bridge is the file of an engine that runs already (engine: vllm with urls, by: tandem serve "
@@ -78,7 +78,7 @@ class Shared(WeightSync):
 
         The engine stands still, and its weights are published and proven before it goes on.
         """
-        if session.trains.travels == "adapter" and isinstance(session.engine, CanAdapt):
+        if session.trainable.travels == "adapter" and isinstance(session.engine, CanAdapt):
             await session.engine.adapt(session.adapter())
         await session.trained.sums(session.engine, await session.policy.compute(session.trained.checksums))
 
@@ -88,13 +88,13 @@ class Shared(WeightSync):
         Raises:
             UnsupportedPair: names the first tensor that is not.
         """
-        if session.trains.travels == "adapter" and isinstance(session.engine, CanAdapt):
+        if session.trainable.travels == "adapter" and isinstance(session.engine, CanAdapt):
             return await session.engine.adapt(session.adapter())
         if isinstance(session.engine, CanAttest):
             return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
         assert isinstance(session.engine, CanLend)
         lent = await session.engine.lend()
-        for name, tensor in session.trains.source(session.policy.model):
+        for name, tensor in session.trainable.source(session.policy.model):
             if name not in lent or lent[name].data_ptr() != tensor.data_ptr():
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
@@ -108,7 +108,7 @@ class Shared(WeightSync):
 def _attach(session: WeightSyncSession, lent: Mapping[str, Any]) -> None:
     """Point every parameter at the engine's storage, and bring what else the model has to the engine's device."""
     model = session.policy.model
-    own: Mapping[str, nn.Parameter] = session.trains.base_names(model)
+    own: Mapping[str, nn.Parameter] = session.trainable.base_names(model)
     _check(own, lent)
     with torch.no_grad():
         for name, parameter in own.items():

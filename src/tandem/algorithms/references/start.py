@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Reference):
-    """The model as it was loaded: with ``trains: full`` a second copy, with an adapter the adapter switched off.
+    """The model as it was loaded: with ``trainable: full`` a second copy, with an adapter the adapter switched off.
 
     An adapter begins as zero, so keeping its first tensors is to switch it off, and costs no more than they do.
     """

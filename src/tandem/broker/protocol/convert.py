@@ -43,7 +43,7 @@ class Rules:
     """Token ids are below this; None: any id is fine."""
     temperature: float = 1.0
     """Of groups that say nothing of theirs."""
-    given_advantages: bool = False
+    env_advantages: bool = False
     """Take the advantages that an environment gives for each token."""
     policy_logprobs: bool = False
     """Where sampling logprobs are missing, let the policy's own stand in; otherwise a group without is refused."""
@@ -236,7 +236,7 @@ class _Reading:
         """Remember what had something in it and is not read."""
         scored, notes = self._scored, self._notes
         notes.unread |= {name for name in _UNREAD if getattr(scored, name)}
-        if scored.advantages and not self._rules.given_advantages:
+        if scored.advantages and not self._rules.env_advantages:
             notes.unread.add("advantages")
         for entry in (self._told, *(scored.overrides or ())):
             if isinstance(entry, Mapping) and entry.get("sft"):
@@ -391,7 +391,7 @@ class _Reading:
         return found or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
-        if not self._rules.given_advantages or not self._scored.advantages:
+        if not self._rules.env_advantages or not self._scored.advantages:
             return None
         row = self._row(self._scored.advantages, at, "advantages")
         found = tuple(float(row[place]) for place in sampled)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.types import Json
 
 
@@ -59,10 +59,10 @@ class _Naming:
         Raises:
             ConfigError: what it trains has no name in Atropos.
         """
-        trains = config["trains"]
-        kind = trains["kind"] if isinstance(trains, dict) else trains
+        trainable = config["trainable"]
+        kind = trainable["kind"] if isinstance(trainable, dict) else trainable
         if kind not in _NAMES:
-            raise ConfigError(f"Atropos has no name for checkpoints of trains: {kind}; it has: {', '.join(_NAMES)}")
+            raise ConfigError(f"Atropos has no name for checkpoints of trainable: {kind}; it has: {', '.join(_NAMES)}")
         inside, step, final = _NAMES[kind]
         return cls(inside=inside, step=step, final=final, last=config["steps"], every=config["checkpoint"]["every"])
 
@@ -152,7 +152,7 @@ def _files(folder: Path, leave: Callable[[str, list[str]], set[str]] | None = No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointLayout(Sink):
+class CheckpointLayout(MetricsLogger):
     """Copy every checkpoint to a folder under the names that Atropos' trainer gives them, while the run goes on."""
 
     save_path: str
@@ -196,7 +196,7 @@ class _LayoutWriter:
         self._naming.place_tokenizer(checkpoint, self._save_path)
 
     def _finish(self) -> None:
-        """Wait for the copy under way; its error is this sink's."""
+        """Wait for the copy under way; its error is this logger's."""
         if self._copying is not None:
             copying, self._copying = self._copying, None
             copying.result()

@@ -177,7 +177,7 @@ def translate(env: str, flags: EnvFlags, given: frozenset[str]) -> EnvTranslatio
         "group_size": flags.group_size,
         "sampling": {"max_tokens": flags.max_token_length},
         "context": flags.max_token_length,
-        "flat_groups": "drop" if _truth(flags.ensure_scores_are_not_same) else "keep",
+        "zero_variance_groups": "drop" if _truth(flags.ensure_scores_are_not_same) else "keep",
         "n": many,
         "ahead": float(flags.max_batches_offpolicy),
         "total_steps": flags.total_steps if flags.total_steps >= 0 else None,

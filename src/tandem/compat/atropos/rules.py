@@ -26,10 +26,10 @@ DECAY = 0.01
 """Weight decay of Atropos' optimizers of the Adam family: torch's and bitsandbytes' own default."""
 
 LAYOUT = "tandem.compat.atropos.checkpoints:CheckpointLayout"
-"""The sink that gives checkpoints Atropos' names."""
+"""The logger that gives checkpoints Atropos' names."""
 
 BOARD = "tandem.compat.atropos.wandb:AtroposWandb"
-"""The sink that gives numbers Atropos' names at Weights & Biases."""
+"""The logger that gives numbers Atropos' names at Weights & Biases."""
 
 QUEUED = 4
 """Steps that a group of Atropos' environments may wait: they queue three batches by default and sample a fourth."""
@@ -104,7 +104,7 @@ class TrainerRecipe:
             "advantage": {"kind": "grpo", "std": "population", "eps": 1e-8},
             "loss": self._loss(),
             "optimizer": self._optimizer(),
-            "trains": self._trains(),
+            "trainable": self._trainable(),
             "engine": self._engine(),
             "sync": self._sync(every),
             "dtype": self._dtype(),
@@ -112,7 +112,7 @@ class TrainerRecipe:
             "context": flags.seq_len,
             **({"evaluate": {"tasks": 0}} if flags.env else {}),
             "checkpoint": {"every": flags.checkpoint_interval or flags.training_steps},
-            "sinks": self._sinks(),
+            "loggers": self._loggers(),
             "runs": flags.log_dir or self.environ.get("LOGDIR") or "logs",
         }
 
@@ -247,7 +247,7 @@ class TrainerRecipe:
         self._unread(("adafactor_scale_parameter", "adafactor_relative_step"), f"with --optimizer {flags.optimizer}")
         return {"kind": kind, "lr": flags.lr, "weight_decay": DECAY, **warmup}
 
-    def _trains(self) -> Json:
+    def _trainable(self) -> Json:
         flags, mode = self.flags, f"with --weight-bridge-mode {self.flags.weight_bridge_mode}"
         if not self._lora:
             self._unread(_LORA, f"{mode}, which trains no adapter")
@@ -383,7 +383,7 @@ class TrainerRecipe:
         if match is None:
             self._wrong(name, f"{method} is not written as tcp://HOST:PORT")
             return {}
-        return {"host": match[1], "port_number": int(match[2])}
+        return {"host": match[1], "port": int(match[2])}
 
     def _dtype(self) -> str:
         dtype = self.flags.dtype
@@ -394,7 +394,7 @@ class TrainerRecipe:
             self._wrong("dtype", f"Tandem trains bfloat16 or float32, not {dtype}; name one of them")
         return dtype
 
-    def _sinks(self) -> list[Json]:
+    def _loggers(self) -> list[Json]:
         flags = self.flags
         named = {"project": flags.wandb_project, "group": flags.wandb_group}
         board = {"kind": BOARD, **{key: value for key, value in named.items() if value is not None}}

@@ -92,7 +92,7 @@ def translate(
         "steps": 1,
         "env": "arithmetic",
         "runs": ".",
-        "trains": adapter if flags.enable_lora else {"kind": "full"},
+        "trainable": adapter if flags.enable_lora else {"kind": "full"},
         "sync": {"kind": "hotswap" if flags.enable_lora else "shared" if shared else "broadcast"},
         **({"max_lag": slots - 2} if flags.enable_lora and slots > 2 else {}),
         "engine": {

@@ -9,7 +9,7 @@ from tandem.types import Json
 def put(recipe: Draft, steps: int) -> None:
     """All of it, of a run of so many steps."""
     _shown(recipe, steps)
-    _sinks(recipe)
+    _loggers(recipe)
 
 
 def _shown(recipe: Draft, steps: int) -> None:
@@ -29,24 +29,24 @@ def _shown(recipe: Draft, steps: int) -> None:
         file.note("logging_steps", "changes nothing: every step is logged")
 
 
-def _sinks(recipe: Draft) -> None:
+def _loggers(recipe: Draft) -> None:
     """Where numbers go."""
     file = recipe.file
-    sinks: list[Json] = ["console"]
+    loggers: list[Json] = ["console"]
     wandb = file.get("use_wandb") or file.get("wandb_project")
     for option in ("wandb_entity", "wandb_mode"):
         if file.get(option) and not wandb:
             file.note(option, "changes nothing without wandb_project or use_wandb: true")
     if wandb and file.get("wandb_mode") != "disabled":
         named = {key: file.get(f"wandb_{key}") for key in ("project", "entity", "mode")}
-        sinks.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
+        loggers.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
     if file.get("use_tensorboard"):
-        sinks.append("tensorboard")
+        loggers.append("tensorboard")
     if file.get("use_trackio"):
         named = {"project": file.get("trackio_project_name"), "space": file.get("trackio_space_id")}
-        sinks.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
+        loggers.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
     for option in ("trackio_project_name", "trackio_space_id"):
         if option in file and not file.get("use_trackio"):
             file.note(option, "changes nothing without use_trackio: true")
-    if len(sinks) > 1:
-        recipe.put("sinks", sinks, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")
+    if len(loggers) > 1:
+        recipe.put("loggers", loggers, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")

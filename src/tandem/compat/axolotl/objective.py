@@ -39,7 +39,7 @@ def put(recipe: Draft) -> None:
     _differences(recipe)
     _again(recipe)
     dropped = file.get("trl.skip_zero_advantage_batches", True)
-    recipe.put("flat_groups", "drop" if dropped else "keep", "trl.skip_zero_advantage_batches")
+    recipe.put("zero_variance_groups", "drop" if dropped else "keep", "trl.skip_zero_advantage_batches")
     if dropped:
         file.note(
             "trl.skip_zero_advantage_batches", "groups of equal rewards are not trained; others are sampled instead"
@@ -149,7 +149,7 @@ def _loss(recipe: Draft) -> None:
         file.note("trl.loss_type", "dapo, TRL's default")
     sampled = _against_the_sampler(recipe)
     if recipe.updates > 1:
-        recipe.put("updates", recipe.updates, "trl.num_iterations")
+        recipe.put("updates_per_batch", recipe.updates, "trl.num_iterations")
     elif file.get("trl.num_iterations", 1) < 1:
         file.wrong("trl.num_iterations", "it must be at least 1")
     _bounds_of_ratios(recipe, kind, recipe.updates > 1 or sampled)

@@ -103,22 +103,22 @@ def _adapter(recipe: Draft) -> None:
     if adapter not in ("", "lora"):
         file.wrong("adapter", f"{adapter} is not trained here; write lora with bfloat16 weights, or leave it out")
         return
-    recipe.put("trains.kind", adapter or "full", "adapter")
+    recipe.put("trainable.kind", adapter or "full", "adapter")
     if not adapter:
         for option in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules", "peft_layers_to_transform"):
             if file.get(option):
                 file.note(option, "changes nothing without adapter: lora")
         return
-    recipe.copy("peft_layers_to_transform", "trains.layers")
-    for option, path in {"lora_r": "trains.rank", "lora_alpha": "trains.alpha"}.items():
+    recipe.copy("peft_layers_to_transform", "trainable.layers")
+    for option, path in {"lora_r": "trainable.rank", "lora_alpha": "trainable.alpha"}.items():
         if option not in file:
             file.wrong("adapter", f"lora needs {option}")
         recipe.copy(option, path)
     modules = file.get("lora_target_modules")
     if file.get("lora_target_linear") or modules == "all-linear":
-        recipe.put("trains.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
+        recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
     elif isinstance(modules, list) and modules:
-        recipe.copy("lora_target_modules", "trains.target_modules")
+        recipe.copy("lora_target_modules", "trainable.target_modules")
     elif modules:
         file.wrong("lora_target_modules", "expected a list of names such as [q_proj, v_proj], or all-linear")
     else:

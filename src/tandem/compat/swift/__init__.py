@@ -110,7 +110,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> SwiftTranslation:
         "model": given["model"],
         "steps": 1,
         "env": "arithmetic",
-        "trains": _adapter(given) if lora else {"kind": "full"},
+        "trainable": _adapter(given) if lora else {"kind": "full"},
         "engine": engine,
         "sync": {"kind": "broadcast"},
         "dtype": given["torch_dtype"],

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionsFile(Sink):
+class CompletionsFile(MetricsLogger):
     """Write completions.jsonl into the run's folder: a line for each step, with a list for each column."""
 
     def open(self, info: RunInfo) -> Writer:
@@ -35,7 +35,7 @@ class _CompletionsWriter:
         self._reached = info.resumed_step
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        # A run writes the rollouts of a step while it samples the next, and has them all before it closes its sinks.
+        # A run writes the rollouts of a step while it samples the next, and has them all before it closes its loggers.
         self._reached = step
         self._write_until(step - 1)
 

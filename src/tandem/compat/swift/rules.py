@@ -16,9 +16,9 @@ from tandem.compat.swift.running import (
     checkpoint,
     evaluated,
     folder,
+    loggers,
     optimizer,
     per_step,
-    sinks,
     trained,
 )
 from tandem.compat.table import Reader
@@ -72,13 +72,13 @@ class SwiftRecipe:
             "sampling": self._sampling(),
             **({} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}),
             **({"truncated": "mask"} if given["overlong_filter"] else {}),
-            "flat_groups": "drop" if given["dynamic_sample"] else "keep",
+            "zero_variance_groups": "drop" if given["dynamic_sample"] else "keep",
             **({"max_resample_times": given["max_resample_times"]} if given["dynamic_sample"] else {}),
             "advantage": self._advantage(),
             "loss": self._loss(),
             **self._correction(),
             **self._reference(),
-            **({"updates": given["num_iterations"]} if given["num_iterations"] > 1 else {}),
+            **({"updates_per_batch": given["num_iterations"]} if given["num_iterations"] > 1 else {}),
         }
         if given.problems:  # steps are needed from here on
             return {}, notes
@@ -91,7 +91,7 @@ class SwiftRecipe:
         part = self._micro_batch
         return {
             "optimizer": optimizer(given, steps),
-            "trains": trained(given, self.mode),
+            "trainable": trained(given, self.mode),
             **engine(given, self.mode, self._rounds, _visible(self.environ)),
             "dtype": given["torch_dtype"],
             **({"context": context, "micro_batch_tokens": part * context} if context else {}),
@@ -99,7 +99,7 @@ class SwiftRecipe:
             "seed": given["seed"],
             "evaluate": evaluated(given, steps),
             "checkpoint": checkpoint(given, steps),
-            "sinks": sinks(given),
+            "loggers": loggers(given),
             **folder(given),
         }
 

@@ -9,7 +9,7 @@ from tandem.compat.table import Reader
 from tandem.types import Json
 
 COMPLETIONS = "tandem.compat.swift.completions:CompletionsFile"
-"""The sink that writes completions.jsonl."""
+"""The logger that writes completions.jsonl."""
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw8bit",
@@ -79,7 +79,7 @@ def _warmup(given: Reader, steps: int) -> int:
 
 
 def trained(given: Reader, mode: str) -> dict[str, Json]:
-    """``trains``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
+    """``trainable``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
     if given["train_type"] != "lora":
         return {"kind": "full"}
     modules = given["target_modules"]
@@ -112,11 +112,11 @@ def checkpoint(given: Reader, steps: int) -> Json:
     return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
 
 
-def sinks(given: Reader) -> list[Json]:
-    """``sinks``: the terminal, boards, and completions.jsonl."""
+def loggers(given: Reader) -> list[Json]:
+    """``loggers``: the terminal, boards, and completions.jsonl."""
     boards = [name for name in given["report_to"] if name not in ("none", "swanlab")]
     if "swanlab" in given["report_to"]:
-        given.note("report_to", "there is no sink for swanlab; numbers are in metrics.jsonl of the run's folder")
+        given.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
     for name in boards:
         if name not in ("tensorboard", "wandb", "trackio"):
             given.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")

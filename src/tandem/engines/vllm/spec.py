@@ -53,7 +53,9 @@ class Vllm(EngineSpec):
     """vLLM, started by us on this machine, or already running at ``urls`` (by: tandem serve engine RECIPE)."""
 
     has_grammars: ClassVar[bool] = True
-    ports: ClassVar[frozenset[type]] = frozenset({CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest})
+    capabilities: ClassVar[frozenset[type]] = frozenset(
+        {CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest}
+    )
 
     urls: tuple[str, ...] = ()
     """Engines that run already, such as [http://host:8000]; empty: they are started here."""
@@ -171,14 +173,14 @@ class Vllm(EngineSpec):
             return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
         return ""
 
-    def check(self, *, trains: Any, folder: Path) -> str:
+    def check(self, *, trainable: Any, folder: Path) -> str:
         """See that an engine can be started here for this run, or say that it is not ours to start.
 
         Raises:
             ConfigError: the adapter is too large, the interpreter has no vLLM, or the folder's name cannot be told it.
         """
-        if trains.travels == "adapter":
-            _rank(getattr(trains, "rank", 0))
+        if trainable.travels == "adapter":
+            _rank(getattr(trainable, "rank", 0))
         if self.urls:
             return f"runs already, at {', '.join(self.urls)}"
         _separable(folder)
@@ -370,7 +372,7 @@ def _rank(asked: int) -> int:
     """
     rank = next((rank for rank in RANKS if rank >= asked), None)
     if rank is None:
-        raise ConfigError(f"trains.rank: vLLM has room for ranks up to {RANKS[-1]}, not {asked}")
+        raise ConfigError(f"trainable.rank: vLLM has room for ranks up to {RANKS[-1]}, not {asked}")
     return rank
 
 

@@ -44,7 +44,7 @@ class EnvironmentsAlarm(Alarm):
         for name, share in history.recipe.shares.items():
             if window.total(f"env/{name}/trained") or share * trained < EXPECTED:
                 continue
-            groups, flat = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/flat")
+            groups, flat = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/zero_variance")
             played = f"{groups:g} groups of it were played" + (f", {percent(flat)} with zero variance" if flat else "")
             return Finding(
                 seen=f"no group of environment {name} was trained on in {window}, of {trained:g} in all, where its "
@@ -97,7 +97,7 @@ class EnvironmentsAlarm(Alarm):
 
     def _finding(self, history: MetricsHistory, seen: str) -> Finding:
         lag = history.recipe.get("max_lag")
-        overlap = f"max_lag={lag + 1} (now {lag})" if isinstance(lag, int) else "a larger rate.max_lag"
+        overlap = f"max_lag={lag + 1} (now {lag})" if isinstance(lag, int) else "a larger lag_control.max_lag"
         return Finding(
             seen=seen,
             means="Rollouts do not arrive as fast as they did: environments or their services are slow, the engine is "

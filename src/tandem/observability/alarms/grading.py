@@ -36,7 +36,7 @@ class GradingAlarm(Alarm):
             means="Engine and trainer stand still for the graders: a reward that is slow (a judge, code that is run, "
             "symbolic mathematics) or too few processes for it.",
             change=f"{workers}; max_lag=1, so that grading overlaps with training; a faster reward, or a smaller "
-            "grading.timeout where a few answers take all of it.",
+            "grading.timeout_seconds where a few answers take all of it.",
         )
 
     def _fails(self, history: MetricsHistory, now: Window) -> Finding | None:
@@ -53,8 +53,8 @@ class GradingAlarm(Alarm):
             means="What a grader loses is not trained on, and not at random: usually the long or odd answers, which "
             "bends what is learned.",
             change="logs/graders.log says why. "
-            + ("A larger grading.timeout, or a faster reward." if most == "timeout" else "Mend the reward: it should "
-               "return 0 for what it cannot read, and raise for what is wrong with itself alone."),
+            + ("A larger grading.timeout_seconds, or a faster reward." if most == "timeout" else "Mend the reward: it "
+               "should return 0 for what it cannot read, and raise for what is wrong with itself alone."),
         )  # fmt: skip
 
 

@@ -169,18 +169,18 @@ class MetricsHistory:
         return f"while {metric} went from {short(before)} to {short(level)}"
 
 
-GROUPS, FLAT = "groups/played", "groups/zero_variance"
+GROUPS, ZERO_VARIANCE = "groups/played", "groups/zero_variance"
 """Groups of a step, of all environments, trained or not; and those of them whose rewards are all equal."""
 
 
 def _groups(scalars: Mapping[str, float]) -> dict[str, float]:
     """Both, from the numbers of each environment."""
-    groups = flat = 0.0
+    groups = zero_variance = 0.0
     for name, count in scalars.items():
         if name.startswith("env/") and name.endswith("/groups"):
             groups += count
-            flat += count * scalars.get(f"{name.removesuffix('groups')}flat", 0.0)
-    return {GROUPS: groups, FLAT: flat}
+            zero_variance += count * scalars.get(f"{name.removesuffix('groups')}zero_variance", 0.0)
+    return {GROUPS: groups, ZERO_VARIANCE: zero_variance}
 
 
 def short(value: float) -> str:
@@ -200,7 +200,7 @@ class RecipeOptions:
         """Nothing is checked: the recipe was read already.
 
         Args:
-            config: the recipe with every option, as a run's sinks get it.
+            config: the recipe with every option, as a run's loggers get it.
         """
         self._config = config
         sources = config.get("envs") or {}

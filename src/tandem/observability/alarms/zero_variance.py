@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.history import EARLIER, FLAT, GROUPS, SOLVED, MetricsHistory, Window, percent, short
+from tandem.observability.alarms.history import (
+    EARLIER,
+    GROUPS,
+    SOLVED,
+    ZERO_VARIANCE,
+    MetricsHistory,
+    Window,
+    percent,
+    short,
+)
 
 MOST = 0.85
 """Share of groups without variance that is too many, whatever it was before."""
@@ -21,7 +30,7 @@ class ZeroVarianceAlarm(Alarm):
     """Groups have no variance, and not since the tasks are solved."""
 
     name: ClassVar[Name] = "zero_variance"
-    metrics: ClassVar[tuple[str, ...]] = ("groups/dropped_flat",)
+    metrics: ClassVar[tuple[str, ...]] = ("groups/dropped_zero_variance",)
 
     def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now(EARLIER)
@@ -67,4 +76,4 @@ class ZeroVarianceAlarm(Alarm):
 def zero_variance(window: Window) -> float | None:
     """Share of the groups in a window, of all environments, whose rewards are all equal; None for too few groups."""
     groups = window.total(GROUPS)
-    return window.total(FLAT) / groups if groups >= LEAST else None
+    return window.total(ZERO_VARIANCE) / groups if groups >= LEAST else None

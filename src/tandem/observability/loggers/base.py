@@ -1,4 +1,4 @@
-"""What a sink is: somewhere numbers go, once per step. One that fails warns once and never stops training."""
+"""What a logger is: somewhere numbers go, once per step. One that fails warns once and never stops training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What every sink is told when it opens."""
+    """What every logger is told when it opens."""
 
     name: str
     """The run's name."""
@@ -43,7 +43,7 @@ class RunInfo:
 
 
 class Writer(Protocol):
-    """An open sink."""
+    """An open logger."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Numbers of one step; called once per step."""
@@ -62,7 +62,7 @@ class Writer(Protocol):
         ...
 
 
-class Sink(ABC):
+class MetricsLogger(ABC):
     """A frozen dataclass whose fields are its options."""
 
     def check(self) -> None:
@@ -79,7 +79,7 @@ class Sink(ABC):
 
 
 def require(module: str, extra: str) -> Any:
-    """Import a sink's library.
+    """Import a logger's library.
 
     Raises:
         ConfigError: it is not installed; names the extra to install.
@@ -89,8 +89,8 @@ def require(module: str, extra: str) -> Any:
     except ImportError as error:
         top = module.partition(".")[0]
         raise ConfigError(
-            f"the {extra} sink needs the Python package {top!r}, which cannot be imported ({error}); "
-            f"install it with: pip install 'tandem-rl[{extra}]', or take {extra} out of sinks"
+            f"the {extra} logger needs the Python package {top!r}, which cannot be imported ({error}); "
+            f"install it with: pip install 'tandem-rl[{extra}]', or take {extra} out of loggers"
         ) from error
 
 

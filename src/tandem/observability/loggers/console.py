@@ -9,12 +9,12 @@ from typing import Literal
 
 from tandem.observability import board as boards
 from tandem.observability import progress
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Console(Sink):
+class Console(MetricsLogger):
     """Show the run in the terminal: progress, who is waited for, and the numbers that matter."""
 
     live: Literal["auto", "always", "never"] = "auto"

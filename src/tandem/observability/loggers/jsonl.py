@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.observability.json_lines import JsonLinesFile, rewind
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jsonl(Sink):
+class Jsonl(MetricsLogger):
     """Write metrics.jsonl, eval.jsonl and events.jsonl into the run folder; on whether listed or not."""
 
     def open(self, info: RunInfo) -> Writer:

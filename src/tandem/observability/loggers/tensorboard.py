@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.observability.loggers.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
+from tandem.observability.loggers.base import COLUMNS, MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensorboard(Sink):
+class Tensorboard(MetricsLogger):
     """Write TensorBoard event files; look at them with ``tensorboard --logdir runs``."""
 
     folder: str = "tensorboard"

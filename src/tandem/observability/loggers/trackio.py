@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.observability.loggers.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
+from tandem.observability.loggers.base import COLUMNS, MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trackio(Sink):
+class Trackio(MetricsLogger):
     """Log numbers with Trackio; look at them with ``trackio show``. A resumed run continues the same curve."""
 
     project: str = "tandem"

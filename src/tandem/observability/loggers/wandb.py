@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.observability.loggers.base import COLUMNS, RunInfo, Sink, Writer, completion_rows, require
+from tandem.observability.loggers.base import COLUMNS, MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wandb(Sink):
+class Wandb(MetricsLogger):
     """Send numbers to Weights & Biases. A resumed run continues the same page there."""
 
     project: str = "tandem"

@@ -168,7 +168,7 @@ function environmentPlot() {
   const total = VIEW.steps.map((_, i) => trained.reduce((sum, { y }) => sum + y[i], 0));
   return plot("Environments", "mean reward of every rollout sampled; groups whose rewards are all equal; what batches were made of", [
     { unit: "reward per rollout", height: 140, series: each("reward") },
-    { unit: "flat, % of groups", percent: true, zero: true, height: 74, series: each("flat") },
+    { unit: "zero-variance, % of groups", percent: true, zero: true, height: 74, series: each("zero_variance") },
     { unit: "trained groups per step", zero: true, height: 74, series: [{ kind: "stack", bars: true, name: "trained", parts: trained, total }] }]);
 }
 
@@ -182,7 +182,7 @@ function timePlot() {
 }
 
 function curves() {
-  const dropped = ["flat", "stale", "failed"].map((why) => ({ why, y: column(`groups/dropped_${why}`) })).filter(({ why, y }) => { use(`groups/dropped_${why}`); return y && y.some((v) => v > 0); });
+  const dropped = ["zero_variance", "stale", "failed"].map((why) => ({ why, y: column(`groups/dropped_${why}`) })).filter(({ why, y }) => { use(`groups/dropped_${why}`); return y && y.some((v) => v > 0); });
   const tint = { flat: "sky", stale: "orange", failed: "pink" };
   const zeros = (ys) => ys.map((v) => v || 0);
   use("rollouts/failed");

@@ -138,7 +138,7 @@ def facts(config: Row) -> list[tuple[str, str]]:
     found = {
         "model": config.get("model"),
         "environment": kind(config.get("env")) or _mixture(config.get("envs")),
-        "trains": _kind(config.get("trains")),
+        "trainable": _kind(config.get("trainable")),
         "weights travel": _kind(config.get("sync")),
         "engine": _kind(config.get("engine")),
         "rollouts a step": f"{shape[0]} × {shape[1]}" if all(shape) else None,

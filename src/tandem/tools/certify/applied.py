@@ -100,8 +100,8 @@ def updates(
         begin: what is trained as the first step begins, by name.
     """
     model = copy.deepcopy(setup.model)
-    parameters = dict(setup.trains.parameters(model))
-    fold: Callable[[], None] = lambda: setup.trains.fold(model)  # noqa: E731 - a step takes it
+    parameters = dict(setup.trainable.parameters(model))
+    fold: Callable[[], None] = lambda: setup.trainable.fold(model)  # noqa: E731 - a step takes it
     policy = Policy(model, None, name="certified", compute=Compute(torch.get_num_threads()))
     reference = setup.objective.reference
     with contextlib.closing(policy):
@@ -118,7 +118,7 @@ def updates(
             stepper=witness,
             sampling=setup.sampling,
             steps=total,
-            updates=setup.updates,
+            updates_per_batch=setup.updates,
             held=held,
             fold=fold,
         )

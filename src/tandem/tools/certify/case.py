@@ -62,14 +62,14 @@ class Case:
     def __init__(self, config: RunConfig, *, real: bool):
         self.config, self._slack = config, REAL if real else 1.0
         model, self._exact = models.certified(config, real=real)
-        names = [meta.name for meta in config.trains.source(model).manifest()]
+        names = [meta.name for meta in config.trainable.source(model).manifest()]
         self._setup = Setup(
             model=model,
-            trains=config.trains,
+            trainable=config.trainable,
             changing=tuple(names),
             objective=run.objective(config),
             sampling=config.sampling,
-            updates=config.updates,
+            updates=config.updates_per_batch,
             moves=MOVES_REAL if real else MOVES,
         )
         weights = {
@@ -87,7 +87,7 @@ class Case:
             ends=self._formula.ends,
             weights=weights,
             foreign=config.broker is not None,
-            given=config.broker is not None and config.broker.given_advantages,
+            given=config.broker is not None and config.broker.env_advantages,
         )
         self._exact.put(self._exact.held(self._live.placed(0)))
         own = functools.cache(self._own)  # both have the same tokens
@@ -162,7 +162,7 @@ class Case:
     def _unknown(self) -> list[str]:
         """Parts that no formula is known for."""
         kind = self._exact.kind
-        return reference.unknown(self._formula) + ([] if kind in plain.KINDS else [f"trains {kind}"])
+        return reference.unknown(self._formula) + ([] if kind in plain.KINDS else [f"trainable {kind}"])
 
     def _against_formulas(self, base: Sequence[Gradient], batch: StepBatch) -> Iterator[Line]:
         """Part by part, and the whole gradient."""
@@ -235,7 +235,7 @@ class Case:
         """Options that change nothing; and those that change nothing while the recipe is on-policy, if it is."""
         config, on_policy = self.config, list[str]()
         never = options.inert(config, self._differs(self.groups))
-        if not config.max_lag and config.updates == 1 and config.broker is None:
+        if not config.max_lag and config.updates_per_batch == 1 and config.broker is None:
             others = options.inert(config, self._differs(self._on_policy), options.SLOTS)
             on_policy = [name for name in others if name not in never]
         return tuple(never), tuple(on_policy)
@@ -273,7 +273,7 @@ class Case:
 
     def _as(self, config: RunConfig) -> Packer:
         """Compute by another recipe's objective from now on; what packs for it."""
-        self._setup.objective, self._setup.updates = run.objective(config), config.updates
+        self._setup.objective, self._setup.updates = run.objective(config), config.updates_per_batch
         self._setup.sampling = config.sampling
         return self._pack(config)
 

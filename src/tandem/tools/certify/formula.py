@@ -48,7 +48,7 @@ def formula(recipe: Mapping[str, Json], weights: Weights, ends: Iterable[int]) -
         corrections=tuple(map(part, recipe["corrections"])),
         reference=None if reference is None else part(reference),
         recomputed=recipe["old_logprobs"] == "recomputed",
-        updates=recipe["updates"],
+        updates=recipe["updates_per_batch"],
         sampling=recipe["sampling"],
         ends=(*ends, *recipe["sampling"]["stop_token_ids"]),
         mask_truncated=recipe["truncated"] == "mask",

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from tandem.model.policy import Compute, Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.trainable.base import Trains
+from tandem.trainable.base import Trainable
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.step import Step
@@ -35,7 +35,7 @@ class Setup:
 
     model: nn.Module
     """Prepared for training, float32, as it was loaded."""
-    trains: Trains
+    trainable: Trainable
     """What is trained."""
     changing: tuple[str, ...]
     """Names of the weights that training changes, as a reference holds them."""
@@ -106,7 +106,7 @@ class Live:
 
     def __init__(self, setup: Setup, *, total: Callable[[Tensor], None] | None = None):
         self.setup = setup
-        self._parameters = dict(setup.trains.parameters(setup.model))
+        self._parameters = dict(setup.trainable.parameters(setup.model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._moves = {name: setup.moves * _deviation(loaded) for name, loaded in self._loaded.items()}
         self.policy = Policy(setup.model, None, name="certified", compute=Compute(torch.get_num_threads()))
@@ -127,7 +127,7 @@ class Live:
         self.write(self.placed(update))
 
     def _fold(self) -> None:
-        self.setup.trains.fold(self.setup.model)
+        self.setup.trainable.fold(self.setup.model)
 
     def placed(self, update: int) -> dict[str, Tensor]:
         """What is trained, of the model as loaded (-1), of the first step's beginning (0), after an update (1) ..."""
@@ -162,7 +162,7 @@ class Live:
         reference = setup.objective.reference
         step.held = None if reference is None else reference.hold(self.changing())
         step.objective, step.sampling = setup.objective, setup.sampling
-        step.updates, step.tile = setup.updates, setup.tile
+        step.updates_per_batch, step.tile = setup.updates, setup.tile
         self.place(0)
         self.recorder.start(self._loaded)
 

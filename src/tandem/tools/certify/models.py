@@ -48,10 +48,10 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, Exact]:
     if real:
         model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"))
     else:
-        tiny = shrunk(load_config(config.model).get_text_config(), config.trains.layers or ())
+        tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
         model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
-    exact = Exact(model, part(recipes.as_json(config)["trains"]))
-    prepared: nn.Module = config.trains.prepare(model).eval()
+    exact = Exact(model, part(recipes.as_json(config)["trainable"]))
+    prepared: nn.Module = config.trainable.prepare(model).eval()
     return prepared, exact
 
 

@@ -27,7 +27,7 @@ ELSEWHERE = frozenset(
     for name in names
 )
 """Options of these that engines read, or weights narrower than float32."""
-OWN = ("old_logprobs", "truncated", "updates")
+OWN = ("old_logprobs", "truncated", "updates_per_batch")
 """Options of a recipe that are the objective's themselves."""
 FACTORS = (1.1, 0.9, 0.5, 2.0, 0.01, 100.0)
 """What a number is multiplied by, the likeliest to be allowed and to matter first."""

@@ -24,15 +24,15 @@ class Exact:
 
     Args:
         model: as it was loaded.
-        trains: kind and options of what is trained.
+        trainable: kind and options of what is trained.
     """
 
-    def __init__(self, model: nn.Module, trains: tuple[str, Options]):
+    def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
         self.model = copy.deepcopy(model).double().requires_grad_(False)
         causal: Any = self.model
         causal.set_attn_implementation("sdpa")
         self._parameters = dict(self.model.named_parameters())
-        self.kind, options = trains
+        self.kind, options = trainable
         self._merged = bool(options.get("merged"))
         self._scale = options["alpha"] / options["rank"] if self.kind == "lora" else 0.0
         self._factors = self._adapted(options) if self.kind == "lora" else {}

@@ -237,14 +237,14 @@ class Lab:
             self._held = None  # before the next is read: only one model is in memory
             torch.manual_seed(self._config.seed)
             model = load_model(self._config.model, dtype=self.dtype, device=self._device)
-            prepared = self._config.trains.prepare(model).eval()
+            prepared = self._config.trainable.prepare(model).eval()
             policy = Policy(prepared, self.tokenizer, name=self._config.model, compute=self._compute)
             self._ends = sorted(policy.end_tokens)
         else:
             policy = self._held[1]
         if version:
-            trains = self._config.trains
-            trains.load(policy.model, self._checkpoints / f"{version:06d}" / trains.folder_name)
+            trainable = self._config.trainable
+            trainable.load(policy.model, self._checkpoints / f"{version:06d}" / trainable.folder_name)
         self._held = (version, policy)
         return policy
 

@@ -45,8 +45,8 @@ class Engines:
     @classmethod
     def of(cls, config: RunConfig, machine: Machine, resumed: Path | None) -> Engines:
         """Those of a recipe, or those that the run in ``resumed`` left running."""
-        apart = CanAttest in config.engine.ports
-        lent = apart and config.sync.port is CanLend
+        apart = CanAttest in config.engine.capabilities
+        lent = apart and config.sync.capability is CanLend
         if not apart:
             return cls(apart=False, lent=False)
         from tandem.engines.vllm.spec import CPU_CACHE_GB, Vllm

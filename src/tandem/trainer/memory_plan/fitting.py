@@ -156,7 +156,7 @@ def _optimizers(config: RunConfig, given: Collection[str], on_host: bool) -> Ite
         yield dataclasses.replace(own, **precise)  # type: ignore[arg-type]
     yield _as("adamw8bit", own, precise)
     whole = (
-        resolve.kind_of("trains", config.trains) == "full"
+        resolve.kind_of("trainable", config.trainable) == "full"
     )  # an adapter's weights are float32, and so are its gradients
     if whole and config.dtype == "bfloat16" and "optimizer.gradients" not in given:
         yield _as("adamw8bit", own, {**precise, "gradients": "bfloat16"})

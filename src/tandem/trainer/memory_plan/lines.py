@@ -263,7 +263,7 @@ def _borrowed(whole: int, base: int, machine: Machine, engines: Engines) -> list
 
 def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[Line]:
     """Buffers of a broadcast."""
-    if config.sync.port is not CanReceive:
+    if config.sync.capability is not CanReceive:
         return []
     sync: Any = config.sync
     width = _width(config)

@@ -113,10 +113,10 @@ class Modelled:
     """A recipe's model without memory, ready to be counted and run."""
 
     def __init__(self, config: RunConfig, model_config: Any, *, on_host: bool):
-        """Build it as the run will: ``trains`` prepares it, and where it goes decides how attention is computed.
+        """Build it as the run will: ``trainable`` prepares it, and where it goes decides how attention is computed.
 
         Raises:
-            ConfigError: an option of ``trains`` names what the model does not have.
+            ConfigError: an option of ``trainable`` names what the model does not have.
         """
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -127,26 +127,26 @@ class Modelled:
         dtype = getattr(torch, config.dtype)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME, dtype=dtype)
-            self.model: nn.Module = config.trains.prepare(model).eval()
+            self.model: nn.Module = config.trainable.prepare(model).eval()
         self.counts = self._counted(config, on_host)
         self._left, self._more = _thinned(self.model)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Without CUDA in the build a fake tensor cannot be there; a CPU's attention takes somewhat more.
         place = "cuda" if not on_host and torch.cuda.is_available() else "cpu"
         with self._mode:
-            base = {id(parameter) for parameter in config.trains.base_names(self.model).values()}
+            base = {id(parameter) for parameter in config.trainable.base_names(self.model).values()}
             _move(self.model, torch.device(place), lambda p: p.dtype if id(p) in base else dtype)
 
     def _counted(self, config: RunConfig, on_host: bool) -> Counts:
         trained = [p.numel() for p in self.model.parameters() if p.requires_grad]
-        kept = config.trains.kept_bytes(self.model, on_host=on_host)
+        kept = config.trainable.kept_bytes(self.model, on_host=on_host)
         return Counts(
             parameters=sum(p.numel() for p in self.model.parameters()),
             trainable=sum(trained),
             largest=max(trained),
-            base=sum(p.numel() for p in config.trains.base_names(self.model).values()),
+            base=sum(p.numel() for p in config.trainable.base_names(self.model).values()),
             kept=kept,
-            kept_on_host=config.trains.kept_bytes(self.model, on_host=True) - kept,
+            kept_on_host=config.trainable.kept_bytes(self.model, on_host=True) - kept,
         )
 
     def run(self, config: RunConfig, layout: Layout) -> Pass:
@@ -170,7 +170,7 @@ def run(
     """A forward and backward as a training step does them, on real tensors or fake ones.
 
     Args:
-        model: as ``trains`` prepared it.
+        model: as ``trainable`` prepared it.
         config: its sampling limits decide how logprobs are computed.
         layout: the micro-batch.
         left: its layers, where some were taken out.

@@ -134,7 +134,7 @@ class MemoryPlan:
             "logits": "lower the engine's max_rows",
             "engine": "lower engine.gpu_memory_utilization, or engine.kv_cache_gb where it is set",
             "engine's copy": "use sync: shared, which needs no copy",
-            "frozen base": "set trains.merged: false, or trains.base_on: host where weights are on an accelerator",
+            "frozen base": "set trainable.merged: false, or trainable.base_on: host (weights on an accelerator)",
             "buckets": "lower sync.bucket_mb",
         }
         largest = sorted((line for line in self.lines if line.beside is beside), key=lambda line: -line.bytes)
@@ -142,7 +142,7 @@ class MemoryPlan:
 
     def _smaller_states(self, beside: bool) -> str:
         """What makes an optimizer's states smaller, or brings them elsewhere."""
-        ways = ["train an adapter (trains: lora)" if self.trainable == self.parameters else "lower trains.rank"]
+        ways = ["train an adapter (trainable: lora)" if self.trainable == self.parameters else "lower trainable.rank"]
         if not self.fitted:
             ways.append("take optimizer: adamw8bit")
             ways += ["or adamw_cpu, whose states are on the host"] if self.beside is not None and not beside else []

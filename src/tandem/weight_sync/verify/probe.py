@@ -125,13 +125,13 @@ class Behaviour:
     engine whose answer to these cannot be explained either is refused.
     """
 
-    def __init__(self, policy: Policy, trains: Any, tolerance: float, folder: Path = Path()):
+    def __init__(self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path()):
         self.tokens: list[int] = []
         """The probe."""
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy
-        self._trains = trains
+        self._trainable = trainable
         usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
         self._allowed = tolerance or usual
         self._floor = usual / 20  # what an engine that happened to be exact is not held to
@@ -177,7 +177,7 @@ class Behaviour:
         """The longer text that begins with the probe."""
         text: list[int] = self._policy.tokenizer.encode(PROBE, verbose=False)  # which may be longer than a context
         room = engine.context - FIRST_SAMPLES - 1
-        routed = self._trains.travels == "adapter"
+        routed = self._trainable.travels == "adapter"
         self.tokens = text[: LONG if routed and room >= LONG else SHORT]
         return text[: max(len(self.tokens), min(MEASURED, room))]
 
@@ -208,7 +208,7 @@ class Behaviour:
         policy, drawn, at = self._policy, probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
         mine, tempered = policy.scores([*tokens, *drawn], 1.0, probe.temperature)
         others = dict(self._known) if list(tokens[: len(self.tokens)]) == self.tokens else {}
-        if thorough and (off := self._trains.untrained(policy.model)):
+        if thorough and (off := self._trainable.untrained(policy.model)):
             with off:
                 others[BARE] = policy.score(tokens)
             self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])

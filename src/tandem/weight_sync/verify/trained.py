@@ -22,8 +22,8 @@ class Trained:
     Tensors are those that the parameters have at each call: binding moves their storage.
     """
 
-    def __init__(self, trains: Any, policy: Policy):
-        self._trains = trains
+    def __init__(self, trainable: Any, policy: Policy):
+        self._trainable = trainable
         self._policy = policy
         self._sums = Standing()
         self._stored = Standing()
@@ -31,12 +31,12 @@ class Trained:
     @cached_property
     def source(self) -> Iterable[tuple[str, Any]]:
         """Name and live tensor of what travels."""
-        found: Iterable[tuple[str, Any]] = self._trains.source(self._policy.model)
+        found: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
         return found
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._trains.adapter_config(self._policy.model)
+        found: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
         return found
 
     def adapter(self) -> Adapter:
@@ -65,7 +65,7 @@ class Trained:
             mine: those of the trainer's own bytes, taken already.
         """
         assert isinstance(engine, CanAttest)
-        theirs = engine.checksums(self._trains.travels)
-        if self._trains.travels == "adapter":
+        theirs = engine.checksums(self._trainable.travels)
+        if self._trainable.travels == "adapter":
             return await asyncio.gather(self._policy.compute(self._as_stored, engine), theirs)
         return mine, await theirs

@@ -51,7 +51,7 @@ class Adapters:
     def require_enabled(self) -> None:
         """Raise Refused unless the engine was started with LoRA."""
         if self._frontend.client.vllm_config.lora_config is None:
-            raise Refused(409, "this engine was started without adapters; start it with trains: lora in the recipe")
+            raise Refused(409, "this engine was started without adapters; start it with trainable: lora in the recipe")
 
     def named(self, name: str) -> Any:
         """The request object of a loaded adapter.

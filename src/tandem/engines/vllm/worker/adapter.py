@@ -314,13 +314,13 @@ class AdapterSlots:
         if not hasattr(layer, "output_slices"):  # only linear layers have them
             raise EngineError(
                 f"an adapter of {module!r} cannot be served: only linear layers can, not embeddings, the output head "
-                "or experts; leave it out of trains.target_modules"
+                "or experts; leave it out of trainable.target_modules"
             )
         parts = len(manager.packed_modules.get(fused, [name]))
         if parts != layer.n_slices:
             raise EngineError(
                 f"an adapter of {module!r} cannot be written from memory: vLLM splits {fused} into {layer.n_slices} "
-                f"slices, the model names {parts}; leave it out of trains.target_modules"
+                f"slices, the model names {parts}; leave it out of trainable.target_modules"
             )
         return layer, index
 

@@ -25,16 +25,16 @@ def recipe(model: Path, runs: Path, **changes: Any) -> config.RunConfig:
         "env": {"kind": "arithmetic", "max_number": 4, "prompt": "{expression}="},
         "groups_per_step": GROUPS,
         "group_size": 4,
-        "flat_groups": "keep",
+        "zero_variance_groups": "keep",
         "max_lag": "auto",
-        "rate": {"max_lag": MOST, "ess_floor": 0.999},
+        "lag_control": {"max_lag": MOST, "ess_floor": 0.999},
         "rewards": {"learns.shaping:letters": 1.0},
         "sampling": {"max_tokens": 6},
         "optimizer": {"kind": "adamw", "lr": 3e-2},  # so much that a step's lag is seen in the ratios
         "dtype": "float32",
         "evaluate": {"tasks": 0},
         "checkpoint": {"every": 2},
-        "sinks": [],
+        "loggers": [],
         "threads": 1,
     }
     return config.from_options({**options, **changes}, [], Path("test")).config
@@ -47,14 +47,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_the_lag_is_told_held_within_the_budget_and_gone_on_with(tiny_model: Path, tmp_path: Path) -> None:
     asked = recipe(tiny_model, tmp_path)
     folder = asyncio.run(run.train(asked, resume=None))
-    changes = [event for event in lines(folder / "events.jsonl") if event["event"] == "rate_changed"]
+    changes = [event for event in lines(folder / "events.jsonl") if event["event"] == "lag_changed"]
     assert changes[0]["reason"] == "ess"
     assert changes[0]["was"] == GROUPS
     assert changes[0]["ahead"] == GROUPS // 2
     assert changes[0]["ess"] < 0.999
     told = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
-    assert told[0]["rate/ahead"] == GROUPS
-    assert told[changes[0]["step"]]["rate/ahead"] == GROUPS // 2
+    assert told[0]["lag_control/groups_ahead"] == GROUPS
+    assert told[changes[0]["step"]]["lag_control/groups_ahead"] == GROUPS // 2
     assert all(row["engine/idle_seconds"] >= 0 for row in told)
 
     state = folder / "checkpoints" / "000004" / "state.json"
@@ -64,8 +64,8 @@ def test_the_lag_is_told_held_within_the_budget_and_gone_on_with(tiny_model: Pat
     digests.write(state.parent)
     asyncio.run(run.train(dataclasses.replace(asked, steps=8), resume=folder))
     told = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
-    assert [row["rate/ahead"] for row in told[4:]] == [MOST * GROUPS] * 4
-    assert [row["rate/lag"] for row in told[4:]] == [MOST] * 4
+    assert [row["lag_control/groups_ahead"] for row in told[4:]] == [MOST * GROUPS] * 4
+    assert [row["lag_control/lag"] for row in told[4:]] == [MOST] * 4
     trained = [row for path in sorted((folder / "rollouts").glob("*.jsonl")) for row in lines(path)]
     lags = [row["step"] - 1 - row["versions"][0] for row in trained]
     assert max(lags) == MOST

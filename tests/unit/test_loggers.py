@@ -1,4 +1,4 @@
-"""What each sink writes, read back as its reader would."""
+"""What each logger writes, read back as its reader would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tandem.observability.waits import Wait
 CONFIG = {
     "model": "org/SmolLM2-135M",
     "env": {"kind": "gsm8k"},
-    "trains": {"kind": "full"},
+    "trainable": {"kind": "full"},
     "sync": {"kind": "shared"},
     "groups_per_step": 4,
     "group_size": 8,
@@ -548,10 +548,10 @@ def test_wandb_alerts_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(ALARM[key] in text for key in ("seen", "means", "change"))
 
 
-@pytest.mark.parametrize("sink", [Wandb(), Trackio()])
-def test_loggers_have_a_table_of_answers(sink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_library(monkeypatch, type(sink).__name__.lower())
-    sink.open(info(tmp_path)).event("completions", COMPLETIONS)
+@pytest.mark.parametrize("logger", [Wandb(), Trackio()])
+def test_loggers_have_a_table_of_answers(logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_library(monkeypatch, type(logger).__name__.lower())
+    logger.open(info(tmp_path)).event("completions", COMPLETIONS)
     values, step = next(what for name, what in calls if name == "log")
     assert (step or values["step"]) == 10
     row = values["completions"]["data"][0]
@@ -572,13 +572,13 @@ def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("sink", "package"), [(Wandb(), "wandb"), (Trackio(), "trackio"), (Tensorboard(), "tensorboard")]
+    ("logger", "package"), [(Wandb(), "wandb"), (Trackio(), "trackio"), (Tensorboard(), "tensorboard")]
 )
 def test_a_missing_library_names_the_extra(
-    sink: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logger: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    for attempt in (sink.check, lambda: sink.open(info(tmp_path))):
+    for attempt in (logger.check, lambda: logger.open(info(tmp_path))):
         with pytest.raises(ConfigError, match=rf"pip install 'tandem-rl\[{package}\]'"):
             attempt()

@@ -1,4 +1,4 @@
-"""What every sink promises, whichever it is."""
+"""What every logger promises, whichever it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tandem.config import registry as resolve
 from tandem.metrics import Histogram, Sum
 from tandem.observability.emit import Telemetry
-from tandem.observability.loggers.base import RunInfo, Sink, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 
 ALARM = {"alarm": "length", "step": 2, "since": 1, "seen": "4 tokens", "means": "Bad.", "change": "lr.", "metrics": []}
 EVALUATION = {"step": 1, "env": "e", "mean": 0.5, "mean_ci": [0.4, 0.6], "pass_at": {"1": 0.5}, "rollouts": []}
@@ -35,26 +35,26 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def sink(kind: str) -> Sink:
+def logger(kind: str) -> MetricsLogger:
     if kind == "tensorboard":
         pytest.importorskip("tensorboard")
-    made = resolve.find("sinks", kind)()
-    assert isinstance(made, Sink)
+    made = resolve.find("loggers", kind)()
+    assert isinstance(made, MetricsLogger)
     return made
 
 
-KINDS = resolve.names("sinks")
+KINDS = resolve.names("loggers")
 
 
-def test_there_are_sinks() -> None:
+def test_there_are_loggers() -> None:
     assert {"jsonl", "console", "tensorboard", "wandb", "trackio"} <= set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_frozen_described_and_has_defaults(kind: str) -> None:
-    part = sink(kind)
-    assert part == sink(kind)
-    assert hash(part) == hash(sink(kind))
+    part = logger(kind)
+    assert part == logger(kind)
+    assert hash(part) == hash(logger(kind))
     docs = resolve.field_docs(type(part))
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
         assert field.kw_only
@@ -66,7 +66,7 @@ def test_is_frozen_described_and_has_defaults(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_takes_a_whole_run_and_a_resume(kind: str, tmp_path: Path) -> None:
-    part = sink(kind)
+    part = logger(kind)
     part.check()
     info = RunInfo(name="run", folder=tmp_path, steps=3, config={"model": "m", "env": {"kind": "e"}})
     writer: Writer = part.open(info)
@@ -90,7 +90,7 @@ def test_works_under_telemetry_without_being_dropped(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     info = RunInfo(name="run", folder=tmp_path, steps=2, config={})
-    with Telemetry(info, [sink(kind)]) as telemetry:
+    with Telemetry(info, [logger(kind)]) as telemetry:
         telemetry.event("run_started")
         for step in (1, 2):
             telemetry.emit(step, [{"reward": Histogram((0.0, 1.0)), "seconds/step": Sum(0.1)}])
