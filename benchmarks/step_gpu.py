@@ -60,7 +60,7 @@ def child(args: argparse.Namespace) -> int:
 
     from tandem.config import loading as recipes
     from tandem.trainer import assemble as run
-    from tandem.trainer import supply
+    from tandem.trainer import environments
 
     shapes = [Shape(**shape) for shape in args.shapes]
     vocabulary = AutoConfig.from_pretrained(args.model).vocab_size
@@ -72,7 +72,7 @@ def child(args: argparse.Namespace) -> int:
         recipe["optimizer"] = {"kind": "adamw8bit", "precision": "stochastic"}  # the larger shape fits too
         loaded = recipes.from_options(recipe, args.overrides, Path("step_gpu"))
         made = MadeUp([*shapes, shapes[-1]], args.times, vocabulary)
-        supply.played = lambda *_, **__: made  # type: ignore[assignment]
+        environments.rollout_buffer = lambda *_, **__: made  # type: ignore[assignment]
         instrument(parts, args.lines, work_of(args))
         if args.trace:
             from _step_watch import profiled

@@ -13,7 +13,7 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.corrections.geometric import Geometric
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.corrections.sequence import Sequence as SequenceWeight
-from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.corrections.token import TokenCorrection
 from tandem.algorithms.losses.cispo import Cispo
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.algorithms.losses.gspo import Gspo
@@ -30,7 +30,7 @@ from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step
 from tandem.types import UNKNOWN, Group, Sampling
 
-EVERY_CORRECTION = (Token(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())
+EVERY_CORRECTION = (TokenCorrection(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())
 OBJECTIVES = {
     "grpo": Objective(loss=Grpo()),
     "gspo": Objective(loss=Gspo()),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.metrics import flatten, merge
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.pending import Told, settle
+from tandem.pending import PendingMetrics, settle
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.types import Sampling
@@ -34,7 +34,7 @@ def live_policy(folder: Path, *, trainable: Trainable | None = None) -> Iterator
         compute.close()
 
 
-def told(*parts: Told) -> dict[str, float]:
+def told(*parts: PendingMetrics) -> dict[str, float]:
     """Plain numbers of metrics that may be pending, merged."""
     return flatten(merge(settle(parts)[0]))
 

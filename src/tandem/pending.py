@@ -32,11 +32,13 @@ class Pending:
         self.numbers = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in numbers)
 
 
-Told = Mapping[str, Value | Pending]
+PendingMetrics = Mapping[str, Value | Pending]
 """Metrics by name, of which some may be on a device."""
 
 
-def settle(parts: Sequence[Told], tensors: Sequence[Tensor] = ()) -> tuple[list[dict[str, Value]], list[list[float]]]:
+def settle(
+    parts: Sequence[PendingMetrics], tensors: Sequence[Tensor] = ()
+) -> tuple[list[dict[str, Value]], list[list[float]]]:
     """Plain values in place of pending ones, and the numbers of other tensors; waits for the device once."""
     pending = [value for part in parts for value in part.values() if isinstance(value, Pending)]
     asked = [x for value in pending for x in value.numbers if isinstance(x, torch.Tensor)]

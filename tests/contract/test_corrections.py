@@ -14,7 +14,7 @@ from tandem.algorithms.corrections.base import Correction
 from tandem.algorithms.corrections.geometric import Geometric
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.corrections.sequence import Sequence
-from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.corrections.token import TokenCorrection
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.config.registry import find, names
 
@@ -115,13 +115,13 @@ BOUNDS = [(None, 1.3), (0.8, None), (0.7, 1.5)]
 
 @pytest.mark.parametrize("beyond", ["truncate", "mask"])
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
-@pytest.mark.parametrize("level", [Token, Sequence])
+@pytest.mark.parametrize("level", [TokenCorrection, Sequence])
 def test_ratios_of_old_to_sampler(level: Any, beyond: str, low: float | None, high: float | None) -> None:
     """Decoupled: the weight itself; the policy of now does not enter."""
     logprobs, micro = micro_batch(LENGTHS, recomputed=True)
     assert micro.recomputed_logprobs_N is not None
     gap = (micro.recomputed_logprobs_N.double() - micro.behavior_logprobs_N.double()).numpy()
-    ratio = np.exp(gap) if level is Token else per_answer(gap, lambda g: np.exp(g.sum()))
+    ratio = np.exp(gap) if level is TokenCorrection else per_answer(gap, lambda g: np.exp(g.sum()))
     want = bounded(ratio, beyond, low, high)
     assert 0 < (want != ratio).sum() < len(want), "some are out of bounds, some within"
     part = level(beyond=beyond, low=low, high=high)
@@ -130,12 +130,12 @@ def test_ratios_of_old_to_sampler(level: Any, beyond: str, low: float | None, hi
 
 
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
-@pytest.mark.parametrize("level", [Token, Sequence])
+@pytest.mark.parametrize("level", [TokenCorrection, Sequence])
 def test_masks_against_the_sampler(level: Any, low: float | None, high: float | None) -> None:
     """Direct: 1 or 0, by the policy of now, for the loss has the ratio inside."""
     logprobs, micro = micro_batch(LENGTHS, recomputed=False)
     gap = (logprobs.double() - micro.behavior_logprobs_N.double()).numpy()
-    ratio = np.exp(gap) if level is Token else per_answer(gap, lambda g: np.exp(g.sum()))
+    ratio = np.exp(gap) if level is TokenCorrection else per_answer(gap, lambda g: np.exp(g.sum()))
     want = bounded(ratio, "mask", low, high) > 0
     assert 0 < want.sum() < len(want)
     found = level(beyond="mask", low=low, high=high)(logprobs, micro)
@@ -165,17 +165,17 @@ def test_opsm_drops_bad_answers_of_a_policy_that_is_gone(recomputed: bool, thres
 
 
 def test_which_need_recomputed_logprobs() -> None:
-    assert Token(beyond="truncate").needs_recomputed
+    assert TokenCorrection(beyond="truncate").needs_recomputed
     assert Sequence(beyond="truncate").needs_recomputed
-    others: list[Correction] = [Token(beyond="mask"), Sequence(beyond="mask"), Geometric(), Opsm()]
+    others: list[Correction] = [TokenCorrection(beyond="mask"), Sequence(beyond="mask"), Geometric(), Opsm()]
     assert not any(part.needs_recomputed for part in others)
 
 
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
-        (Token, {"high": None}),
-        (Token, {"high": 0.9}),
+        (TokenCorrection, {"high": None}),
+        (TokenCorrection, {"high": 0.9}),
         (Sequence, {"low": 1.1}),
         (Geometric, {"low": 0.0}),
         (Geometric, {"high": math.inf}),

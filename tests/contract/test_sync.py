@@ -983,7 +983,7 @@ def test_a_run_that_cannot_begin_leaves_the_engine_serving(
             assert engine._joining == []
 
         # What the engine stands in for needs no model of its own, and its part no kind.
-        monkeypatch.setattr(runs.lifetime, "write_recipe", lambda *_: None)
+        monkeypatch.setattr(runs.run_folder, "write_recipe", lambda *_: None)
         monkeypatch.setattr(runs.recipes, "as_json", lambda *_: {})
         monkeypatch.setattr(runs.recipes, "digest", lambda *_: "")
         run(work)

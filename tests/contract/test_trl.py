@@ -23,7 +23,7 @@ from tandem.algorithms.advantages.rloo import Rloo
 from tandem.algorithms.corrections.base import Correction
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.corrections.sequence import Sequence
-from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.corrections.token import TokenCorrection
 from tandem.algorithms.losses.base import Loss, MicroBatch
 from tandem.algorithms.losses.cispo import Cispo
 from tandem.algorithms.losses.grpo import Grpo
@@ -118,7 +118,7 @@ def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize("entry", TRL["weights"], ids=named)
 def test_importance_weights(entry: dict[str, Any]) -> None:
     level, _, beyond = entry["options"]["mode"].partition("_")
-    part: Any = Token if level == "token" else Sequence
+    part: Any = TokenCorrection if level == "token" else Sequence
     correction = part(beyond=beyond, low=entry["options"]["min"], high=entry["options"]["max"])
     ours = Objective(loss=Grpo(), corrections=(correction,), recomputed=True)
     micro = ours.informed(batch(), Known(first_N=flat("old"), reference_N=None))

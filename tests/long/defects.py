@@ -215,7 +215,7 @@ DEFECTS = (
     ),
     Defect(
         "two trainers share a folder",
-        "src/tandem/trainer/lock.py",
+        "src/tandem/trainer/run_folder.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "tests/unit/test_lock.py",

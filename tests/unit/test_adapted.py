@@ -19,14 +19,14 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.model import _compile
+from tandem.model import compilation
 from tandem.model.checkpointing import recomputed
 from tandem.trainable import _adapted
 from tandem.trainable.lora import Lora
 
 INS, OUTS, R, SCALE = 24, 40, 4, 1.75
 needs_compiler = pytest.mark.skipif(
-    _compile.missing(torch.device("cpu")) is not None, reason="there is no C++ compiler"
+    compilation.missing(torch.device("cpu")) is not None, reason="there is no C++ compiler"
 )
 
 

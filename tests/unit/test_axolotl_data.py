@@ -145,7 +145,7 @@ def test_what_is_read_differs(option: str, write: Write, monkeypatch: pytest.Mon
     rows("r.jsonl", 2), rows("s.jsonl", 2, 7)
 
     def read(*words: Any) -> Any:
-        return iter([data_rows.Row(where="hub", number=1, columns={"prompt": f"{words}"})])
+        return iter([data_rows.DataRow(where="hub", number=1, columns={"prompt": f"{words}"})])
 
     monkeypatch.setattr(data_rows, "_read_hub", read)
     before, after = (

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.trainer import _balance, _tree
-from tandem.trainer._balance import Balance, Family, Load
-from tandem.trainer._tree import Kin, Row
+from tandem.trainer import balance, prefix_tree
+from tandem.trainer.balance import Balance, GroupSamples, Load
+from tandem.trainer.prefix_tree import PackedRow, PrefixTree
 
 
-def family(sequences: Sequence[Sequence[int]], rollouts: Sequence[str] | None = None) -> Family:
-    kin = Kin([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
-    return Family(kin=kin, rollouts=rollouts or [str(i) for i in range(len(sequences))])
+def family(sequences: Sequence[Sequence[int]], rollouts: Sequence[str] | None = None) -> GroupSamples:
+    tree = PrefixTree([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
+    return GroupSamples(tree=tree, rollouts=rollouts or [str(i) for i in range(len(sequences))])
 
 
-def siblings(serial: int, prompt: int, *answers: int) -> Family:
+def siblings(serial: int, prompt: int, *answers: int) -> GroupSamples:
     """Answers of these lengths to one prompt; nothing else is alike."""
     start = serial * 1_000_000
     opening = range(start, start + prompt)
@@ -30,15 +30,15 @@ def siblings(serial: int, prompt: int, *answers: int) -> Family:
     )
 
 
-def dealt(families: Sequence[Family], budget: int, reach: float = 1e9) -> list[Load]:
+def dealt(families: Sequence[GroupSamples], budget: int, reach: float = 1e9) -> list[Load]:
     """The micro-batches, once it is seen that every sample is in one of them and that they are what they say."""
     loads = Balance(families, budget=budget, reach=reach).loads()
     members = [(g, i) for load in loads for g, mine in load.members.items() for i in mine]
     assert sorted(members) == [(g, i) for g, one in enumerate(families) for i in range(len(one.rollouts))]
     for load in loads:
-        row = Row()
+        row = PackedRow()
         for g, mine in load.members.items():
-            row.add(families[g].kin, mine)
+            row.add(families[g].tree, mine)
         assert row.size == load.tokens == sum(row.lengths)
         assert load.tokens <= budget or sum(map(len, load.members.values())) == 1
     return loads
@@ -56,10 +56,10 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 @given(sequences=st.lists(tokens, min_size=1, max_size=8))
 def test_a_tree_has_every_beginning_once(sequences: list[list[int]]) -> None:
     """Where every shared token counts, a row is as long as there are different beginnings."""
-    with mock.patch.object(_tree, "LEAST", 1):
-        kin = family(sequences).kin
-    row = Row()
-    places = row.add(kin, range(len(sequences)))
+    with mock.patch.object(prefix_tree, "LEAST", 1):
+        tree = family(sequences).tree
+    row = PackedRow()
+    places = row.add(tree, range(len(sequences)))
     assert row.size == len({tuple(s[: n + 1]) for s in sequences for n in range(len(s))})
     laid = np.concatenate(row.tokens)
     starts = np.cumsum([0, *row.lengths])
@@ -84,7 +84,7 @@ def test_a_tree_has_every_beginning_once(sequences: list[list[int]]) -> None:
     least=st.sampled_from([1, 3]),
 )
 def test_a_budget_is_never_exceeded(groups: list[list[list[int]]], budget: int, least: int) -> None:
-    with mock.patch.object(_tree, "LEAST", least):
+    with mock.patch.object(prefix_tree, "LEAST", least):
         families = [family(sequences) for sequences in groups]
     dealt(families, budget)
 
@@ -171,5 +171,5 @@ def test_dealing_is_the_same_every_time() -> None:
 
 def test_the_price_of_a_micro_batch_decides() -> None:
     families = [siblings(g, 40, *(120,) * 8) for g in range(8)]
-    with mock.patch.object(_balance, "ANOTHER", 0):
+    with mock.patch.object(balance, "ANOTHER", 0):
         assert len(dealt(families, 1600)) == 8

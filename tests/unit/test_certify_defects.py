@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from tandem.algorithms.advantages import grpo as advantage_grpo
-from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.corrections.token import TokenCorrection
 from tandem.algorithms.losses import grpo as loss_grpo
-from tandem.algorithms.references.base import Held
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import load
 from tandem.metrics import Value
-from tandem.model import _compile, layers
+from tandem.model import compilation, layers
 from tandem.tools.certify import ranks
 from tandem.tools.certify.case import Case
 from tandem.tools.certify.certificate import Certificate, certify
@@ -232,8 +232,8 @@ def test_layers_that_are_another_function_when_they_are_compiled(failed: Any, mo
         return forward if checkpointing == "none" else _shifted(forward)
 
     monkeypatch.setattr("tandem.tools.certify.case.missing", lambda device: None)
-    monkeypatch.setattr(_compile, "decide", lambda wanted, device: wanted is True)
-    monkeypatch.setattr(_compile, "compiled", wrong)
+    monkeypatch.setattr(compilation, "decide", lambda wanted, device: wanted is True)
+    monkeypatch.setattr(compilation, "compiled", wrong)
     assert failed("compile=true") == ["layers compiled"]
     assert compiled == ["none", "selective"]
 
@@ -319,12 +319,12 @@ def test_an_old_policy_that_is_the_one_of_now(failed: Any, monkeypatch: Patch) -
 
 
 def test_a_reference_that_is_the_policy_itself(failed: Any, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Held, "in_place", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(ReferenceWeights, "in_place", lambda self: contextlib.nullcontext())
     assert named(failed("reference={kind: start, beta: 0.1}"), FORMULAS)
 
 
 def test_a_correction_that_corrects_nothing(failed: Any, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Token, "__call__", lambda self, logprobs_N, micro: torch.ones_like(logprobs_N))
+    monkeypatch.setattr(TokenCorrection, "__call__", lambda self, logprobs_N, micro: torch.ones_like(logprobs_N))
     assert named(failed("corrections=[{kind: token, beyond: mask}]"), FORMULAS)
 
 

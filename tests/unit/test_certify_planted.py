@@ -22,7 +22,7 @@ from tandem.algorithms.losses import grpo as loss_grpo
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.algorithms.losses.sapo import Sapo
 from tandem.algorithms.references import average
-from tandem.algorithms.references.base import Held, Reference
+from tandem.algorithms.references.base import Reference, ReferenceWeights
 from tandem.algorithms.references.start import Start
 from tandem.config.loading import load
 from tandem.metrics import Sum
@@ -194,7 +194,7 @@ def mixed_with_the_first(whole: Any) -> Any:
     return wrong
 
 
-class _Alias(Held):
+class _Alias(ReferenceWeights):
     """Holds the live weights instead of a copy."""
 
     def __init__(self, live: Any):

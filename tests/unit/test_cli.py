@@ -83,7 +83,7 @@ def known_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from tandem.trainer.memory_plan import passes
 
     known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
-    monkeypatch.setattr(passes.Modelled, "run", lambda self, config, layout: known)
+    monkeypatch.setattr(passes.FakeModel, "run", lambda self, config, layout: known)
 
 
 def make_run(folder: Path, *overrides: str, steps: tuple[int, ...] = ()) -> RunConfig:
@@ -567,16 +567,16 @@ def test_check_shows_the_curriculum_and_the_reference(run: Run, tiny_model: Path
 def test_check_tells_each_finding_when_it_is_found(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tandem.trainer import players
+    from tandem.trainer import environments
 
     before: list[str] = []
-    read = players.tasks
+    read = environments.tasks
 
     def look(config: RunConfig, split: Any) -> Any:
         before.append(capsys.readouterr().out)
         return read(config, split)
 
-    monkeypatch.setattr(players, "tasks", look)
+    monkeypatch.setattr(environments, "tasks", look)
     Path("recipe.yaml").write_text(MINIMAL)
     assert run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")[0] == 0
     assert re.search("^ok +parts ", before[0], re.MULTILINE)
@@ -611,7 +611,7 @@ def test_check_remembers_what_the_model_told_until_something_changes(
         looked.append(layout.tokens)
         return known
 
-    monkeypatch.setattr(passes.Modelled, "run", look)
+    monkeypatch.setattr(passes.FakeModel, "run", look)
     monkeypatch.setattr("tandem.machine.accelerated", lambda: False)
     shutil.copytree(tiny_model, "model")
     Path("recipe.yaml").write_text(MINIMAL)

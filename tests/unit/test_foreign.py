@@ -33,11 +33,11 @@ from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
 from tandem.rollout.turns import unrecorded_options
 from tandem.trainer.broker_source import broker_source
+from tandem.trainer.environments import StepCounter
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
-from tandem.trainer.supply import StepCounter
 from tandem.types import Group, PolicyVersion, Sampling
 
 T = TypeVar("T")

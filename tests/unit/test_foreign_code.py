@@ -16,7 +16,7 @@ from tandem.config.sources import EnvSource
 from tandem.errors import EnvError
 from tandem.rollout.gold import siblings
 from tandem.rollout.group_runner import GroupRunner
-from tandem.trainer import players
+from tandem.trainer import environments
 
 ENVIRONMENT = """
 from dataclasses import dataclass
@@ -76,13 +76,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 )  # fmt: skip
 def test_tasks(mine: Callable[[str], Any], wrong: str, said: str) -> None:
     with pytest.raises(EnvError) as caught:
-        players.tasks_of("mine", EnvSource(env=mine(wrong)), "train")
+        environments.tasks_of("mine", EnvSource(env=mine(wrong)), "train")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_tasks_that_are_right(mine: Callable[[str], Any]) -> None:
-    assert len(players.tasks_of("mine", EnvSource(env=mine("")), "train")) > 1
+    assert len(environments.tasks_of("mine", EnvSource(env=mine("")), "train")) > 1
 
 
 @pytest.mark.parametrize(

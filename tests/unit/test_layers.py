@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engines.embedded import Embedded
 from tandem.errors import ConfigError
-from tandem.model import _compile, layers
+from tandem.model import compilation, layers
 from tandem.model.attention import Packed
 from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
@@ -38,16 +38,16 @@ CPU = torch.device("cpu")
 def _compiled_code_is_dropped() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    _compile.decide.cache_clear()
+    compilation.decide.cache_clear()
     yield
     torch._dynamo.reset()
-    _compile.decide.cache_clear()
+    compilation.decide.cache_clear()
 
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """aot_eager needs no compiler of C++."""
-    monkeypatch.setattr(_compile, "missing", lambda device: None)
+    monkeypatch.setattr(compilation, "missing", lambda device: None)
 
 
 def after_a_step(folder: Path, trainable: Trainable, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -214,7 +214,9 @@ def test_weights_that_move_and_change_in_place_are_those_it_computes_with(tiny_m
         assert counters["stats"]["unique_graphs"] == graphs
 
 
-needs_compiler = pytest.mark.skipif(_compile.missing(CPU) is not None, reason=f"there is no {_compile.missing(CPU)}")
+needs_compiler = pytest.mark.skipif(
+    compilation.missing(CPU) is not None, reason=f"there is no {compilation.missing(CPU)}"
+)
 
 
 @needs_compiler
@@ -237,18 +239,18 @@ def lacking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     (tmp_path / "Python.h").write_text("")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(_compile.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(_compile.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: str(tmp_path))
     if what == "triton":
-        monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: None)
     elif what == "C compiler":
-        monkeypatch.setattr(_compile.shutil, "which", lambda name: None)
+        monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
     elif what == "Python header":
         (tmp_path / "Python.h").unlink()
     elif what == "compiler 'mine'":
         monkeypatch.setenv("CC", "mine")
-        monkeypatch.setattr(_compile.shutil, "which", lambda name: None if name == "mine" else f"/bin/{name}")
+        monkeypatch.setattr(compilation.shutil, "which", lambda name: None if name == "mine" else f"/bin/{name}")
 
 
 @pytest.mark.parametrize("what", ["triton", "C compiler", "Python header", "compiler 'mine'", ""])
@@ -258,16 +260,16 @@ def test_auto_compiles_where_a_gpu_has_what_it_needs_and_says_once_what_it_lacks
     lacking(monkeypatch, tmp_path, what)
     gpu = torch.device("cuda")
     with caplog.at_level(logging.WARNING):
-        assert [_compile.decide("auto", gpu) for _ in range(3)] == [not what] * 3
+        assert [compilation.decide("auto", gpu) for _ in range(3)] == [not what] * 3
     assert len(caplog.messages) == bool(what)
     assert all(f"there is no {what}" in message for message in caplog.messages)
     if what:
         with pytest.raises(ConfigError, match=f"compile: true needs (a |the )?{what}"):
-            _compile.decide(True, gpu)
+            compilation.decide(True, gpu)
     else:
-        assert _compile.decide(True, gpu)
-    assert not _compile.decide("auto", CPU)
-    assert not _compile.decide(False, gpu)
+        assert compilation.decide(True, gpu)
+    assert not compilation.decide("auto", CPU)
+    assert not compilation.decide(False, gpu)
 
 
 @pytest.mark.slow
@@ -278,7 +280,7 @@ def test_auto_falls_back_where_the_compiler_fails_and_true_does_not(
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(_compile, "decide", lambda wanted, device: True)
+    monkeypatch.setattr(compilation, "decide", lambda wanted, device: True)
     with live_policy(tiny_model) as policy:
         want = gradients(policy, PLANS[1])
         layers.tune(policy.model, compile="auto", checkpointing="full", backend=broken)  # type: ignore[arg-type]
@@ -302,7 +304,7 @@ def test_a_model_without_known_layers_is_refused_where_something_is_asked_of_the
 
 
 def test_check_says_before_anything_is_loaded_that_true_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compile, "missing", lambda device: "C compiler")
+    monkeypatch.setattr(compilation, "missing", lambda device: "C compiler")
     layers.check("auto")
     layers.check(False)
     with pytest.raises(ConfigError, match="compile: true needs C compiler"):

@@ -15,7 +15,7 @@ from stepped import TRAINABLE
 from tiny import live_policy
 from torch._dynamo.utils import counters
 
-from tandem.model import _compile, _varlen, layers
+from tandem.model import _varlen, compilation, layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -23,16 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 @pytest.fixture(autouse=True)
 def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel takes everything on any device, and nothing has been compiled."""
-    monkeypatch.setattr(_compile, "missing", lambda device: None)
+    monkeypatch.setattr(compilation, "missing", lambda device: None)
     monkeypatch.setattr(_varlen, "_KERNEL", _varlen.Kernel(standing.operation))
     monkeypatch.setattr(_varlen, "unfit", lambda dtype, device: None)
     torch._dynamo.reset()
     counters.clear()
-    _compile.decide.cache_clear()
+    compilation.decide.cache_clear()
     standing.calls.clear()
     yield
     torch._dynamo.reset()
-    _compile.decide.cache_clear()
+    compilation.decide.cache_clear()
 
 
 @pytest.mark.slow

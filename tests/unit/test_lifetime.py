@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.trainer import lifetime
+from tandem.trainer import run_folder
 
 
 def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatc
 
     async def scene() -> None:
         stop = asyncio.Event()
-        with lifetime.signals(stop, tmp_path):
+        with run_folder.signals(stop, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             await stop.wait()
             os.kill(os.getpid(), signal.SIGTERM)  # would end the tests
@@ -29,15 +29,15 @@ def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("stuck", [False, True])
 def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
-    monkeypatch.setattr(lifetime, "ECHO_SECONDS", 60.0 if stuck else 0.0)
+    monkeypatch.setattr(run_folder, "ECHO_SECONDS", 60.0 if stuck else 0.0)
 
     async def scene() -> None:
         stop = asyncio.Event()
-        with lifetime.signals(stop, tmp_path):
+        with run_folder.signals(stop, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             await stop.wait()
             if stuck:  # the event loop never got to give the signal back
-                monkeypatch.setattr(lifetime, "ECHO_SECONDS", 0.0)
+                monkeypatch.setattr(run_folder, "ECHO_SECONDS", 0.0)
             else:
                 await asyncio.sleep(0.01)
             with pytest.raises(KeyboardInterrupt):

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.trainer.lock import Lock
+from tandem.trainer.run_folder import RunLock
 
 
 def test_a_folder_is_locked_for_one_trainer_until_it_lets_go(tmp_path: Path) -> None:
-    with Lock() as first, Lock() as second:
+    with RunLock() as first, RunLock() as second:
         first.take(tmp_path)
         first.take(tmp_path)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()} on .* is at work"):
             second.take(tmp_path)
-    with Lock() as third:
+    with RunLock() as third:
         third.take(tmp_path)
         third.check()

@@ -10,7 +10,7 @@ from tiny import Largest
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tandem.model._compile import missing
+from tandem.model.compilation import missing
 from tandem.model.logprobs import token_logprobs
 from tandem.model.sampling import restrict
 

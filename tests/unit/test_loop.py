@@ -78,7 +78,7 @@ class Scene:
             return await play(*words, **given)
 
         self.trainer.run = held_back  # type: ignore[method-assign]
-        run: Any = loop.Run(
+        run: Any = loop.RunParts(
             steps=STEPS,
             policy=SimpleNamespace(device="cpu", compute=self.compute),  # type: ignore[arg-type]
             weight_sync=self,  # type: ignore[arg-type]

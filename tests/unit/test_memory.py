@@ -247,7 +247,7 @@ def test_on_a_host_lent_weights_are_there_once_but_for_the_start(model_config: A
     always = by["programs"] + by["weights"] + by["engine"]
     assert plan.total == always + max(by["loading"], by["optimizer"] + sum(by[name] for name in TRAINING))
     assert plan.beside is None
-    heavy = replace(plan, lines=(*plan.lines, memory.Line(name="more", bytes=10**9, why="", when="starting")))
+    heavy = replace(plan, lines=(*plan.lines, memory.MemoryLine(name="more", bytes=10**9, why="", when="starting")))
     assert heavy.total == always + by["loading"] + 10**9
 
 

@@ -16,8 +16,8 @@ from tandem.envs.arithmetic import Arithmetic
 from tandem.model import layers
 from tandem.model.attention import NAME
 from tandem.trainer.assemble import objective, packer
-from tandem.trainer.memory_plan.live import Live
-from tandem.trainer.memory_plan.passes import Layout, Modelled, run
+from tandem.trainer.memory_plan.live import LiveTensors
+from tandem.trainer.memory_plan.passes import FakeModel, Layout, run
 from tandem.trainer.memory_plan.updates import update_bytes
 from tandem.trainer.step import Step
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
@@ -75,14 +75,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_fake_tensors_take_what_real_ones_take_to_the_byte(name: str) -> None:
     config, model_config = recipe(**RECIPES[name]), shape(tie_word_embeddings=name != "float32")
-    counted = Modelled(config, model_config, on_host=True).run(config, LAYOUT)
+    counted = FakeModel(config, model_config, on_host=True).run(config, LAYOUT)
     assert counted == run(real(config, model_config), config, LAYOUT)
 
 
 def test_layers_that_differ_are_counted_as_what_they_are() -> None:
     options = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
     config, model_config = recipe(), shape(num_hidden_layers=8, **options)
-    counted = Modelled(config, model_config, on_host=True).run(config, LAYOUT)
+    counted = FakeModel(config, model_config, on_host=True).run(config, LAYOUT)
     assert counted == run(real(config, model_config), config, LAYOUT)
 
 
@@ -113,7 +113,7 @@ def test_what_is_saved_is_what_autograds_hooks_see(dtype: Any) -> None:
     masks = sum(mask.nbytes for mask in plan._masks.values())
     masked = sum(mask.nbytes for mask in plan._masks.values() if mask.untyped_storage().data_ptr() in kept)
     expected = sum(kept.values()) + (masks - masked) + found.nbytes + hidden.nbytes
-    saved = Modelled(config, model_config, on_host=True).run(config, LAYOUT).saved
+    saved = FakeModel(config, model_config, on_host=True).run(config, LAYOUT).saved
     # The cosines and sines of positions are held by no node, and by whoever called the layers until it returns.
     assert saved == pytest.approx(expected, rel=0.01)
 
@@ -158,12 +158,12 @@ def test_a_real_training_step_takes_what_the_pass_is_counted_to(
         read += [second.temperature_N, second.weights_N, *vars_of(second.batch)]
         if second.history is not None:
             read += [*second.history.seen, *second.history.said, second.history.age_N1]
-        live = Live([*policy.model.parameters(), *policy.model.buffers(), *kept(stepper), *read])
+        live = LiveTensors([*policy.model.parameters(), *policy.model.buffers(), *kept(stepper), *read])
         with live:
             step._micro(second, None)
         (peak,) = live.peaks.values()
         layout = Layout(lengths=second.plan.lengths, parents=second.plan.parents, trained=len(second.targets_N))
-        counted = Modelled(config, policy.causal.config, on_host=True).run(config, layout)
+        counted = FakeModel(config, policy.causal.config, on_host=True).run(config, layout)
     assert counted.total == pytest.approx(sum(peak.values()), rel=within)
 
 
@@ -197,7 +197,7 @@ def test_an_update_takes_what_is_told(kind: str, precision: str, dtype: torch.dt
     for _ in range(2):  # the first makes tables that stay
         weight.grad = torch.full_like(weight, 1e-3)
         stepper.accumulate(weight)
-        live = Live([weight, *kept(stepper)])
+        live = LiveTensors([weight, *kept(stepper)])
         with live:
             stepper.step(1e-3, 1.0)
     (peak,) = live.peaks.values()

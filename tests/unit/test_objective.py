@@ -12,7 +12,7 @@ import torch
 from tiny import told
 
 from tandem.algorithms.corrections.opsm import Opsm
-from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.corrections.token import TokenCorrection
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.algorithms.losses.cispo import Cispo
 from tandem.algorithms.losses.grpo import Grpo
@@ -51,7 +51,7 @@ def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
     """By hand: both weights multiply, and the penalty is added after them."""
     plain = Objective(
         loss=Reinforce(),
-        corrections=(Token(beyond="truncate", high=1.5), Opsm(threshold=0.1)),
+        corrections=(TokenCorrection(beyond="truncate", high=1.5), Opsm(threshold=0.1)),
         recomputed=True,
         reference=Start(beta=0.5, estimator="k2", ratio_corrected=False),
     )
@@ -79,7 +79,9 @@ def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
 
 @pytest.mark.parametrize("gap", [-1e4, -100.0, 100.0, 1e4])
 def test_what_is_dropped_has_no_gradient_however_far_it_is(gap: float) -> None:
-    part = Objective(loss=Grpo(dual_clip=None), corrections=(Token(beyond="mask", low=0.5, high=2.0),), recomputed=True)
+    part = Objective(
+        loss=Grpo(dual_clip=None), corrections=(TokenCorrection(beyond="mask", low=0.5, high=2.0),), recomputed=True
+    )
     now = torch.tensor([gap - 1.0, -1.0], requires_grad=True)
     cost, _ = part(now, micro([-1.0, -1.0], [-1.0, -1.0]), known([gap - 1.0, -1.0]))
     cost.sum().backward()

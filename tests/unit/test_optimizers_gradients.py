@@ -21,7 +21,7 @@ from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.optimizers.base import global_norm
-from tandem.trainer.memory_plan.live import Live
+from tandem.trainer.memory_plan.live import LiveTensors
 from tandem.trainer.memory_plan.updates import update_bytes
 
 KINDS: tuple[type[Precise], ...] = (AdamW, AdamW8bit, Adafactor)
@@ -116,7 +116,7 @@ def test_an_update_takes_what_is_told(kind: Any, precision: Any, rows: int) -> N
     stepper, weight = bound(options, torch.ones(rows, 512, dtype=torch.bfloat16))
     for _ in range(2):  # the first makes tables that stay
         give(stepper, weight, [torch.full_like(weight, 1e-3)])
-        live = Live([weight, stepper.slots[0].gradient, *stepper.state_dict().values()])
+        live = LiveTensors([weight, stepper.slots[0].gradient, *stepper.state_dict().values()])
         with live:
             stepper.step(1e-3, 1e-4)
     (peak,) = live.peaks.values()

@@ -17,7 +17,7 @@ from plays import make_group, make_rollout
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.metrics import flatten
 from tandem.model.penalties import Penalties
-from tandem.trainer import _tree
+from tandem.trainer import prefix_tree
 from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of
 from tandem.types import Group, Rollout
 
@@ -130,7 +130,7 @@ def test_every_trained_token_appears_once_after_what_it_was_sampled_after(
     groups: list[Group], budget: int, least: int
 ) -> None:
     """With trees of any depth: these sequences are too short to share as many tokens as it takes to be worth it."""
-    with mock.patch.object(_tree, "LEAST", least):
+    with mock.patch.object(prefix_tree, "LEAST", least):
         batch = packer(budget=budget)(groups, version=0)
     assert trained(batch) == sampled(groups, dict(batch.advantages))
     said: dict[str, list[int]] = {}

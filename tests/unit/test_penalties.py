@@ -11,9 +11,9 @@ from tiny import Largest, penalised, support
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tandem.model._compile import missing
+from tandem.model.compilation import missing
 from tandem.model.logprobs import token_logprobs
-from tandem.model.penalties import Events, History, Past, Penalties, joined, penalise
+from tandem.model.penalties import Events, Past, Penalties, TokenHistory, joined, penalise
 from tandem.types import Sampling
 
 VOCABULARY, ENDS = 300, (4, 130)
@@ -60,10 +60,10 @@ class Case:
             torch.randn(count),
         )
 
-    def history(self, sampling: Sampling) -> History | None:
+    def history(self, sampling: Sampling) -> TokenHistory | None:
         penalties = Penalties.of(sampling, ENDS)
         assert penalties is not None
-        return History.of(penalties, [torch.from_numpy(array) for array in self.past])
+        return TokenHistory.of(penalties, [torch.from_numpy(array) for array in self.past])
 
     def ours(self, sampling: Sampling, dtype: torch.dtype = torch.float32, **options: Any) -> list[Tensor]:
         """Logprobs, entropy and the gradients of hidden states, weight and bias."""

@@ -13,7 +13,7 @@ from proxied import USER, Scripted, said, served
 
 from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session
-from tandem.agents.tool_calls import Bare, Call, Spoken, Tagged, as_text
+from tandem.agents.tool_calls import Bare, Tagged, ToolCall, ToolMessage, as_text
 from tandem.rollout.template import Template
 from tandem.types import Message
 
@@ -286,7 +286,7 @@ def test_calls_after_thinking() -> None:
     text = '<think><tool_call>x</tool_call></think>\n<tool_call>{"name": "add", "arguments": {"ä": 1}}</tool_call>'
     rest, (call,) = Tagged().read(text, ())
     assert rest == "<think><tool_call>x</tool_call></think>"
-    assert call == Call(name="add", arguments='{"ä": 1}')
+    assert call == ToolCall(name="add", arguments='{"ä": 1}')
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_bare_calls(text: str, names: Sequence[str]) -> None:
 
 
 def test_people_read_calls_as_text() -> None:
-    message = Spoken(role="assistant", content="so", calls=(Call(name="add", arguments="no json"),))
+    message = ToolMessage(role="assistant", content="so", calls=(ToolCall(name="add", arguments="no json"),))
     assert as_text(message) == Message(role="assistant", content='so\n{"name": "add", "arguments": "no json"}')
 
 

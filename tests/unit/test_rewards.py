@@ -13,14 +13,14 @@ import pytest
 
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards.cosine_length import CosineLength
-from tandem.rewards.countdown import Countdown
-from tandem.rewards.exact import Exact
+from tandem.rewards.countdown import CountdownReward
+from tandem.rewards.exact import ExactReward
 from tandem.rewards.format import Format
-from tandem.rewards.length import Length
+from tandem.rewards.length import LengthReward
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
 from tandem.rewards.overlong import Overlong
-from tandem.rewards.reasoning_gym import ReasoningGym
+from tandem.rewards.reasoning_gym import ReasoningGymReward
 from tandem.rewards.repetition import Repetition
 from tandem.rewards.reward_model import RewardModel
 from tandem.types import Completion, Message, Rollout, Task, Turn
@@ -115,13 +115,13 @@ def test_number_needs_a_gold_number() -> None:
 
 
 def test_exact() -> None:
-    assert Exact()(said(" Paris\n", answer="Paris")) == 1.0
-    assert Exact()(said("paris", answer="Paris")) == 0.0
-    assert Exact(ignore_case=True)(said("paris", answer="Paris")) == 1.0
-    assert Exact(tag="city")(said("<city>Rome</city>no: <city> Paris </city>", answer="Paris")) == 1.0
-    assert Exact(tag="city")(said("Paris", answer="Paris")) == 0.0
-    assert Exact().full_marks == 1.0
-    assert Exact(tag="city").full_marks is None
+    assert ExactReward()(said(" Paris\n", answer="Paris")) == 1.0
+    assert ExactReward()(said("paris", answer="Paris")) == 0.0
+    assert ExactReward(ignore_case=True)(said("paris", answer="Paris")) == 1.0
+    assert ExactReward(tag="city")(said("<city>Rome</city>no: <city> Paris </city>", answer="Paris")) == 1.0
+    assert ExactReward(tag="city")(said("Paris", answer="Paris")) == 0.0
+    assert ExactReward().full_marks == 1.0
+    assert ExactReward(tag="city").full_marks is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_format_options() -> None:
     ],
 )
 def test_length(options: dict[str, Any], tokens: int, value: float) -> None:
-    assert Length(target=10, **options)(said("x", tokens=tokens)) == pytest.approx(value)
+    assert LengthReward(target=10, **options)(said("x", tokens=tokens)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(1, 0), (60, 0), (70, -0.25), (100, -1), (200, -1)])
@@ -234,7 +234,7 @@ def test_cosine_length_ends() -> None:
 
 def test_cosine_length_asks_its_own_accuracy() -> None:
     tasks = {"meta": {"numbers": [3, 5, 8], "target": 64}, "tokens": 100}
-    reward = CosineLength(accuracy=Countdown(partial=0.9), max_tokens=100)
+    reward = CosineLength(accuracy=CountdownReward(partial=0.9), max_tokens=100)
     assert reward(said("<answer>(3 + 5) * 8</answer>", **tasks)) == pytest.approx(0.5)
     assert reward(said("<answer>3 + 5 + 8</answer>", **tasks)) == pytest.approx(0.0)  # 0.9 is not full marks
     assert reward.full_marks is None
@@ -257,13 +257,13 @@ def test_overlong_is_ms_swifts_soft_overlong(tokens: int) -> None:
 
 def test_options_out_of_range_are_refused() -> None:
     for make, first in [
-        (lambda: Length(target=0), "target"),
-        (lambda: Length(target=5, span=0), "span"),
+        (lambda: LengthReward(target=0), "target"),
+        (lambda: LengthReward(target=5, span=0), "span"),
         (lambda: Overlong(max_tokens=5, cache=6), "cache"),
         (lambda: Repetition(ngram=0), "ngram"),
         (lambda: CosineLength(accuracy=Number(), max_tokens=0), "max_tokens"),
         (lambda: CosineLength(accuracy=Number(), max_tokens=1, wrong_long=math.nan), "wrong_long"),
-        (lambda: Countdown(partial=1.0), "partial"),
+        (lambda: CountdownReward(partial=1.0), "partial"),
         (lambda: Number(tolerance=-1), "tolerance"),
         (lambda: MathVerify(timeout=0), "timeout"),
     ]:
@@ -293,19 +293,19 @@ PUZZLE = {"numbers": [3, 5, 8], "target": 64}
     ],
 )
 def test_countdown(reply: str, value: float) -> None:
-    assert Countdown(partial=0.1)(said(reply, meta=PUZZLE)) == value
+    assert CountdownReward(partial=0.1)(said(reply, meta=PUZZLE)) == value
 
 
 def test_countdown_may_leave_numbers_out() -> None:
     rollout = said("<answer>8 * 5</answer>", meta={"numbers": [3, 5, 8], "target": 40})
-    assert Countdown(use="some")(rollout) == 1.0
-    assert Countdown(use="all")(rollout) == 0.0
-    assert Countdown(use="some")(said("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
+    assert CountdownReward(use="some")(rollout) == 1.0
+    assert CountdownReward(use="all")(rollout) == 0.0
+    assert CountdownReward(use="some")(said("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
 
 
 def test_countdown_needs_its_columns() -> None:
     with pytest.raises(ValueError, match=r"needs meta\['numbers'\] and meta\['target'\]; it has: level"):
-        Countdown()(said("1", meta={"level": 1}))
+        CountdownReward()(said("1", meta={"level": 1}))
 
 
 # math_verify
@@ -403,7 +403,7 @@ def test_missing_libraries_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RewardError, match=r"tandem-rl\[math\]"):
         MathVerify().prepare()
     with pytest.raises(RewardError, match=r"tandem-rl\[reasoning-gym\]"):
-        ReasoningGym().prepare()
+        ReasoningGymReward().prepare()
 
 
 # reasoning_gym
@@ -432,19 +432,19 @@ def gym(reply: str, answer: str = "7", task: str = "chain_sum", **metadata: Any)
     ],
 )
 def test_reasoning_gym_extraction(extract: Any, reply: str, value: float) -> None:
-    assert ReasoningGym(extract=extract)(gym(reply)) == value
+    assert ReasoningGymReward(extract=extract)(gym(reply)) == value
 
 
 def test_reasoning_gym_reads_text_answers_whole() -> None:
-    assert ReasoningGym()(gym("olleh", answer="olleh", task="spell_backward", word="hello")) == 1.0
-    assert ReasoningGym()(gym("It is olleh 2", answer="olleh", task="spell_backward", word="hello")) == 0.0
+    assert ReasoningGymReward()(gym("olleh", answer="olleh", task="spell_backward", word="hello")) == 1.0
+    assert ReasoningGymReward()(gym("It is olleh 2", answer="olleh", task="spell_backward", word="hello")) == 0.0
 
 
 def test_reasoning_gym_partial_credit_is_asked_for() -> None:
-    assert ReasoningGym(partial=True)(gym("17")) == 0.5
-    assert ReasoningGym()(gym("17")) == 0.0
+    assert ReasoningGymReward(partial=True)(gym("17")) == 0.5
+    assert ReasoningGymReward()(gym("17")) == 0.0
 
 
 def test_reasoning_gym_needs_its_own_tasks() -> None:
     with pytest.raises(ValueError, match="not from reasoning-gym"):
-        ReasoningGym()(said("7", answer="7"))
+        ReasoningGymReward()(said("7", answer="7"))

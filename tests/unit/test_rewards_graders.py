@@ -21,7 +21,7 @@ import pytest
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.errors import RewardError
 from tandem.metrics import flatten
-from tandem.rewards.grading.process import Worker
+from tandem.rewards.grading.process import GradingProcess
 from tandem.rewards.grading.workers import Graders
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
@@ -511,13 +511,13 @@ def _running(pid: int) -> bool:
 
 def test_a_job_that_is_done_at_once_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
-    told = Worker._heard
+    told = GradingProcess._heard
 
-    async def counted(worker: Worker) -> None:
+    async def counted(worker: GradingProcess) -> None:
         heard.append(worker)
         await told(worker)
 
-    monkeypatch.setattr(Worker, "_heard", counted)
+    monkeypatch.setattr(GradingProcess, "_heard", counted)
     specs = {"a": "sample_graders:by_itself", "b": "sample_graders:plain", "c": Number()}
     got, _ = graded(specs, group(*["7"] * 16))
     assert [rollout.reward for rollout in got] == [3.0] * 16

@@ -14,9 +14,8 @@ from aiohttp import web
 
 from tandem.errors import ConfigError, RewardError
 from tandem.metrics import flatten
-from tandem.rewards._questions import Answer
 from tandem.rewards.grading.workers import Graders
-from tandem.rewards.judge import Judge
+from tandem.rewards.judge import Judge, JudgeReply
 from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Message, Rollout, Task
@@ -241,15 +240,15 @@ def test_no_more_questions_are_under_way_at_once(concurrency: int, most: int, mo
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
-        async def ask(self, body: Any) -> Answer:
+        async def ask(self, body: Any) -> JudgeReply:
             Counting.now += 1
             Counting.most = max(Counting.most, Counting.now)
             for _ in range(20):
                 await asyncio.sleep(0)  # whoever may begin has begun
             Counting.now -= 1
-            return Answer(text="5")
+            return JudgeReply(text="5")
 
-    monkeypatch.setattr("tandem.rewards.judge.Server", Counting)
+    monkeypatch.setattr("tandem.rewards.judge.JudgeServer", Counting)
     judge = Judge(url="http://x/v1", model="m", concurrency=concurrency)
     assert asyncio.run(_scores(judge, group("1", "2", "3", "4", "5", "6"))) == [0.5] * 6
     assert Counting.most == most

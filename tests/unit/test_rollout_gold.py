@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from tandem.envs.base import Environment, Split
-from tandem.rewards.exact import Exact
+from tandem.rewards.exact import ExactReward
 from tandem.rewards.grading.workers import AnyReward, Graders
-from tandem.rewards.length import Length
+from tandem.rewards.length import LengthReward
 from tandem.rewards.number import Number
 from tandem.rollout.gold import GoldFailure, check_environment, gold_rollout
 from tandem.types import Message, Task
@@ -44,12 +44,12 @@ def failures(env: Environment, specs: Mapping[str, tuple[AnyReward, float]], tas
 
 def test_right_answers_pass_and_rewards_without_full_marks_are_not_asked() -> None:
     env = Few(replies=("It is 7", "8.", "#### 9"))
-    assert failures(env, {"number": (Number(), 1.0), "length": (Length(target=500), 0.1)}) == []
+    assert failures(env, {"number": (Number(), 1.0), "length": (LengthReward(target=500), 0.1)}) == []
 
 
 def test_reward_that_refuses_a_gold_reply_is_named() -> None:
     env = Few(replies=("7", "It is 8", "9"))
-    (failure,) = failures(env, {"number": (Number(), 1.0), "exact": (Exact(), 0.5)})
+    (failure,) = failures(env, {"number": (Number(), 1.0), "exact": (ExactReward(), 0.5)})
     assert (failure.task, failure.reward, failure.got, failure.expected) == ("t1", "exact", 0.0, 1.0)
     assert str(failure) == "task t1: reward 'exact' gives the gold reply 0, expected 1"
 

@@ -21,14 +21,14 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.corrections.geometric import Geometric
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.corrections.sequence import Sequence as SequenceWeight
-from tandem.algorithms.corrections.token import Token
+from tandem.algorithms.corrections.token import TokenCorrection
 from tandem.algorithms.losses.cispo import Cispo
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.algorithms.losses.gspo import Gspo
 from tandem.algorithms.losses.reinforce import Reinforce
 from tandem.algorithms.losses.sapo import Sapo
 from tandem.algorithms.references.average import Average
-from tandem.algorithms.references.base import Held
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.algorithms.references.start import Start
 from tandem.metrics import flatten
 from tandem.model.policy import Policy
@@ -52,14 +52,16 @@ OBJECTIVES = {
     "decoupled": Objective(
         loss=Grpo(),
         recomputed=True,
-        corrections=(Token(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4)),
+        corrections=(TokenCorrection(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4)),
     ),
-    "direct": Objective(loss=Grpo(), corrections=(Token(beyond="mask", low=0.6, high=1.6), Opsm(threshold=0.05))),
+    "direct": Objective(
+        loss=Grpo(), corrections=(TokenCorrection(beyond="mask", low=0.6, high=1.6), Opsm(threshold=0.05))
+    ),
     "reference": Objective(loss=Grpo(), reference=Start(beta=0.3)),
     "everything": Objective(
         loss=Gspo(clip_low=0.05, clip_high=0.05),
         recomputed=True,
-        corrections=(Token(high=1.2), Opsm(threshold=0.1)),
+        corrections=(TokenCorrection(high=1.2), Opsm(threshold=0.1)),
         reference=Start(beta=0.5, estimator="k1"),
     ),
 }
@@ -110,7 +112,7 @@ class Live:
 
     def __init__(self, policy: Policy, objective: Objective, *, trainable: Trainable | None = None, **step: Any):
         self.policy, self.trainable = policy, trainable or Full()
-        self.held: Held | None = None
+        self.held: ReferenceWeights | None = None
         if objective.reference is not None:
             self.held = objective.reference.hold(changing(policy, self.trainable))
         optimizer = AdamW(lr=3e-3)
@@ -317,7 +319,7 @@ def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, grou
 
 
 def test_weights_of_the_decoupled_kind_stay_while_the_policy_moves(tiny_model: Path, groups: list[Group]) -> None:
-    objective = Objective(loss=Grpo(), recomputed=True, corrections=(Token(high=1.3),))
+    objective = Objective(loss=Grpo(), recomputed=True, corrections=(TokenCorrection(high=1.3),))
     with live_policy(tiny_model) as policy:
         stats, told = Live(policy, objective, updates=3).whole(packed(groups, objective))
     assert told["reused/correction/weight"] == pytest.approx(flatten(stats.metrics)["correction/weight"], rel=1e-12)

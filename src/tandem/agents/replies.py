@@ -10,7 +10,7 @@ from itertools import accumulate
 import msgspec
 from aiohttp import web
 
-from tandem.agents.tool_calls import Call
+from tandem.agents.tool_calls import ToolCall
 from tandem.types import Completion, Json, Turn
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -18,19 +18,19 @@ Pieces = Callable[[Sequence[int]], list[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Reply:
     """What the policy answered."""
 
     text: str
     """Its text, without calls of tools and without a stop text."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     """The tools that it calls."""
     turn: Turn
     """How it was sampled."""
 
 
 def chat_body(
-    model: str, answers: Sequence[Answer], now: int, pieces: Pieces | None = None, *, ids: bool = False
+    model: str, answers: Sequence[Reply], now: int, pieces: Pieces | None = None, *, ids: bool = False
 ) -> dict[str, Json]:
     """Body of a chat's answer.
 
@@ -56,7 +56,7 @@ def chat_body(
 
 
 def text_body(
-    model: str, answers: Sequence[Sequence[Answer]], now: int, pieces: Pieces | None = None, *, ids: bool = False
+    model: str, answers: Sequence[Sequence[Reply]], now: int, pieces: Pieces | None = None, *, ids: bool = False
 ) -> dict[str, Json]:
     """Body of a completion's answer; as ``chat_body``, with the answers to each prompt."""
     choices = [
@@ -108,11 +108,11 @@ def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[s
         yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
 
 
-def _ids(answer: Answer, asked: bool) -> dict[str, Json]:
+def _ids(answer: Reply, asked: bool) -> dict[str, Json]:
     return {"token_ids": list(answer.turn.completion.tokens)} if asked else {}
 
 
-def _message(answer: Answer) -> dict[str, Json]:
+def _message(answer: Reply) -> dict[str, Json]:
     if not answer.calls:
         return {"role": "assistant", "content": answer.text}
     calls = [
@@ -122,13 +122,13 @@ def _message(answer: Answer) -> dict[str, Json]:
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Reply) -> str:
     if answer.turn.completion.finish == "length":
         return "length"
     return "tool_calls" if answer.calls else "stop"
 
 
-def _usage(answers: Sequence[Sequence[Answer]]) -> dict[str, Json]:
+def _usage(answers: Sequence[Sequence[Reply]]) -> dict[str, Json]:
     """Counts; several answers to one prompt have read it once."""
     read = sum(len(some[0].turn.prompt) for some in answers)
     sampled = sum(len(answer.turn.completion.tokens) for some in answers for answer in some)

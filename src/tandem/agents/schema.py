@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from tandem.agents.tool_calls import Call, Offer, Speech, Spoken
+from tandem.agents.tool_calls import Speech, ToolCall, ToolMessage, ToolOffer
 from tandem.rollout.turns import OF_THE_RUN, untrainable_option, why_untrainable
 from tandem.types import Message, Sampling
 
@@ -26,7 +26,7 @@ UNREAD = frozenset((
 """Fields that no answer depends on."""
 
 
-class Wrong(Exception):
+class BadRequest(Exception):
     """A request that cannot be answered; ``status`` is HTTP's, ``param`` what is wrong in it."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400):
@@ -35,7 +35,7 @@ class Wrong(Exception):
         self.status = status
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class CompletionRequest(msgspec.Struct, kw_only=True):
     """What both routes are asked. Fields that would change the answer and cannot be obeyed are refused."""
 
     KIND: ClassVar[str] = "request"
@@ -72,28 +72,28 @@ class Asked(msgspec.Struct, kw_only=True):
         """A request.
 
         Raises:
-            Wrong: it is none, or asks for what cannot be done.
+            BadRequest: it is none, or asks for what cannot be done.
         """
         try:
             given = msgspec.json.decode(body, type=dict[str, Any])
             asked = msgspec.convert(given, cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Wrong(f"the body is no {cls.KIND}'s: {error}") from error
+            raise BadRequest(f"the body is no {cls.KIND}'s: {error}") from error
         for name, value in given.items():
             # Null, false and nothing in a list ask for nothing.
             if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
-                raise Wrong(f"{name} is nothing that this server knows; leave it out", param=name)
+                raise BadRequest(f"{name} is nothing that this server knows; leave it out", param=name)
         for name in cls.REFUSED:
             if getattr(asked, name):
-                raise Wrong(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
+                raise BadRequest(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
         if asked.seed is not None:
-            raise Wrong(
+            raise BadRequest(
                 "seed cannot be obeyed: every answer has a random stream of its own, or a task's answers would all be "
                 "the same; leave it out",
                 param="seed",
             )
         if not 1 <= asked.answers <= MOST:
-            raise Wrong(f"n must be from 1 to {MOST}", param="n")
+            raise BadRequest(f"n must be from 1 to {MOST}", param="n")
         asked.check()
         return asked
 
@@ -119,7 +119,7 @@ class Asked(msgspec.Struct, kw_only=True):
         """``own``, but for what the request says.
 
         Raises:
-            Wrong: a number is out of range, or training would compute other logprobs than the engine.
+            BadRequest: a number is out of range, or training would compute other logprobs than the engine.
         """
         given: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
         given |= {name: getattr(self, name) for name in OF_THE_RUN}
@@ -134,9 +134,9 @@ class Asked(msgspec.Struct, kw_only=True):
         }
         for name, is_fine in fine.items():
             if not is_fine:
-                raise Wrong(f"{name} is out of range", param=name)
+                raise BadRequest(f"{name} is out of range", param=name)
         if (other := untrainable_option(own, made)) is not None:
-            raise Wrong(why_untrainable(other, own, made), param=other)
+            raise BadRequest(why_untrainable(other, own, made), param=other)
         return made
 
 
@@ -145,27 +145,27 @@ class _Function(msgspec.Struct, kw_only=True):
     arguments: str | dict[str, Any] = ""
 
 
-class _Called(msgspec.Struct, kw_only=True):
+class _RequestCall(msgspec.Struct, kw_only=True):
     function: _Function
     id: str | None = None
 
 
-class _Said(msgspec.Struct, kw_only=True):
+class _RequestMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[_Called] | None = None
+    tool_calls: list[_RequestCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
 
 
-class Chat(Asked, kw_only=True):
+class ChatRequest(CompletionRequest, kw_only=True):
     """Body of /v1/chat/completions."""
 
     KIND: ClassVar[str] = "chat completion"
-    REFUSED: ClassVar[tuple[str, ...]] = (*Asked.REFUSED, "functions", "function_call")
+    REFUSED: ClassVar[tuple[str, ...]] = (*CompletionRequest.REFUSED, "functions", "function_call")
 
-    messages: list[_Said]
+    messages: list[_RequestMessage]
     """The conversation."""
     max_completion_tokens: int | None = None
     """``max_tokens`` by its newer name."""
@@ -186,16 +186,20 @@ class Chat(Asked, kw_only=True):
         """Refuse what cannot be done.
 
         Raises:
-            Wrong: says what.
+            BadRequest: says what.
         """
         if self.top_logprobs:
-            raise Wrong("top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs")
+            raise BadRequest(
+                "top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs"
+            )
         if (self.response_format or {}).get("type", "text") != "text":
-            raise Wrong("response_format cannot be obeyed: the policy answers in plain text", param="response_format")
+            raise BadRequest(
+                "response_format cannot be obeyed: the policy answers in plain text", param="response_format"
+            )
         if not self.messages:
-            raise Wrong("messages are empty", param="messages")
+            raise BadRequest("messages are empty", param="messages")
         if self.tool_choice not in (None, "auto", "none"):
-            raise Wrong(
+            raise BadRequest(
                 "tool_choice must be auto or none: what the policy calls is its own choice, since sampling is not "
                 "constrained; ask for the call in a message",
                 param="tool_choice",
@@ -208,27 +212,27 @@ class Chat(Asked, kw_only=True):
         """By either name."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def offer(self, speech: Speech) -> Offer:
+    def offer(self, speech: Speech) -> ToolOffer:
         """The tools that are offered; the conversation's template knows ``speech``.
 
         Raises:
-            Wrong: the template would leave them out of the prompt.
+            BadRequest: the template would leave them out of the prompt.
         """
         if not self.tools or self.tool_choice == "none":
-            return Offer()
+            return ToolOffer()
         if not speech.shown:
-            raise Wrong(
+            raise BadRequest(
                 "tools cannot be offered: the model's chat template writes none into the prompt; use a model that "
                 "knows tools, or a chat_template that shows them",
                 param="tools",
             )
-        return Offer(tools=self.tools, single=self.parallel_tool_calls is False)
+        return ToolOffer(tools=self.tools, single=self.parallel_tool_calls is False)
 
     def said(self) -> tuple[Message, ...]:
         """The conversation in our words.
 
         Raises:
-            Wrong: a message has parts that are no text.
+            BadRequest: a message has parts that are no text.
         """
         return tuple(_spoken(message) for message in self.messages)
 
@@ -236,7 +240,7 @@ class Chat(Asked, kw_only=True):
 def _refuse_odd(tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Wrong('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
+        raise BadRequest('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
     if function.get("strict"):  # as some agents' libraries say of every tool, so refusing would lock them out
         _told_of_strict()
 
@@ -249,38 +253,38 @@ def _told_of_strict() -> None:
     )
 
 
-def _spoken(message: _Said) -> Message:
+def _spoken(message: _RequestMessage) -> Message:
     if message.function_call:
-        raise Wrong("function_call cannot be read; give tool_calls", param="messages")
+        raise BadRequest("function_call cannot be read; give tool_calls", param="messages")
     text = _text(message)
     if not (message.tool_calls or message.tool_call_id or message.name):
         return Message(role=message.role, content=text)
     calls = tuple(
-        Call(
+        ToolCall(
             name=call.function.name,
             arguments=given if isinstance(given := call.function.arguments, str) else json.dumps(given),
             id=call.id or "",
         )
         for call in message.tool_calls or ()
     )
-    return Spoken(
+    return ToolMessage(
         role=message.role, content=text, calls=calls, answers=message.tool_call_id or "", name=message.name or ""
     )
 
 
-def _text(message: _Said) -> str:
+def _text(message: _RequestMessage) -> str:
     if not isinstance(message.content, list):
         return message.content or ""
     if other := [part.get("type") for part in message.content if part.get("type") != "text"]:
-        raise Wrong(f"a message has a part of type {other[0]}, and the policy reads text alone", param="messages")
+        raise BadRequest(f"a message has a part of type {other[0]}, and the policy reads text alone", param="messages")
     return "".join(str(part.get("text", "")) for part in message.content)
 
 
-class Text(Asked, kw_only=True):
+class TextRequest(CompletionRequest, kw_only=True):
     """Body of /v1/completions."""
 
     KIND: ClassVar[str] = "completion"
-    REFUSED: ClassVar[tuple[str, ...]] = (*Asked.REFUSED, "suffix", "echo")
+    REFUSED: ClassVar[tuple[str, ...]] = (*CompletionRequest.REFUSED, "suffix", "echo")
 
     prompt: str | list[Any]
     """Text or token ids, or a list of such."""
@@ -294,18 +298,18 @@ class Text(Asked, kw_only=True):
         """Refuse what cannot be done.
 
         Raises:
-            Wrong: says what.
+            BadRequest: says what.
         """
         if self.logprobs:
-            raise Wrong("logprobs must be 0: those of the sampled tokens alone are kept", param="logprobs")
+            raise BadRequest("logprobs must be 0: those of the sampled tokens alone are kept", param="logprobs")
         if self.best_of is not None and self.best_of != self.answers:
-            raise Wrong("best_of must be n: every answer that is sampled is given", param="best_of")
+            raise BadRequest("best_of must be n: every answer that is sampled is given", param="best_of")
 
     def prompts(self, vocabulary: int) -> list[str | list[int]]:
         """Each prompt; token ids must be below ``vocabulary``.
 
         Raises:
-            Wrong: one is neither text nor token ids, or there are too many.
+            BadRequest: one is neither text nor token ids, or there are too many.
         """
         given: Any = self.prompt
         several = isinstance(given, list) and not all(isinstance(part, int) for part in given)
@@ -315,10 +319,10 @@ class Text(Asked, kw_only=True):
                 isinstance(prompt, list) and all(type(id) is int and 0 <= id < vocabulary for id in prompt)
             )
             if not fine or not prompt:
-                raise Wrong(
+                raise BadRequest(
                     f"prompt must be text or token ids from 0 to {vocabulary - 1}, or a list of such, and not empty",
                     param="prompt",
                 )
         if len(found) * self.answers > MOST:
-            raise Wrong(f"prompts times n must be {MOST} at most", param="n")
+            raise BadRequest(f"prompts times n must be {MOST} at most", param="n")
         return list(found)

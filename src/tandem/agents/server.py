@@ -19,9 +19,9 @@ from itertools import count
 import msgspec
 from aiohttp import web
 
-from tandem.agents.replies import Answer, chat_body, streamed, text_body
-from tandem.agents.schema import Asked, Chat, Text, Wrong
-from tandem.agents.tool_calls import Offer, Spoken, alike, as_text, read
+from tandem.agents.replies import Reply, chat_body, streamed, text_body
+from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
+from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
 from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
@@ -36,12 +36,12 @@ IDLE_SECONDS = 3600.0
 """A session that was begun over HTTP and is not heard of for this long has been abandoned."""
 
 
-NONE = Offer()
+NONE = ToolOffer()
 """No tools."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Conversation:
     """A conversation that the policy has spoken in last."""
 
     tokens: tuple[int, ...]
@@ -68,11 +68,13 @@ class Session:
     failure: EngineError | Deadline | None = None
     """What the engine said instead of its last answer."""
     # By the tools that were offered, and the conversation as agents tell them apart.
-    _said: dict[tuple[str, tuple[Message, ...]], _Said] = field(default_factory=dict)
-    _written: dict[str, _Said] = field(default_factory=dict)  # by text
+    _said: dict[tuple[str, tuple[Message, ...]], _Conversation] = field(default_factory=dict)
+    _written: dict[str, _Conversation] = field(default_factory=dict)  # by text
     _numbers: Iterator[int] = field(default_factory=count)
 
-    async def reply(self, messages: Sequence[Message], sampling: Sampling | None = None, offer: Offer = NONE) -> Answer:
+    async def reply(
+        self, messages: Sequence[Message], sampling: Sampling | None = None, offer: ToolOffer = NONE
+    ) -> Reply:
         """Let the policy answer a conversation.
 
         Raises:
@@ -88,11 +90,11 @@ class Session:
         turn = await self._sample(prompt, replace(sampling, stop=(*sampling.stop, *ends)))
         whole = self.template.decode(turn.completion.tokens)
         text, calls = read(form, offer, _cut(whole, sampling.stop))
-        key = (*said, Spoken(role="assistant", content=text, calls=calls))
+        key = (*said, ToolMessage(role="assistant", content=text, calls=calls))
         self._said[offer.key, _alike(key)] = self._noted(turn, before, whole)
-        return Answer(text=text, calls=calls, turn=turn)
+        return Reply(text=text, calls=calls, turn=turn)
 
-    async def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Answer:
+    async def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Reply:
         """Let the policy go on with text, or with token ids.
 
         Raises:
@@ -105,7 +107,7 @@ class Session:
         turn = await self._sample(tokens, sampling)
         text = self.template.decode(turn.completion.tokens)
         self._written[written + text] = self._noted(turn, before, text)
-        return Answer(text=_cut(text, sampling.stop), turn=turn)
+        return Reply(text=_cut(text, sampling.stop), turn=turn)
 
     @contextmanager
     def played(self) -> Iterator[None]:
@@ -143,12 +145,12 @@ class Session:
         self.turns.append(turn)
         return turn
 
-    def _noted(self, turn: Turn, before: tuple[Message, ...], text: str) -> _Said:
+    def _noted(self, turn: Turn, before: tuple[Message, ...], text: str) -> _Conversation:
         """What was said up to now, the newest turn included."""
         self.messages = (*before, Message(role="assistant", content=text))
-        return _Said((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
+        return _Conversation((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
 
-    def _prompt(self, messages: tuple[Message, ...], offer: Offer) -> tuple[list[int], tuple[Message, ...]]:
+    def _prompt(self, messages: tuple[Message, ...], offer: ToolOffer) -> tuple[list[int], tuple[Message, ...]]:
         """A conversation as token ids, those of the longest one that it extends and what is new; and for people."""
         same = _alike(messages)
         for cut in range(len(messages) - 1, 0, -1):
@@ -169,7 +171,7 @@ class Session:
         tokens = said.tokens[:-1] if self.template.ends(said.tokens[-1]) else said.tokens
         return [*tokens, *self.template.more(new)], self._answered(said, _user(new))
 
-    def _answered(self, said: _Said, new: tuple[Message, ...]) -> tuple[Message, ...]:
+    def _answered(self, said: _Conversation, new: tuple[Message, ...]) -> tuple[Message, ...]:
         """Note what the agent said next; all that was said."""
         self.turns[said.turn] = replace(self.turns[said.turn], reply=new)
         return (*said.messages, *new)
@@ -241,7 +243,7 @@ class Proxy:
 
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Answer at an address; port 0 is a free one. Gives the URL."""
+        """Serve at an address; port 0 is a free one. Gives the URL."""
         runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -300,7 +302,7 @@ class Proxy:
         self._heard.pop(name, None)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, asked = self._session(request), Chat.read(await request.read())
+        session, asked = self._session(request), ChatRequest.read(await request.read())
         sampling, messages = asked.sampling(self._sampling), asked.said()
         offer = asked.offer(self._template.speech) if asked.tools else NONE
         found = await asyncio.gather(*(session.reply(messages, sampling, offer) for _ in range(asked.answers)))
@@ -309,7 +311,7 @@ class Proxy:
         return await self._told(request, asked, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, asked = self._session(request), Text.read(await request.read())
+        session, asked = self._session(request), TextRequest.read(await request.read())
         sampling, prompts = asked.sampling(self._sampling), asked.prompts(self._template.vocabulary)
         wanted = [prompt for prompt in prompts for _ in range(asked.answers)]
         found = await asyncio.gather(*(session.complete(prompt, sampling) for prompt in wanted))
@@ -318,7 +320,7 @@ class Proxy:
         body = text_body(self._model, each, int(time.time()), pieces, ids=bool(asked.return_token_ids))
         return await self._told(request, asked, body)
 
-    async def _told(self, request: web.Request, asked: Asked, body: dict[str, Json]) -> web.StreamResponse:
+    async def _told(self, request: web.Request, asked: CompletionRequest, body: dict[str, Json]) -> web.StreamResponse:
         if asked.stream:
             return await streamed(request, body, counted=asked.counted)
         return web.json_response(body)
@@ -326,7 +328,7 @@ class Proxy:
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            raise Wrong("there is no such session; POST /sessions/create begins one", status=404)
+            raise BadRequest("there is no such session; POST /sessions/create begins one", status=404)
         if request.match_info["session"] in self._heard:
             self._heard[request.match_info["session"]] = self._clock()
         return session
@@ -337,7 +339,7 @@ async def _in_openai_form(request: web.Request, handler: web.Handler) -> web.Str
     """Errors as OpenAI's clients expect them."""
     try:
         return await handler(request)  # type: ignore[no-any-return]
-    except Wrong as error:
+    except BadRequest as error:
         return _error(str(error), error.status, "invalid_request_error", error.param)
     except EnvError as error:
         return _error(str(error), 400, "invalid_request_error", "messages")

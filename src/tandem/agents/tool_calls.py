@@ -15,7 +15,7 @@ from tandem.types import Json, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ToolCall:
     """One call of a tool."""
 
     name: str
@@ -34,10 +34,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken(Message):
+class ToolMessage(Message):
     """A message with what a chat of tools has beyond role and text."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     """What an assistant's message calls."""
     answers: str = ""
     """Id of the call whose result a tool's message is."""
@@ -46,7 +46,7 @@ class Spoken(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ToolOffer:
     """The tools of one request."""
 
     tools: Sequence[Json] = ()
@@ -72,7 +72,7 @@ class Form(ABC):
     """Text with which every call ends, if there is one."""
 
     @abstractmethod
-    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
+    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
         """The text beside the calls, and the calls.
 
         A call that cannot be read leaves all of the text as text: whoever asked sees what the policy wrote.
@@ -89,7 +89,7 @@ class Tagged(Form):
     stop = "</tool_call>"
     _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
-    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
+    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
         thought, closed, said = text.rpartition("</think>")
         calls = [_call(found) for found in self._CALL.findall(said)]
         if not calls or None in calls:
@@ -100,7 +100,7 @@ class Tagged(Form):
 class Bare(Form):
     """``{"name": ..., "parameters": ...}`` as the whole answer, several divided by semicolons: Llama."""
 
-    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
+    def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
         rest, calls, decoder = text.strip().removeprefix("<|python_tag|>").lstrip(), [], json.JSONDecoder()
         while rest:
             try:
@@ -129,7 +129,7 @@ Render = Callable[[Sequence[Message], Sequence[Json]], str]
 """Text of messages and tools, by a chat template."""
 
 _ASKED = Message(role="user", content="?")
-_PROBE = Call(name="tandem_probe", arguments='{"tandem_key": "tandem_value"}', id="tandem000")
+_PROBE = ToolCall(name="tandem_probe", arguments='{"tandem_key": "tandem_value"}', id="tandem000")
 _TOOL = {
     "type": "function",
     "function": {
@@ -147,7 +147,7 @@ def speech(render: Render) -> Speech:
     except EnvError:
         return Speech(shown=False, form=None)
     try:
-        text = render([_ASKED, Spoken(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
+        text = render([_ASKED, ToolMessage(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
     except EnvError:
         return Speech(shown=shown, form=None)
     return Speech(shown=shown, form=_form(text))
@@ -169,11 +169,11 @@ def _form(text: str) -> Form | None:
     return None
 
 
-def _is_probe(calls: Sequence[Call]) -> bool:
+def _is_probe(calls: Sequence[ToolCall]) -> bool:
     return [(call.name, call.value()) for call in calls] == [(_PROBE.name, _PROBE.value())]
 
 
-def read(form: Form | None, offer: Offer, text: str) -> tuple[str, tuple[Call, ...]]:
+def read(form: Form | None, offer: ToolOffer, text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """An answer as agents get it: its text and its calls, each with an id of its own.
 
     Where there is no form, where calls cannot be read, or where there are more than asked for, all of it is text.
@@ -184,7 +184,7 @@ def read(form: Form | None, offer: Offer, text: str) -> tuple[str, tuple[Call, .
     return rest, tuple(replace(call, id=f"call_{secrets.token_hex(12)}") for call in calls)
 
 
-def _call(text: str) -> Call | None:
+def _call(text: str) -> ToolCall | None:
     """A call as its model wrote it; None if it is none."""
     try:
         found = json.loads(text)
@@ -195,13 +195,13 @@ def _call(text: str) -> Call | None:
     given = found.get("arguments", found.get("parameters"))
     if not isinstance(given, dict):
         return None
-    return Call(name=found["name"], arguments=json.dumps(given, ensure_ascii=False))
+    return ToolCall(name=found["name"], arguments=json.dumps(given, ensure_ascii=False))
 
 
 def as_template(message: Message) -> dict[str, Any]:
     """A message as chat templates take it."""
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if not isinstance(message, Spoken):
+    if not isinstance(message, ToolMessage):
         return plain
     if message.calls:
         plain["tool_calls"] = [
@@ -217,7 +217,7 @@ def as_template(message: Message) -> dict[str, Any]:
 
 def as_text(message: Message) -> Message:
     """A message for graders and people, who read text: calls that the policy did not write itself follow as JSON."""
-    calls = message.calls if isinstance(message, Spoken) else ()
+    calls = message.calls if isinstance(message, ToolMessage) else ()
     written = [json.dumps({"name": call.name, "arguments": call.value()}, ensure_ascii=False) for call in calls]
     return Message(role=message.role, content="\n".join(part for part in (message.content, *written) if part))
 
@@ -229,6 +229,6 @@ def alike(message: Message) -> Message:
     """
     if message.role != "assistant":
         return message
-    calls = message.calls if isinstance(message, Spoken) else ()
-    same = tuple(Call(name=c.name, arguments=json.dumps(c.value(), sort_keys=True)) for c in calls)
-    return Spoken(role="assistant", content=message.content.strip(), calls=same)
+    calls = message.calls if isinstance(message, ToolMessage) else ()
+    same = tuple(ToolCall(name=c.name, arguments=json.dumps(c.value(), sort_keys=True)) for c in calls)
+    return ToolMessage(role="assistant", content=message.content.strip(), calls=same)

@@ -18,7 +18,7 @@ import msgspec
 import tandem
 from tandem import machine
 from tandem.config.loading import RunConfig, as_json
-from tandem.trainer.memory_plan import Line
+from tandem.trainer.memory_plan import MemoryLine
 from tandem.types import Task
 
 _UNREAD = frozenset(
@@ -49,7 +49,7 @@ class ModelFigures:
     """Of its configuration."""
     prompts: str
     """Of the prompts' lengths."""
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryLine, ...]
     """Of the memory plan."""
     parameters: int
     """Numbers in its weights."""

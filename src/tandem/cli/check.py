@@ -30,9 +30,9 @@ from tandem.engines.base import CanAttest, CanLend
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.rewards.base import Reward
-from tandem.rewards.grading.calls import Adapter
+from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout.gold import Siblings, distinct, failures_of
+from tandem.rollout.gold import GradedPair, distinct, failures_of
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import MemoryPlan
 from tandem.types import Rollout, Task
@@ -215,9 +215,9 @@ class _RecipeCheck:
         return _of_each({name: told(len(tasks)) for name, tasks in self._read("test").items()})
 
     def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
-        from tandem.trainer import players
+        from tandem.trainer import environments
 
-        return players.tasks(self._config, split)
+        return environments.tasks(self._config, split)
 
     async def _gold(self) -> str | None:
         """Gold replies and wrong ones, graded in the same processes that training grades in.
@@ -358,7 +358,7 @@ _SHOWN = 4
 """Kinds of failures that are told."""
 
 
-def require_right(name: str, graders: Graders, graded: Sequence[Siblings]) -> None:
+def require_right(name: str, graders: Graders, graded: Sequence[GradedPair]) -> None:
     """Refuse rewards of an environment that do not give its gold replies full marks, or cannot grade an answer.
 
     Raises:
@@ -377,7 +377,7 @@ def require_right(name: str, graders: Graders, graded: Sequence[Siblings]) -> No
     raise RewardError(f"{what}: {'; '.join(lines[:_SHOWN])}{more}; {remedy}")
 
 
-def graded_text(graders: Graders, graded: Sequence[Siblings]) -> str:
+def graded_text(graders: Graders, graded: Sequence[GradedPair]) -> str:
     """What each reward gave; only a person can judge one that does not say what full marks are."""
     if not graded:
         return "the environment knows none: its rewards are not proven"
@@ -385,14 +385,14 @@ def graded_text(graders: Graders, graded: Sequence[Siblings]) -> str:
     return f"{len(graded)} graded, each beside a wrong answer: {'; '.join(each)}"
 
 
-def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[Siblings]) -> Iterator[str]:
+def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedPair]) -> Iterator[str]:
     """What is likely a mistake, and need not be one."""
     if not graded:
         return
     for name, spec in rewards.items():
         right = _values(name, [pair.right for pair in graded])
         wrong = _values(name, [pair.wrong for pair in graded])
-        own = not isinstance(spec.reward, Reward) or isinstance(spec.reward, Adapter)
+        own = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
         if own and not right:
             yield f"{name} gives no gold reply anything (None)"
         elif own and not any(right) and max(wrong, default=0.0) >= 0:
@@ -404,7 +404,7 @@ def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[Siblings]) -> Ite
         )
 
 
-def _told(name: str, full: float | None, graded: Sequence[Siblings]) -> str:
+def _told(name: str, full: float | None, graded: Sequence[GradedPair]) -> str:
     right, wrong = (_mean(_values(name, some)) for some in ([p.right for p in graded], [p.wrong for p in graded]))
     if full is not None:
         return f"{name} gives full marks, and the wrong ones {wrong}"

@@ -42,10 +42,10 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
 
 async def _played(config: RunConfig, count: int) -> Forecast:
     from tandem.trainer import assemble as run  # only now: it loads torch
-    from tandem.trainer import players
+    from tandem.trainer import environments
     from tandem.trainer.forecast import forecast
 
-    async with run.playing(config, players.tasks(config, "train"), None) as runners:
+    async with run.playing(config, environments.tasks(config, "train"), None) as runners:
         return await forecast(config, runners, count)
 
 

@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 from tandem.observability import json_lines
 from tandem.observability.report.summary import last_mark
 from tandem.trainer import digests
-from tandem.trainer.lock import Lock
+from tandem.trainer.run_folder import RunLock
 
 
 def clean(folder: Path, *, yes: bool) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _finished(run: Path) -> bool:
 
 def _remove(run: Path, checkpoints: list[Path]) -> None:
     """Each is renamed first, since half of a checkpoint must not bear its name."""
-    with Lock() as lock:
+    with RunLock() as lock:
         lock.take(run)
         for checkpoint in checkpoints:
             shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp")))

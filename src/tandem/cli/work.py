@@ -29,7 +29,7 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
-from tandem.trainer import players
+from tandem.trainer import environments
 from tandem.types import Group, Sampling
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
     for name, source in config.sources.items():
         on = f"data of environment {name}"
         with waits.blocking("tandem work", "train tasks and their prompts", on, config.timeouts.wait_seconds):
-            tasks[name] = players.tasks_of(name, source, "train")
+            tasks[name] = environments.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
     broker_key = _key(config.broker.key_variable, "broker.key_variable")
     remote = RemoteEngines(

@@ -21,7 +21,7 @@ from tandem.types import Completion, PolicyVersion, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(EngineSpec):
-    """TaskSampler each token uniformly from a vocabulary; the last id of it ends an answer."""
+    """Draws each token uniformly from a vocabulary; the last id of it ends an answer."""
 
     vocab: int = 128
     """Token ids are drawn from 0 to vocab - 1."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.envs.base import Environment, Split
-from tandem.envs.data.rows import Row, Source
+from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import opening, some
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Json, Message, Task
@@ -72,8 +72,8 @@ class Dataset(Environment):
         """Options that change nothing, and why."""
         return self._source().inert()
 
-    def _source(self) -> Source:
-        return Source(
+    def _source(self) -> DataSource:
+        return DataSource(
             path=self.path,
             subset=self.subset,
             train_split=self.train_split,
@@ -82,7 +82,7 @@ class Dataset(Environment):
             test_share=self.test_share,
         )
 
-    def _rows(self, split: Split) -> Iterator[Row]:
+    def _rows(self, split: Split) -> Iterator[DataRow]:
         """Rows of a split, transformed after the split is decided."""
         change = self._change()
         for row in self._source().rows(split, self._key):
@@ -94,13 +94,13 @@ class Dataset(Environment):
         """What changes a row's columns, or leaves the row out by None; None changes nothing."""
         return _function(self.transform) if self.transform else None
 
-    def _key(self, row: Row) -> str:
+    def _key(self, row: DataRow) -> str:
         """What the split hashes: the data beneath the prompt, so that new wording moves no row into training."""
         if self.transform:
             return repr(sorted(row.columns.items()))
         return repr([row.value(column) for column in _PLACE.findall(self.prompt) or [self.prompt]])
 
-    def _task(self, row: Row, split: Split) -> Task:
+    def _task(self, row: DataRow, split: Split) -> Task:
         return Task(
             id=f"{split}/{row.number}",
             env=self.name,
@@ -109,7 +109,7 @@ class Dataset(Environment):
             meta=row.columns,
         )
 
-    def _prompt(self, row: Row) -> tuple[Message, ...]:
+    def _prompt(self, row: DataRow) -> tuple[Message, ...]:
         if _PLACE.search(self.prompt):
             return opening(_PLACE.sub(lambda m: row.text(m[1]), self.prompt), self.system, self.instruction)
         value = row.value(self.prompt)
@@ -127,7 +127,7 @@ class Dataset(Environment):
         return messages
 
 
-def _message(item: Json, row: Row, column: str) -> Message:
+def _message(item: Json, row: DataRow, column: str) -> Message:
     expected = f"{row.where}: column {column!r} should be a list of messages, each with role and content (text)"
     if not isinstance(item, dict) or not isinstance(item.get("content"), str):
         raise EnvError(f"{expected}, got {str(item)[:80]!r}")
@@ -153,7 +153,7 @@ def _function(path: str) -> Callable[[dict[str, Json]], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _changed(row: Row, change: Callable[[dict[str, Json]], Any], path: str) -> Row | None:
+def _changed(row: DataRow, change: Callable[[dict[str, Json]], Any], path: str) -> DataRow | None:
     """The row after its transform; None if that leaves it out."""
     try:
         columns = change(dict(row.columns))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.envs.base import Environment, Split
-from tandem.envs.data.rows import Row, Source
+from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import opening, some
 from tandem.errors import EnvError
 from tandem.types import Json, Task
@@ -60,8 +60,8 @@ class Gsm8k(Environment):
         """Options that change nothing, and why."""
         return {name: why for name, why in self._source().inert().items() if name in ("subset", "test_share")}
 
-    def _source(self) -> Source:
-        return Source(
+    def _source(self) -> DataSource:
+        return DataSource(
             path=self.path,
             subset=self.subset,
             test_split="test",
@@ -69,7 +69,7 @@ class Gsm8k(Environment):
             test_share=self.test_share,
         )
 
-    def _task(self, row: Row, split: Split) -> Task:
+    def _task(self, row: DataRow, split: Split) -> Task:
         question = row.text("question")
         solution, marker, answer = _NOTES.sub("", row.text("answer")).rpartition("####")
         if not marker or not answer.strip():

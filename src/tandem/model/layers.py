@@ -18,9 +18,9 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.errors import ConfigError
-from tandem.model import _compile, _varlen
-from tandem.model._compile import Compile
+from tandem.model import _varlen, compilation
 from tandem.model.checkpointing import Checkpointing, recomputed
+from tandem.model.compilation import Compile
 from tandem.model.plans import Decode, Packed
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def check(compile: Compile) -> None:
         ConfigError: says what is missing.
     """
     if compile is True:
-        _compile.decide(True, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        compilation.decide(True, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -88,7 +88,7 @@ class _Way:
             return self._eager(layer, hidden, *args, **kwargs)
         if self._scores is None:
             # Not before: the weights may have moved to another device after they were loaded.
-            self._choose(_compile.decide(self._compile, hidden.device), hidden)
+            self._choose(compilation.decide(self._compile, hidden.device), hidden)
         # The kernel is within the layer's only graph then.
         spans = {"spans": plan.spans(hidden.device)} if self._whole and isinstance(plan, Packed) else {}
         try:
@@ -112,6 +112,6 @@ class _Way:
         self._whole = compiled and _varlen.unfit(hidden.dtype, hidden.device) is None
         self._scores = self._trainable = self._eager
         if compiled:
-            self._scores = self._trainable = _compile.compiled(self._eager, self._backend, self._checkpointing)
+            self._scores = self._trainable = compilation.compiled(self._eager, self._backend, self._checkpointing)
         if self._checkpointing == "full" or (self._checkpointing == "selective" and not compiled):
             self._trainable = recomputed(self._scores, self._checkpointing)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.model import _compile
-from tandem.model._compile import Compile
-from tandem.model.penalties import OUTSIDE, History, Part, penalise
+from tandem.model import compilation
+from tandem.model.compilation import Compile
+from tandem.model.penalties import OUTSIDE, Part, TokenHistory, penalise
 from tandem.model.sampling import threshold
 
 _TILE_CPU = 3 << 20
@@ -45,7 +45,7 @@ def token_logprobs(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
-    history: History | None = None,
+    history: TokenHistory | None = None,
     entropy: bool = False,
     tile: int | None = None,
     compile: Compile = False,
@@ -207,7 +207,7 @@ class _Tiles:
         bias_V: Tensor | None,
         targets_N: Tensor,
         temperature_N1: Tensor,
-        history: History | None,
+        history: TokenHistory | None,
         tile: int | None,
         compile: Compile,
     ) -> None:
@@ -217,7 +217,7 @@ class _Tiles:
         self.edge_N1: Tensor | None = None
         self.history = history
         self.tile = tile or (_TILE_CPU if hidden_NH.device.type == "cpu" else _TILE_GPU)
-        self._compile = _compile.decide(compile, hidden_NH.device)
+        self._compile = compilation.decide(compile, hidden_NH.device)
 
     def walk(self, function: Callable[..., Any]) -> Iterator[tuple[int, int, Callable[..., Any]]]:
         """Yield (start, end, ``function`` with a tile's logits and all that is known of its rows)."""

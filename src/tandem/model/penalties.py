@@ -236,7 +236,7 @@ class Events(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class TokenHistory:
     """Penalties, and what is before each of N rows, on the device."""
 
     penalties: Penalties

@@ -17,8 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 from tandem import clone, hub
 from tandem.errors import ConfigError
 from tandem.machine import cores, keep_few_kernels
-from tandem.model._compile import Compile
 from tandem.model.attention import NAME, Packed, Plan, sequential_positions
+from tandem.model.compilation import Compile
 from tandem.model.families import refusal
 from tandem.model.logprobs import token_logprobs
 from tandem.observability import waits

@@ -38,7 +38,7 @@ class Adam(Optimizer):
                 raise ValueError(f"{name} must be at least 0 and finite")
 
 
-class _Guard(NamedTuple):
+class _FiniteGuard(NamedTuple):
     """What torch's fused kernels read on the device, so that the host need not know the norm."""
 
     divisor: Tensor | None
@@ -69,14 +69,14 @@ class FloatMoments(Slots):
             super().clipped_update(slots, norm, lr, max_grad_norm)
             return
         divisor = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm > 0 else None
-        self._update(slots, lr, _Guard(divisor, (~norm.isfinite()).float()))
+        self._update(slots, lr, _FiniteGuard(divisor, (~norm.isfinite()).float()))
 
     def update(self, slots: Sequence[Slot], lr: float, clip: float) -> None:
         """By gradients that are finite."""
         divisor = None if clip == 1.0 else torch.full((), 1 / clip, device=slots[0].gradient.device)
-        self._update(slots, lr, _Guard(divisor, None))
+        self._update(slots, lr, _FiniteGuard(divisor, None))
 
-    def _update(self, slots: Sequence[Slot], lr: float, guard: _Guard) -> None:
+    def _update(self, slots: Sequence[Slot], lr: float, guard: _FiniteGuard) -> None:
         """Masters all at once; piece by piece weights without, and those whose gradient has to be widened."""
         whole = [slot for slot in slots if _is_whole(slot)]
         if whole:
@@ -99,7 +99,7 @@ class FloatMoments(Slots):
         if masters:
             torch._foreach_copy_([slot.parameter for slot in slots], masters)
 
-    def _update_pieces(self, slot: Slot, lr: float, guard: _Guard) -> None:
+    def _update_pieces(self, slot: Slot, lr: float, guard: _FiniteGuard) -> None:
         state = self.states[slot]
         exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
         for value, grad, at in slot.pieces():
@@ -117,7 +117,7 @@ class FloatMoments(Slots):
         steps: list[Tensor],
         *,
         lr: float,
-        guard: _Guard,
+        guard: _FiniteGuard,
     ) -> None:
         from torch.optim.adamw import adamw
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from tandem.model import _compile
+from tandem.model import compilation
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class fused(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
-        if not self._eager and first.device.type == "cuda" and _compile.decide("auto", first.device):
+        if not self._eager and first.device.type == "cuda" and compilation.decide("auto", first.device):
             # Here, where it is needed: the compiler takes a while to be imported.
             from torch._dynamo.exc import TorchDynamoException
 

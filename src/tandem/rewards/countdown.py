@@ -15,7 +15,7 @@ from tandem.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(Reward):
+class CountdownReward(Reward):
     """1 if the expression equals meta["target"] with the numbers of meta["numbers"]; else ``partial`` or 0."""
 
     pure: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from tandem.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(Reward):
+class ExactReward(Reward):
     """1 if the reply is the gold answer, spaces around it aside; else 0."""
 
     pure: ClassVar[bool] = True

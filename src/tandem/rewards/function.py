@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import ConfigError, RewardError, said
-from tandem.rewards.grading.calls import Adapter, Called, plain
+from tandem.rewards.grading.calls import Called, FunctionReward, plain
 
 
 @dataclass(frozen=True, kw_only=True)
-class Function(Adapter):
+class Function(FunctionReward):
     """What ``f(completions, **columns)`` returns, one number or None per sibling; or ``f(rollout)``; or async."""
 
     path: str

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tandem.errors import ConfigError, RewardError
 from tandem.lazy import aiohttp
-from tandem.rewards._questions import Answer, Server
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout
 
@@ -115,11 +116,11 @@ class Judge(GroupReward):
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with aiohttp.ClientSession(headers=headers) as session:
-            server = Server(
+            server = JudgeServer(
                 session, self.url, seconds=self.timeout_seconds, retries=self.retries, backoff=self.backoff_seconds
             )
 
-            async def ask(question: str) -> Answer:
+            async def ask(question: str) -> JudgeReply:
                 async with gate:
                     return await server.ask(self._body(question))
 
@@ -168,7 +169,7 @@ class Judge(GroupReward):
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def _verdict(self, task: asyncio.Task[Answer]) -> Verdict:
+    def _verdict(self, task: asyncio.Task[JudgeReply]) -> Verdict:
         if task.cancelled():
             return self._unanswered(f"had no answer from {self.url} within {self.deadline_seconds:g} s")
         answer = task.result()
@@ -197,3 +198,95 @@ def _pattern_problem(pattern: str) -> str | None:
     except re.error as error:
         return f"pattern {pattern!r} is no regular expression: {error}"
     return None if groups else f"pattern {pattern!r} must have a group (in brackets) around the score"
+
+
+_NEVER = (401, 403, 404)
+"""Statuses that no other question would change: a wrong key, URL or model."""
+
+_LATER = (408, 409, 425, 429)
+"""Statuses below 500 with which the same question may be asked again."""
+
+
+class JudgeReply(NamedTuple):
+    """What came of a question."""
+
+    text: str | None = None
+    """What the model said; None: nothing."""
+    error: str = ""
+    """Why it said nothing, to stand behind a reward's name."""
+    away: bool = False
+    """True if the server could not answer, however often it was asked."""
+    costs: Literal["rollout", "run"] = "rollout"
+    """What is lost by an error that is not the server's absence."""
+
+
+class _RetryLater(Exception):
+    """Ask again, after ``seconds`` at least."""
+
+    def __init__(self, text: str, seconds: float = 0.0) -> None:
+        super().__init__(text)
+        self.seconds = seconds
+
+
+class JudgeServer:
+    """Where questions go."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, seconds: float, retries: int, backoff: float):
+        """Nothing is sent yet.
+
+        Args:
+            session: With the headers that authorise.
+            url: Base of the API.
+            seconds: How long one request may take.
+            retries: How often a question is asked again.
+            backoff: Seconds before the first time; they double, less a random part of up to a half, so that many
+                askers do not come back at once.
+        """
+        self._session = session
+        self._url = url.rstrip("/") + ("" if url.rstrip("/").endswith("/chat/completions") else "/chat/completions")
+        self._timeout = aiohttp.ClientTimeout(total=seconds)
+        self._retries = retries
+        self._backoff = backoff
+
+    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
+        """The answer to a request."""
+        for again in range(self._retries + 1):
+            try:
+                return await self._asked(body)
+            except _RetryLater as error:
+                if again == self._retries:
+                    times = f", asked {again + 1} times" if again else ""
+                    return JudgeReply(error=f"had no answer from {self._url}: {error}{times}", away=True)
+                pause = self._backoff * 2**again * random.uniform(0.5, 1.0)
+                await asyncio.sleep(max(pause, error.seconds))
+        raise AssertionError("the last time returns")
+
+    async def _asked(self, body: Mapping[str, Any]) -> JudgeReply:
+        """One request; raises _RetryLater."""
+        try:
+            async with self._session.post(self._url, json=body, timeout=self._timeout) as response:
+                said = await response.text(errors="replace")
+                status, later = response.status, response.headers.get("Retry-After", "")
+        except TimeoutError as error:
+            raise _RetryLater(f"no answer within {self._timeout.total:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _RetryLater(str(error) or type(error).__name__) from error
+        if status >= 500 or status in _LATER:
+            raise _RetryLater(f"it said {status}", float(later) if later.isdecimal() else 0.0)
+        if status != 200:
+            costs: Literal["rollout", "run"] = "run" if status in _NEVER else "rollout"
+            return JudgeReply(error=f"was refused by {self._url}: {status} {' '.join(said.split())[:200]}", costs=costs)
+        return _read(said)
+
+
+def _read(said: str) -> JudgeReply:
+    """A completion's text; raises _RetryLater if it is no completion at all, as a proxy's page."""
+    try:
+        choice = json.loads(said)["choices"][0]
+        text = choice["message"]["content"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise _RetryLater(f"it said what is no chat completion: {said[:80]!r}") from error
+    if not isinstance(text, str) or not text.strip():
+        why = f" (finish_reason {choice.get('finish_reason')}; max_tokens may be too small)"
+        return JudgeReply(error=f"got an answer without text from the judge{why}")
+    return JudgeReply(text=text)

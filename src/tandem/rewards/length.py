@@ -11,7 +11,7 @@ from tandem.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length(Reward):
+class LengthReward(Reward):
     """1 at the target length, falling in a straight line to 0 at ``span`` tokens from it."""
 
     pure: ClassVar[bool] = True

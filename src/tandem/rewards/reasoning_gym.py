@@ -17,7 +17,7 @@ from tandem.types import Json, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(Reward):
+class ReasoningGymReward(Reward):
     """1 if the task's own verifier gives the extracted answer full marks; else 0, or its partial credit."""
 
     pure: ClassVar[bool] = True

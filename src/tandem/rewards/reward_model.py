@@ -1,15 +1,16 @@
-"""A neural reward: what a sequence-classification model says of the prompt and the answer."""
+"""A neural reward: what a sequence-classification model says of the prompt and the answer, in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from tandem.errors import ConfigError
-from tandem.rewards._classifier import Classifier, loaded
-from tandem.rewards.base import GroupReward, Verdict
-from tandem.types import Rollout
+from tandem.errors import ConfigError, RewardError
+from tandem.rewards.base import Failure, GroupReward, Verdict
+from tandem.types import TEXT, Message, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +74,116 @@ class RewardModel(GroupReward):
     @property
     def call_seconds(self) -> float:
         return self.timeout_seconds
+
+
+@cache
+def loaded(name: str, label: int | None, device: str, dtype: str, chat_template: str) -> Classifier:
+    """The model, once in a process; arguments are the options of ``RewardModel``.
+
+    Raises:
+        RewardError: it cannot be loaded, or has no such output or chat template.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        where = torch.device(device)
+        model = _model(name, dtype).to(where).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError) as error:  # no such model or device; the message says which
+        raise RewardError(f"reward model {name} cannot be loaded on {device}: {error}") from error
+    if chat_template:
+        tokenizer.chat_template = _template(chat_template)
+    if not tokenizer.chat_template and tokenizer.sep_token_id is None:
+        raise RewardError(f"reward model {name} has no chat template; give the option chat_template")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # its head looks for the last token before
+    model.config.pad_token_id = tokenizer.pad_token_id
+    outputs: int = model.config.num_labels
+    if label is None and outputs > 1:
+        named = ", ".join(str(model.config.id2label.get(i, i)) for i in range(outputs))
+        raise RewardError(f"reward model {name} has {outputs} outputs ({named}); give the option label, from 0")
+    if label is not None and label >= outputs:
+        raise RewardError(f"reward model {name} has {outputs} outputs, so label must be below {outputs}, got {label}")
+    return Classifier(name, model, tokenizer, label or 0, where)
+
+
+class Classifier:
+    """A loaded model with its tokenizer."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, label: int, device: Any) -> None:
+        self._name = name
+        self._model = model
+        self._tokenizer = tokenizer
+        self._label = label
+        self._device = device
+        limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
+        self._most: int = min(limit for limit in limits if limit is not None)
+
+    def scores(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Verdict]:
+        """The chosen output for each conversation; one that is longer than the model reads is a failure."""
+        inputs = [self._inputs(messages) for messages in conversations]
+        lengths = [len(one["input_ids"]) for one in inputs]
+        scores: list[Verdict] = [
+            Failure("bad_value", f"cannot read {length} tokens, prompt included: {self._name} reads {self._most}")
+            for length in lengths
+        ]
+        rows = [row for row in sorted(range(len(inputs)), key=lengths.__getitem__) if lengths[row] <= self._most]
+        for start in range(0, len(rows), batch):
+            chosen = rows[start : start + batch]
+            for row, score in zip(chosen, self._forward([inputs[row] for row in chosen]), strict=True):
+                scores[row] = score
+        return scores
+
+    def _inputs(self, messages: Sequence[Message]) -> dict[str, list[int]]:
+        """What the model reads, by name: token ids, and of a pair which of the two each is of."""
+        if any(message.role == TEXT for message in messages):
+            text = "".join(message.content for message in messages)
+        elif self._tokenizer.chat_template:
+            plain = [{"role": message.role, "content": message.content} for message in messages]
+            text = self._tokenizer.apply_chat_template(plain, tokenize=False)
+        else:  # one that was trained on pairs of question and answer
+            question = "\n".join(message.content for message in messages[:-1])
+            pair = self._tokenizer(question, messages[-1].content, return_attention_mask=False, verbose=False)
+            return {name: list(ids) for name, ids in pair.items()}
+        return {"input_ids": list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])}
+
+    def _forward(self, inputs: Sequence[dict[str, list[int]]]) -> list[float]:
+        """Scores of one batch, padded on the right."""
+        import torch
+
+        padded = self._tokenizer.pad(list(inputs), padding_side="right", return_tensors="pt")
+        with torch.inference_mode():
+            logits = self._model(**{name: ids.to(self._device) for name, ids in padded.items()}).logits
+        scores: list[float] = logits[:, self._label].float().tolist()
+        return scores
+
+
+def _model(name: str, dtype: str) -> Any:
+    """The model with its trained head.
+
+    Raises:
+        RewardError: the weights have no such head, and it would be random.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
+    model, info = AutoModelForSequenceClassification.from_pretrained(name, dtype=wanted, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise RewardError(
+            f"reward model {name} lacks {', '.join(missing[:3])}: it has no head for sequence classification; name a "
+            "model that was trained as a reward model"
+        )
+    return model
+
+
+def _template(given: str) -> str:
+    """A chat template as text, read from its file if it is the path of one."""
+    if "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RewardError(f"chat_template {given} cannot be read: {error.strerror}") from error

@@ -47,7 +47,7 @@ class DataState:
     admitted: int = 0
     """Groups admitted so far, repeats of stale ones included."""
     again: tuple[Draw, ...] = ()
-    """TaskSampler that were admitted but neither trained nor scored: they are played first, in this order."""
+    """Draws that were admitted but neither trained nor scored: they are played first, in this order."""
     ready: tuple[tuple[Draw, Group], ...] = ()
     """Groups scored and not yet trained, each with its draw."""
     resting: Mapping[str, int] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class GoldFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Siblings:
+class GradedPair:
     """Two graded answers to one task."""
 
     right: Rollout
@@ -83,7 +83,7 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
     return failures
 
 
-async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) -> list[Siblings]:
+async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) -> list[GradedPair]:
     """Of each task whose gold reply is known, that reply and a wrong one, graded as the two answers of a group.
 
     A reward of all siblings at once that gives one number, or fails where there are several, is seen so; and one that
@@ -92,7 +92,7 @@ async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) ->
     known = [(task, reply) for task in tasks if (reply := _reply(env, task)) is not None]
     replies = list(dict.fromkeys(reply for _, reply in known))
     after = dict(zip(replies, [*replies[1:], *replies[:1]], strict=True))
-    graded: list[Siblings] = []
+    graded: list[GradedPair] = []
     failed = 0
     for task, reply in known:
         if failed == _ENOUGH:
@@ -100,12 +100,12 @@ async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) ->
         wrong = after[reply] if len(replies) > 1 else _NONSENSE
         pair = [gold_rollout(task, reply), gold_rollout(task, wrong, number=1)]
         first, second = await graders.grade(pair)
-        graded.append(Siblings(right=first, wrong=second))
+        graded.append(GradedPair(right=first, wrong=second))
         failed += "error" in (first.status, second.status)
     return graded
 
 
-def failures_of(graded: Sequence[Siblings], graders: Graders) -> list[GoldFailure]:
+def failures_of(graded: Sequence[GradedPair], graders: Graders) -> list[GoldFailure]:
     """What is wrong with these grades: gold replies without full marks, and answers that could not be graded."""
     found: list[GoldFailure] = []
     for pair in graded:

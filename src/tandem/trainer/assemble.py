@@ -13,7 +13,7 @@ import torch
 
 from tandem import machine
 from tandem.algorithms.advantages.base import Advantage, Weighs
-from tandem.algorithms.references.base import Held
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.engines.base import CanAttest, CanLend, Engine, Needs
@@ -32,15 +32,15 @@ from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import RolloutSource
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
-from tandem.trainer import lifetime, loop, players, supply
+from tandem.trainer import environments, loop, run_folder
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
-from tandem.trainer.lock import Lock
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs as check_pairs
 from tandem.trainer.record import records
+from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.types import Json, PolicyVersion
@@ -69,7 +69,7 @@ async def train(
         Deadline: somebody was waited for too long; its message says who waited for whom.
         TandemError: anything else that ended it.
     """
-    with watchdog.watching(config.timeouts) as dog, Lock() as lock:
+    with watchdog.watching(config.timeouts) as dog, RunLock() as lock:
         if resume:
             lock.take(resume)
         return await _train(config, dog, lock, resume, given, on_step, stop or asyncio.Event())
@@ -78,7 +78,7 @@ async def train(
 async def _train(
     config: RunConfig,
     dog: watchdog.Watchdog,
-    lock: Lock,
+    lock: RunLock,
     resume: Path | None,
     given: Collection[str],
     on_step: OnStep | None,
@@ -86,16 +86,18 @@ async def _train(
 ) -> Path:
     check_pairs(config)
     config.engine.check(trainable=config.trainable, folder=resume or Path(config.runs) / (config.name or ""))
-    tasks = {split: players.tasks(config, split) for split in players.splits(config)}
+    tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", _model(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
-        longest = players.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
+        longest = (
+            environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
+        )
         config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
-    folder = dog.folder = resume or lifetime.new_folder(config)
+    folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
-    with lifetime.told(folder), vitals.shown(folder):
+    with run_folder.reporting(folder), vitals.shown(folder):
         if resume:
-            lifetime.write_recipe(config, folder)  # what this resume changed holds for the next one too
+            run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
         info = RunInfo(
             name=folder.name,
@@ -111,26 +113,26 @@ async def _train(
                 with dog.ends():  # before any of the parts does
                     run, state = await _assemble(stack, config, lock, tasks, telemetry, stop)
                     alarms.stop = stop.set
-                    with lifetime.signals(stop, folder), machine.settled():
+                    with run_folder.signals(stop, folder), machine.settled():
                         state = await loop.train(run, state)
             lock.check()
             telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
     if state.step < config.steps:
-        raise lifetime.stopped(state.step, alarms.ended, folder, config.checkpoint.save)
+        raise run_folder.stopped(state.step, alarms.ended, folder, config.checkpoint.save)
     return folder
 
 
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
-    async with playing(config, _first(config, players.tasks(config, "test")), weights) as runners:
+    async with playing(config, _first(config, environments.tasks(config, "test")), weights) as runners:
         return await evaluator(config, runners)(0)
 
 
 @asynccontextmanager
-async def playing(config: RunConfig, tasks: players.Tasks, weights: Path | None) -> AsyncIterator[list[EnvRunner]]:
+async def playing(config: RunConfig, tasks: environments.Tasks, weights: Path | None) -> AsyncIterator[list[EnvRunner]]:
     """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint."""
     with watchdog.watching(config.timeouts):
-        async with _policy(config) as policy, players.opened(config, config.sources, None) as opened:
+        async with _policy(config) as policy, environments.opened(config, config.sources, None) as opened:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)
             async with _published(config, policy, fresh=weights is None) as engine:
@@ -165,16 +167,16 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
 async def _assemble(
     stack: AsyncExitStack,
     config: RunConfig,
-    lock: Lock,
-    tasks: Mapping[Split, players.Tasks],
+    lock: RunLock,
+    tasks: Mapping[Split, environments.Tasks],
     telemetry: Telemetry,
     stop: asyncio.Event,
-) -> tuple[loop.Run, TrainerState]:
+) -> tuple[loop.RunParts, TrainerState]:
     """Every part of a run, live, and the state it starts from."""
     folder = lock.folder
     policy = await stack.enter_async_context(_policy(config))
     played = config.sources if config.plays else {}
-    playing = await stack.enter_async_context(players.opened(config, played, folder / "logs" / "graders.log"))
+    playing = await stack.enter_async_context(environments.opened(config, played, folder / "logs" / "graders.log"))
     with progress.under_way("grading the first gold answers"):
         await playing.check_gold()
     held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
@@ -199,10 +201,10 @@ async def _assemble(
     await checkpoints.restore(state)
     template = _template(config, policy)
     held_out = evaluator(config, playing.runners(engine, template, _first(config, tasks.get("test", {}))), telemetry)
-    trained = supply.StepCounter(state.step)
-    lag_control = supply.lag_control(config, state.rate, telemetry)
+    trained = environments.StepCounter(state.step)
+    lag_control = environments.lag_control(config, state.rate, telemetry)
     runners = playing.runners(engine, template, tasks.get("train", {}))
-    run = loop.Run(
+    run = loop.RunParts(
         steps=config.steps,
         policy=policy,
         weight_sync=session,
@@ -223,7 +225,7 @@ async def _assemble(
     return run, state
 
 
-def _step(config: RunConfig, policy: Policy, stepper: Stepper, held: Held | None) -> Step:
+def _step(config: RunConfig, policy: Policy, stepper: Stepper, held: ReferenceWeights | None) -> Step:
     return Step(
         policy=policy,
         objective=objective(config),
@@ -238,7 +240,12 @@ def _step(config: RunConfig, policy: Policy, stepper: Stepper, held: Held | None
 
 
 def _checkpoints(
-    config: RunConfig, lock: Lock, policy: Policy, stepper: Stepper, held: Held | None, telemetry: Telemetry
+    config: RunConfig,
+    lock: RunLock,
+    policy: Policy,
+    stepper: Stepper,
+    held: ReferenceWeights | None,
+    telemetry: Telemetry,
 ) -> Checkpoints:
     return Checkpoints(
         folder=lock.folder / "checkpoints",
@@ -346,7 +353,7 @@ def _source(
     policy: Policy,
     engine: Engine,
     runners: Sequence[EnvRunner],
-    trained: supply.StepCounter,
+    trained: environments.StepCounter,
     telemetry: Telemetry,
     lag_control: LagControl,
 ) -> RolloutSource:
@@ -364,7 +371,7 @@ def _source(
             telemetry=telemetry,
             engine=engine,
         )
-    return supply.played(config, runners, trained, telemetry, lag_control)
+    return environments.rollout_buffer(config, runners, trained, telemetry, lag_control)
 
 
 def objective(config: RunConfig) -> Objective:
@@ -407,6 +414,6 @@ def packer(config: RunConfig, policy: Policy) -> Packer:
     )
 
 
-def _first(config: RunConfig, tasks: players.Tasks) -> players.Tasks:
+def _first(config: RunConfig, tasks: environments.Tasks) -> environments.Tasks:
     """The held-out tasks that are looked at."""
     return {name: some[: config.evaluate.tasks] for name, some in tasks.items()}

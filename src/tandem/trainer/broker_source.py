@@ -16,7 +16,7 @@ from tandem.errors import ConfigError
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.template import Template
-from tandem.trainer.supply import StepCounter, dropped
+from tandem.trainer.environments import StepCounter, dropped
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tandem import machine
-from tandem.algorithms.references.base import Held
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.errors import CheckpointError
 from tandem.model.policy import Policy
 from tandem.observability import trace, waits
@@ -54,7 +54,7 @@ class Checkpoints:
     """Which of them."""
     stepper: Stepper
     """The optimizer's states."""
-    held: Held | None = None
+    held: ReferenceWeights | None = None
     """The reference, whose weights may move too."""
     still: Callable[[], None]
     """Raises TandemError if the run's folder is not there any more."""

@@ -59,8 +59,8 @@ class Evaluator:
             groups = await asyncio.gather(
                 *(self._group(runner, task, i, played) for i, (runner, task) in enumerate(asked))
             )
-        looks = [_Look(runner=runner, group=group) for (runner, _), group in zip(asked, groups, strict=True)]
-        return self._record(step, looks, time.time() - begun)
+        results = [_TaskResult(runner=runner, group=group) for (runner, _), group in zip(asked, groups, strict=True)]
+        return self._record(step, results, time.time() - begun)
 
     async def _group(self, runner: EnvRunner, task: Task, index: int, played: progress.Progress) -> Group:
         """One task's answers."""
@@ -69,9 +69,9 @@ class Evaluator:
         played.advance()
         return group
 
-    def _record(self, step: int, looks: Sequence[_Look], seconds: float) -> dict[str, Json]:
+    def _record(self, step: int, results: Sequence[_TaskResult], seconds: float) -> dict[str, Json]:
         """All environments together, and each of them under ``envs``."""
-        by_name = {runner.name: [look for look in looks if look.runner is runner] for runner in self.runners}
+        by_name = {runner.name: [result for result in results if result.runner is runner] for runner in self.runners}
         return {
             "step": step,
             "time": time.time(),
@@ -79,9 +79,9 @@ class Evaluator:
             "env": "+".join(by_name),
             "samples": self.samples,
             "temperature": self.sampling.temperature,
-            **_numbers(looks, self.samples),
+            **_numbers(results, self.samples),
             "envs": {name: _numbers(some, self.samples) for name, some in by_name.items()},
-            "rollouts": [_shown(look) for some in by_name.values() for look in some[: _SHOWN // len(by_name)]],
+            "rollouts": [_shown(result) for some in by_name.values() for result in some[: _SHOWN // len(by_name)]],
         }
 
 
@@ -111,23 +111,23 @@ def evaluator(config: RunConfig, runners: Sequence[EnvRunner], telemetry: Teleme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
+class _TaskResult:
     """One task, answered."""
 
     runner: EnvRunner
     group: Group
 
 
-def _numbers(looks: Sequence[_Look], samples: int) -> dict[str, Json]:
+def _numbers(results: Sequence[_TaskResult], samples: int) -> dict[str, Json]:
     """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong."""
-    solved = [sum(map(look.runner.solved, look.group.rollouts)) for look in looks]
+    solved = [sum(map(result.runner.solved, result.group.rollouts)) for result in results]
     means = [right / samples for right in solved]
     ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k < samples), samples})
     passed = {k: [pass_at(right, samples, k) for right in solved] for k in ks}
-    every = [r for look in looks for r in look.group.rollouts]
+    every = [r for result in results for r in result.group.rollouts]
     answered = [r for r in every if r.num_tokens]
     return {
-        "tasks": len(looks),
+        "tasks": len(results),
         "mean": math.fsum(means) / len(means),
         "mean_ci": list(interval(means)),
         "pass_at": {str(k): math.fsum(values) / len(values) for k, values in passed.items()},
@@ -138,11 +138,11 @@ def _numbers(looks: Sequence[_Look], samples: int) -> dict[str, Json]:
     }
 
 
-def _shown(look: _Look) -> dict[str, Json]:
+def _shown(result: _TaskResult) -> dict[str, Json]:
     """A task and its first answer."""
-    first = look.group.rollouts[0]
+    first = result.group.rollouts[0]
     return {
-        "task": f"{look.runner.label}{first.task.id}",
+        "task": f"{result.runner.label}{first.task.id}",
         "prompt": first.task.prompt[-1].content,
         "answer": first.task.answer,
         "text": first.text,

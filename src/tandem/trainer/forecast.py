@@ -14,7 +14,7 @@ from tandem.observability import progress
 from tandem.rollout.data_state import Draw
 from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.task_sampler import EnvRunner
-from tandem.trainer.supply import postprocess
+from tandem.trainer.environments import postprocess
 from tandem.types import Group
 
 
@@ -53,7 +53,7 @@ async def forecast(config: RunConfig, runners: Sequence[EnvRunner], count: int) 
 
 
 def _first(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[tuple[EnvRunner, int]]:
-    """EnvRunner and number of the first draws of a run without a curriculum."""
+    """Environment and number of the first draws of a run without a curriculum."""
     by_name = {runner.name: runner for runner in runners}
     table = MixtureSchedule(runners, config.groups_per_step)
     names = itertools.chain.from_iterable(table.batch(batch) for batch in itertools.count())

@@ -49,7 +49,7 @@ NUM_RECENT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunParts:
     """The live parts of one run, as ``run.py`` put them together."""
 
     steps: int
@@ -86,7 +86,7 @@ class Run:
     """How far sampling is ahead, and who waits for whom."""
 
 
-async def train(run: Run, state: TrainerState) -> TrainerState:
+async def train(run: RunParts, state: TrainerState) -> TrainerState:
     """Train from ``state`` to the last step, or until stopped; the state that was reached, always saved."""
     async with AsyncExitStack() as stack:
         weight_sync = await stack.enter_async_context(run.weight_sync.open(state.version))
@@ -135,13 +135,15 @@ async def train(run: Run, state: TrainerState) -> TrainerState:
     return state
 
 
-def _request_early(run: Run, weight_sync: WeightSyncSession, step: int, release: Callable[[], None] | None) -> None:
+def _request_early(
+    run: RunParts, weight_sync: WeightSyncSession, step: int, release: Callable[[], None] | None
+) -> None:
     """On policy, have the next requests wait at the engine for this step's weights while the device computes them."""
     if release is not None and run.lag_control.on_policy:
         weight_sync.accept_requests_for(step, release)
 
 
-async def _save(run: Run, buffer: RolloutSource, rollouts: _RolloutWriter, state: TrainerState) -> None:
+async def _save(run: RunParts, buffer: RolloutSource, rollouts: _RolloutWriter, state: TrainerState) -> None:
     """Save a state once the rollouts of all steps before it are written, and tell their source."""
     await rollouts.done()
     if await run.checkpoints.save(state):
@@ -150,7 +152,7 @@ async def _save(run: Run, buffer: RolloutSource, rollouts: _RolloutWriter, state
 
 @asynccontextmanager
 async def _commit(
-    run: Run,
+    run: RunParts,
     weight_sync: WeightSyncSession,
     state: TrainerState,
     batch: Batch,
@@ -194,7 +196,7 @@ def _texts(groups: Sequence[Group]) -> list[list[int]]:
 class _RolloutWriter:
     """Writes rollouts down on a thread, one step at a time, while the next one is sampled: they have many tokens."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunParts):
         self._run = run
         self._task: asyncio.Future[None] | None = None
 
@@ -215,7 +217,7 @@ class _RolloutWriter:
 
 
 def _emit(
-    run: Run,
+    run: RunParts,
     state: TrainerState,
     batch: StepBatch,
     stats: StepStats,
@@ -248,7 +250,7 @@ def _emit(
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 
-async def _next_batch(run: Run, buffer: RolloutSource, state: TrainerState) -> Batch | None:
+async def _next_batch(run: RunParts, buffer: RolloutSource, state: TrainerState) -> Batch | None:
     """The next batch; None if the run is to stop. A run that gets none any more is saved: nothing else is under way."""
     try:
         with trace.span("seconds/wait"), run.lag_control.waiting():
@@ -261,7 +263,7 @@ async def _next_batch(run: Run, buffer: RolloutSource, state: TrainerState) -> B
         raise
 
 
-async def _unless_stopped(run: Run, work: Awaitable[T]) -> T | None:
+async def _unless_stopped(run: RunParts, work: Awaitable[T]) -> T | None:
     """Await ``work``, or give it up and return None as soon as the run is to stop."""
     task = asyncio.ensure_future(work)
     stop = asyncio.ensure_future(run.stop.wait())

@@ -13,7 +13,7 @@ from tandem.algorithms.losses.base import Loss, MicroBatch
 from tandem.algorithms.references.base import Reference
 from tandem.config import registry as resolve
 from tandem.metrics import Max, Mean, Share, Value
-from tandem.pending import Pending, Told
+from tandem.pending import Pending, PendingMetrics
 from tandem.types import UNKNOWN
 
 _MOST = 80.0
@@ -43,7 +43,7 @@ class Objective:
     reference: Reference | None = None
     """The penalty."""
 
-    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, Told]:
+    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, PendingMetrics]:
         """What each token costs, float32 and differentiable, and what is to be told of it."""
         micro = self.informed(batch, known)
         found = self.loss(logprobs_N, micro)
@@ -69,7 +69,7 @@ class Objective:
             ref_logprobs_N=known.reference_N,
         )
 
-    def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Told]:
+    def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, PendingMetrics]:
         """Product of the corrections' weights; how large it is, and the share of tokens that each one drops."""
         whole_N = torch.ones_like(logprobs_N)
         metrics: dict[str, Value | Pending] = {}
@@ -86,7 +86,7 @@ class Objective:
         return whole_N, metrics
 
 
-def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> Told:
+def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> PendingMetrics:
     """How far the policy is from what sampled its tokens.
 
     kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is

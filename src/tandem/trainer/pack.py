@@ -1,8 +1,8 @@
 """Scored groups in, micro-batches out. The causal shift happens here and nowhere else.
 
-Turns that continue one another become one sequence. What sequences of a group begin with in common, be it the prompt
-of siblings or the history of a conversation, is computed once (``_tree.py``); ``_balance.py`` says which sequences are
-computed together. The last token of a sequence predicts nothing that is trained, so it is never computed.
+Turns that continue one another become one sequence. What sequences of a group begin with in common, be it the prompt of
+siblings or the history of a conversation, is computed once (``prefix_tree.py``); ``balance.py`` says which sequences
+are computed together. The last token of a sequence predicts nothing that is trained, so it is never computed.
 
 T counts the tokens computed in a micro-batch, N the trained tokens predicted by them.
 """
@@ -25,10 +25,10 @@ from tandem.algorithms.advantages.base import Advantage, advantages
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.model.attention import Packed, sequential_positions
-from tandem.model.penalties import History, Past, Penalties, joined
+from tandem.model.penalties import Past, Penalties, TokenHistory, joined
 from tandem.model.plans import moved
-from tandem.trainer._balance import Balance, Family
-from tandem.trainer._tree import Ints, Kin, Row
+from tandem.trainer.balance import Balance, GroupSamples
+from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
 from tandem.types import Group, Rollout, Sample
 
 _FORCED = -1e-6
@@ -54,7 +54,7 @@ class Micro:
     """int64; the trained token ids."""
     temperature_N: Tensor
     """float32; each token's sampling temperature."""
-    history: History | None
+    history: TokenHistory | None
     """Penalties that the tokens were sampled with, and what was before each; None: there are none."""
     weights_N: Tensor
     """float32; what each token's loss counts, so that the step's loss is one sum over all micro-batches."""
@@ -145,22 +145,23 @@ class Packer:
         """Deal the groups' samples out, and lay out what is computed together."""
         groups = [[_Arrays.of(sample) for sample in mine] for mine in samples if mine]
         families = [
-            Family(kin=Kin([one.computed for one in mine]), rollouts=[one.rollout for one in mine]) for mine in groups
+            GroupSamples(tree=PrefixTree([one.computed for one in mine]), rollouts=[one.rollout for one in mine])
+            for mine in groups
         ]
         reach = WIDTHS_TO_EQUAL * self.width
         for load in Balance(families, budget=self.budget, reach=reach).loads():
-            row = Row()
+            row = PackedRow()
             taken: list[_Arrays] = []
             predict: list[Ints] = []
             for g, members in sorted(load.members.items()):
-                places = row.add(families[g].kin, members)
+                places = row.add(families[g].tree, members)
                 taken += (groups[g][i] for i in members)
                 # The token at place ``at`` is predicted by the one before it.
                 predict += (places[i][groups[g][i].at - 1] for i in members)
             yield self._tensors(row, taken, predict, weigh)
 
     def _tensors(
-        self, row: Row, samples: Sequence[_Arrays], predict: Sequence[Ints], weigh: Callable[[int], float]
+        self, row: PackedRow, samples: Sequence[_Arrays], predict: Sequence[Ints], weigh: Callable[[int], float]
     ) -> Micro:
         """One micro-batch on the device, in two transfers."""
         plan = Packed(lengths=tuple(row.lengths), parents=tuple(row.parents))
@@ -188,7 +189,7 @@ class Packer:
             predict_N=predict_N,
             targets_N=targets_N,
             temperature_N=temperature_N,
-            history=None if self.penalties is None else History.of(self.penalties, before),
+            history=None if self.penalties is None else TokenHistory.of(self.penalties, before),
             weights_N=weights_N,
             batch=MicroBatch(
                 behavior_logprobs_N=logprobs_N,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tandem import machine
-from tandem.algorithms.references.base import Held
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.metrics import Mean, Sum, Value, merge
 from tandem.model.logprobs import token_logprobs
 from tandem.model.policy import Policy
 from tandem.observability import trace
 from tandem.optimizers.base import Optimizer, Stepper
-from tandem.pending import Pending, Told, fetch, settle
+from tandem.pending import Pending, PendingMetrics, fetch, settle
 from tandem.trainer.objective import Known, Objective
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.types import Sampling
@@ -53,7 +53,7 @@ class Step:
     """Of the whole run; schedules end there."""
     updates_per_batch: int = 1
     """On each batch."""
-    held: Held | None = None
+    held: ReferenceWeights | None = None
     """The reference's weights, where the objective has a reference."""
     fold: Callable[[], None] = lambda: None
     """Brings what the model computes with up to date with what the optimizer wrote."""
@@ -83,7 +83,7 @@ class Step:
     ) -> StepStats:
         """Once over all micro-batches; the host waits for the device when all are queued, and not before."""
         self.hook()
-        found: list[tuple[Told, Tensor]] = []
+        found: list[tuple[PendingMetrics, Tensor]] = []
         kept: list[Known] = []
         for micro, before in zip(batch.micro, known or repeat(None), strict=bool(known)):
             # One call for each micro-batch: an engine on the same thread gets its turn in between.
@@ -143,12 +143,14 @@ class Step:
         return found
 
     @trace.span("seconds/forward_backward")
-    def _settle(self, found: Sequence[tuple[Told, Tensor]]) -> tuple[list[dict[str, Value]], list[list[float]]]:
+    def _settle(
+        self, found: Sequence[tuple[PendingMetrics, Tensor]]
+    ) -> tuple[list[dict[str, Value]], list[list[float]]]:
         """Everything that a pass found, by one copy from the device."""
         return settle([told for told, _ in found], [logprobs_N for _, logprobs_N in found])
 
     @trace.span("seconds/forward_backward")
-    def _micro(self, micro: Micro, known: Known | None) -> tuple[Told, Tensor, Known]:
+    def _micro(self, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
         """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
         reference_N = self._reference(micro) if known is None else None
         logprobs_N, entropy_N = self._distribution(micro, entropy=True)

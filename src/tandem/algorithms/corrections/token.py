@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Token:
+class TokenCorrection:
     """w = policy / sampler, token by token, held within [low, high] or dropped beyond it.
 
     Truncated it is TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),

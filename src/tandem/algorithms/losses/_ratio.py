@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.lazy import torch
 from tandem.metrics import Max, Mean
-from tandem.pending import Pending, Told
+from tandem.pending import Pending, PendingMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,9 @@ def ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MOST, MOST).exp()
 
 
-def clipped(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Told]:
+def clipped(
+    ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, PendingMetrics]:
     """-min(r A, clip(r, 1 - low, 1 + high) A), where A < 0 at most -dual A, and the shares of what was clipped."""
     # The ratio is clamped, not the loss: where a clamp binds, its gradient is 0 and nothing infinite meets a 0.
     most = math.inf if dual is None else dual
@@ -34,7 +36,7 @@ def clipped(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual
         return loss_N, counts(ratio_N, below_N, above_N)
 
 
-def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> Told:
+def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> PendingMetrics:
     """Mean and largest ratio, and the shares of tokens whose gradient a bound took."""
     n = ratio_N.numel()
     if n == 0:

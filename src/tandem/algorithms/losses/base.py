@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tandem.lazy import torch
-from tandem.pending import Told
+from tandem.pending import PendingMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ class TokenLoss:
 
     loss_N: Tensor
     """float32, differentiable in the policy's logprobs."""
-    metrics: Told = field(default_factory=dict)
+    metrics: PendingMetrics = field(default_factory=dict)
     """Values that add up over micro-batches; ``Pending`` where they are on a device, so that nothing waits for it."""
 
 

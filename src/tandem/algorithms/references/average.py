@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.algorithms.references.base import Held, Reference
+from tandem.algorithms.references.base import Reference, ReferenceWeights
 from tandem.errors import CheckpointError
 from tandem.lazy import no_grad
 
@@ -37,12 +37,12 @@ class Average(Reference):
         if self.every < 1:
             raise ValueError("every must be at least 1")
 
-    def hold(self, live: Iterable[tuple[str, Parameter]]) -> Held:
+    def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
         """Saved with every checkpoint."""
         return _Moving(self, live)
 
 
-class _Moving(Held):
+class _Moving(ReferenceWeights):
     """Average bound to weights."""
 
     def __init__(self, options: Average, live: Iterable[tuple[str, Parameter]]):

@@ -62,11 +62,11 @@ class Reference(ABC):
         return kl_N * ratio_N, kl_N.detach()
 
     @abstractmethod
-    def hold(self, live: Iterable[tuple[str, torch.nn.Parameter]]) -> Held:
+    def hold(self, live: Iterable[tuple[str, torch.nn.Parameter]]) -> ReferenceWeights:
         """Keep what the live weights are now; ``live`` are those that training changes."""
 
 
-class Held:
+class ReferenceWeights:
     """A reference's weights beside the live ones. The weights that training does not change are common to both."""
 
     def __init__(self, live: Iterable[tuple[str, torch.nn.Parameter]]):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.algorithms.references.base import Held, Reference
+from tandem.algorithms.references.base import Reference, ReferenceWeights
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -19,6 +19,6 @@ class Start(Reference):
     An adapter begins as zero, so keeping its first tensors is to switch it off, and costs no more than they do.
     """
 
-    def hold(self, live: Iterable[tuple[str, Parameter]]) -> Held:
+    def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
         """A resumed run loads the same model again before its checkpoint: nothing of it is saved."""
-        return Held(live)
+        return ReferenceWeights(live)

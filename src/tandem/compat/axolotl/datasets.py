@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.config import registry as resolve
 from tandem.envs.base import Environment, Split
-from tandem.envs.data.rows import Row, Source
+from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import some
 from tandem.envs.dataset import Dataset
 from tandem.errors import ConfigError, EnvError
@@ -122,7 +122,7 @@ class AxolotlDatasets(Environment):
 class _TransformedRows(Dataset):
     """Makes a row with a ``prompt`` a task: messages, or a text that the policy goes on with, as in TRL."""
 
-    def task(self, row: Row, split: Split) -> Task:
+    def task(self, row: DataRow, split: Split) -> Task:
         task = self._task(row, split)
         answer = row.columns.get("answer")
         if not isinstance(answer, str):
@@ -130,16 +130,16 @@ class _TransformedRows(Dataset):
         # Rewards of Axolotl's documents ask for it by either name.
         return replace(task, answer=answer, meta={"answers": answer, **task.meta})
 
-    def _prompt(self, row: Row) -> tuple[Message, ...]:
+    def _prompt(self, row: DataRow) -> tuple[Message, ...]:
         if isinstance(row.value(self.prompt), list):
             return super()._prompt(row)
         return (Message(role=TEXT, content=row.text(self.prompt)),)
 
 
-def _sources(entry: Mapping[str, Any], share: float) -> list[Source]:
+def _sources(entry: Mapping[str, Any], share: float) -> list[DataSource]:
     """Where the rows of one data set are."""
     return [
-        Source(path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=share)
+        DataSource(path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=share)
         for path in _files(entry)
     ]
 
@@ -161,11 +161,11 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     if named and path not in _BUILDERS:
         named = [str(Path(path) / name) for name in named]
     found = named or [path]
-    if entry.get("split") not in (None, "train") and any(Source(path=one).is_local for one in found):
+    if entry.get("split") not in (None, "train") and any(DataSource(path=one).is_local for one in found):
         raise ConfigError(f"datasets: {found[0]} is a local file and has no split {entry['split']}; leave split out")
     suffixes = _SUFFIXES.get(said) if (said := entry.get("ds_type")) is not None else None
     if said is not None and any(
-        Source(path=one).is_local and Path(one).suffix not in (suffixes or ()) for one in found
+        DataSource(path=one).is_local and Path(one).suffix not in (suffixes or ()) for one in found
     ):
         raise ConfigError(f"datasets: {found[0]} is not read as ds_type {said}; its name must end accordingly")
     kind = entry.get("type")
@@ -176,7 +176,7 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _rows(source: Source, split: Split) -> Iterator[Row]:
+def _rows(source: DataSource, split: Split) -> Iterator[DataRow]:
     """Rows of a split; which one a row is of depends on its columns alone."""
     return source.rows(split, lambda row: repr(sorted(row.columns.items())))
 
@@ -223,7 +223,7 @@ def _merge(
     return {**kept, **returned}
 
 
-def _changed(row: Row, change: Change | None, entry: Mapping[str, Any]) -> Row:
+def _changed(row: DataRow, change: Change | None, entry: Mapping[str, Any]) -> DataRow:
     try:
         return row if change is None else replace(row, columns=change(row.columns))
     except Exception as error:  # user code; one row's failure names that row

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.compat.swift.library import SwiftArguments, multi_turns, orms
 from tandem.errors import ConfigError, RewardError, said
-from tandem.rewards.grading.calls import Adapter, Called
+from tandem.rewards.grading.calls import Called, FunctionReward
 from tandem.types import Json, Rollout
 
 KIND = f"{__name__}:PluginReward"
@@ -31,7 +31,7 @@ class RegisteredReward(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginReward(Adapter):
+class PluginReward(FunctionReward):
     """A reward that a plug-in file has registered; completions and columns reach it as in ms-swift."""
 
     registered: str

@@ -27,7 +27,7 @@ _INSTALL = "pip install 'tandem-rl[data]'"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row and where it stands."""
 
     where: str
@@ -63,7 +63,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """Where train and test rows come from."""
 
     path: str
@@ -94,7 +94,7 @@ class Source:
         """True if both splits come out of the same rows."""
         return self.test_path is None and (self.is_local or self.test_split is None)
 
-    def rows(self, split: Split, key: Callable[[Row], str]) -> Iterator[Row]:
+    def rows(self, split: Split, key: Callable[[DataRow], str]) -> Iterator[DataRow]:
         """Rows of a split; ``key`` gives the text whose hash divides shared rows.
 
         Raises:
@@ -116,7 +116,7 @@ class Source:
             notes["test_share"] = "a test set is named"
         return notes
 
-    def _all(self, split: Split) -> Iterator[Row]:
+    def _all(self, split: Split) -> Iterator[DataRow]:
         name = self.path
         if split == "test" and self.test_path is not None:
             name, rows = self.test_path, read_file(self.test_path)
@@ -132,7 +132,7 @@ class Source:
             raise EnvError(f"{name} is empty; expected at least one row")
 
 
-def read_file(path: str) -> Iterator[Row]:
+def read_file(path: str) -> Iterator[DataRow]:
     """Rows of a local JSONL, CSV or Parquet file.
 
     Raises:
@@ -155,7 +155,7 @@ def read_file(path: str) -> Iterator[Row]:
         raise EnvError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_jsonl(file: Path) -> Iterator[Row]:
+def _read_jsonl(file: Path) -> Iterator[DataRow]:
     with file.open("rb") as lines:
         for number, raw in enumerate(_lines(lines, file), 1):
             where = f"{file}:{number}"
@@ -173,10 +173,10 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
                 raise EnvError(f"{where}: not valid JSON: {at}; each line must be one JSON object") from error
             if not isinstance(columns, dict):
                 raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")
-            yield Row(where, number, columns)
+            yield DataRow(where, number, columns)
 
 
-def _read_csv(file: Path) -> Iterator[Row]:
+def _read_csv(file: Path) -> Iterator[DataRow]:
     with file.open("rb") as raw:
         lines = (
             _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, f"{file}:{number}")
@@ -194,12 +194,12 @@ def _read_csv(file: Path) -> Iterator[Row]:
                 where = f"{file}:{reader.line_num}"
                 if len(values) != len(header):
                     raise EnvError(f"{where}: {len(values)} fields, expected {len(header)} ({', '.join(header)})")
-                yield Row(where, reader.line_num, dict(zip(header, values, strict=True)))
+                yield DataRow(where, reader.line_num, dict(zip(header, values, strict=True)))
         except csv.Error as error:
             raise EnvError(f"{file}:{reader.line_num}: not valid CSV: {error}") from error
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path) -> Iterator[DataRow]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -209,12 +209,12 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches()
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, columns in enumerate(rows, 1):
-            yield Row(f"{file}: row {number}", number, _plain(columns))
+            yield DataRow(f"{file}: row {number}", number, _plain(columns))
     except pyarrow.ArrowException as error:
         raise EnvError(f"{file} is not a readable Parquet file: {_first_line(error)}") from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_jsonl,
@@ -224,7 +224,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def _read_hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
+def _read_hub(name: str, subset: str | None, split: str) -> Iterator[DataRow]:
     if away := hub.away():
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is first imported: what is kept is found
     try:
@@ -245,7 +245,7 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
             f"Hugging Face hub: check the name and the network, or set path to a local JSONL, CSV or Parquet file"
         ) from error
     for number, columns in enumerate(loaded, 1):
-        yield Row(f"{name}[{split}] row {number}", number, _plain(columns))
+        yield DataRow(f"{name}[{split}] row {number}", number, _plain(columns))
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:

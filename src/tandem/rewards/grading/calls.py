@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     """What the function logged of each rollout; empty: nothing."""
 
 
-class TrainerState:
+class RewardTrainerState:
     """What a reward function is told of the training, as attributes."""
 
     def __init__(self, step: int, steps: int | None) -> None:
@@ -137,13 +137,13 @@ class Called:
         columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
         turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
         newest = max((completion.version_max for completion in turns), default=0)
-        columns["trainer_state"] = TrainerState(newest, steps)
+        columns["trainer_state"] = RewardTrainerState(newest, steps)
         columns["log_metric"], columns["log_extra"] = log.metric, log.extra
         columns |= self.more(rollouts) if self.more else {}
         return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
 
 
-class Adapter(Reward):
+class FunctionReward(Reward):
     """A reward that is somebody's plain function."""
 
     @abstractmethod
@@ -171,7 +171,7 @@ def called(thing: Callable[..., Any]) -> Called:
     Raises:
         TypeError: it takes neither a rollout nor completions.
     """
-    if isinstance(thing, Adapter):
+    if isinstance(thing, FunctionReward):
         return thing.called()
     if isinstance(thing, GroupReward):
         return Called(call=thing.scores, shape="rollouts", is_async=inspect.iscoroutinefunction(thing.scores))

@@ -40,7 +40,7 @@ _GRACE = 1.0
 """Seconds a grader may still run after the parent is gone."""
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     """One call of one reward function."""
 
     name: str
@@ -73,7 +73,7 @@ ROOM = 8 << 10
 """Bytes of answers that the pipe holds for sure, before the parent is told to read."""
 
 
-class Answers:
+class AnswerPipe:
     """The way of answers to the parent."""
 
     def __init__(self, pipe: int, wire: BinaryIO) -> None:
@@ -117,7 +117,7 @@ class _Grader:
     """By name."""
     steps: int | None
     """Of the whole run."""
-    answers: Answers
+    answers: AnswerPipe
     """Where answers go."""
     runner: asyncio.Runner
     """Runs what is async."""
@@ -142,7 +142,7 @@ class _Grader:
             else:
                 self.answers.give(0, self._alone(batch[0], rollouts), tell=number == len(batches))
 
-    def _alone(self, call: Call, rollouts: Sequence[Rollout]) -> Outcome:
+    def _alone(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
         reward = self.rewards[call.name]
         try:
             value, log = reward.begin([rollouts[row] for row in call.rows], self.steps)
@@ -150,13 +150,13 @@ class _Grader:
         except BaseException as error:  # boundary of one call: whatever a grader does costs its rollouts only
             return _lost(call, rollouts, error)
 
-    async def _together(self, batch: Sequence[Call], rollouts: Sequence[Rollout]) -> None:
-        async def one(place: int, call: Call) -> None:
+    async def _together(self, batch: Sequence[RewardCall], rollouts: Sequence[Rollout]) -> None:
+        async def one(place: int, call: RewardCall) -> None:
             self.answers.give(place, await self._in_time(call, rollouts), tell=True)
 
         await asyncio.gather(*(one(place, call) for place, call in enumerate(batch)))
 
-    async def _in_time(self, call: Call, rollouts: Sequence[Rollout]) -> Outcome:
+    async def _in_time(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
         """One of several calls: what it waits for too long is given up, and the others go on."""
         reward = self.rewards[call.name]
         limit = asyncio.timeout(call.seconds)
@@ -207,7 +207,7 @@ def main(pipe: int) -> None:
     gc.collect()
     gc.freeze()  # a library of symbols is half a million objects, and looking through them takes longer than a group
     with asyncio.Runner() as runner:
-        grader = _Grader(rewards, order.steps, Answers(pipe, wire_out), runner)
+        grader = _Grader(rewards, order.steps, AnswerPipe(pipe, wire_out), runner)
         while (job := jobs.get()) is not None:
             grader.serve(job)
 
@@ -253,7 +253,7 @@ def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | 
     return rewards
 
 
-def _lost(call: Call, rollouts: Sequence[Rollout], error: BaseException) -> Outcome:
+def _lost(call: RewardCall, rollouts: Sequence[Rollout], error: BaseException) -> Outcome:
     """The outcome of a call that raised; its traceback goes to the log, under the names of the reward and rollouts."""
     who = ", ".join(rollouts[row].id for row in call.rows)
     sys.stdout.write(f"reward {call.name!r} raised for {who}:\n{traceback_of(error)}\n")

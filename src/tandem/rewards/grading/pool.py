@@ -1,4 +1,4 @@
-"""Worker processes that hold the same rewards: each grades one group at a time, and is replaced when it dies."""
+"""Pool of grading processes with the same rewards: each grades one group at a time, and is replaced when it dies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from tandem.observability import waits
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Outcome
-from tandem.rewards.grading.grader import Ability, Call, Order
-from tandem.rewards.grading.process import Answer, Died, Worker
+from tandem.rewards.grading.grader import Ability, Order, RewardCall
+from tandem.rewards.grading.process import CallAnswer, Died, GradingProcess
 
 _LATE = 1.0
 """Seconds that a process has to say that async calls of it passed their deadline, before it is killed."""
 
-Batches = Sequence[Sequence[Call]]
+Batches = Sequence[Sequence[RewardCall]]
 """Calls in order; those of one batch are async and go on side by side."""
 
 AnyReward = Reward | Callable[..., Any] | str
@@ -28,10 +28,10 @@ AnyReward = Reward | Callable[..., Any] | str
 
 
 @dataclass(slots=True)
-class _Slot:
+class _WorkerPlace:
     """A place for a worker; empty after its worker died, until the next group needs one."""
 
-    worker: Worker | None = None
+    worker: GradingProcess | None = None
 
 
 class Pool:
@@ -65,8 +65,8 @@ class Pool:
         self._timeout = timeout
         self._log = log
         self._counts = counts
-        self._slots = [_Slot() for _ in range(size)]
-        self._free: asyncio.Queue[_Slot] = asyncio.Queue()
+        self._slots = [_WorkerPlace() for _ in range(size)]
+        self._free: asyncio.Queue[_WorkerPlace] = asyncio.Queue()
         self._abilities: dict[str, Ability] = {}
 
     async def open(self) -> None:
@@ -86,7 +86,7 @@ class Pool:
             slot.worker = None
         await asyncio.gather(*(worker.close() for worker in living))
 
-    async def judge(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[Call, Outcome]:
+    async def judge(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
         """Every reward's outcomes for these rows of a group.
 
         Raises:
@@ -105,16 +105,16 @@ class Pool:
         calls = [self._call(name, (row,)) for row in rows for name in singly]
         return self._batches([*calls, *(self._call(name, rows) for name in whole)])
 
-    def _call(self, name: str, rows: tuple[int, ...]) -> Call:
-        return Call(name, rows, self._own_seconds.get(name, self._timeout * len(rows)))
+    def _call(self, name: str, rows: tuple[int, ...]) -> RewardCall:
+        return RewardCall(name, rows, self._own_seconds.get(name, self._timeout * len(rows)))
 
-    def _batches(self, calls: Sequence[Call]) -> Batches:
+    def _batches(self, calls: Sequence[RewardCall]) -> Batches:
         """Async calls together, and then each other one by itself."""
         together = [call for call in calls if self._abilities[call.name].is_async]
         return [*([together] if together else []), *([call] for call in calls if call not in together)]
 
     @contextlib.asynccontextmanager
-    async def _borrowed(self) -> AsyncIterator[_Slot]:
+    async def _borrowed(self) -> AsyncIterator[_WorkerPlace]:
         if self._free.empty():
             async with waits.waiting(waits.actor("grading"), "a free grading process", on="grading"):
                 slot = await self._free.get()
@@ -130,19 +130,21 @@ class Pool:
         finally:
             self._free.put_nowait(slot)
 
-    async def _fill(self, slot: _Slot) -> Worker:
+    async def _fill(self, slot: _WorkerPlace) -> GradingProcess:
         """The slot's worker, started if need be."""
         if slot.worker is None or not slot.worker.alive:
-            slot.worker, self._abilities = await Worker.start(self._order, self._start_seconds, self._log)
+            slot.worker, self._abilities = await GradingProcess.start(self._order, self._start_seconds, self._log)
         return slot.worker
 
-    async def _judged(self, slot: _Slot, rollouts: bytes, batches: Batches, group: str) -> dict[Call, Outcome]:
+    async def _judged(
+        self, slot: _WorkerPlace, rollouts: bytes, batches: Batches, group: str
+    ) -> dict[RewardCall, Outcome]:
         """Make the calls. One that kills its worker fails, and the others go on in a new worker.
 
         Of several that were under way then, each goes again by itself. The other rewards of a rollout that killed
         a worker are skipped: it is lost already.
         """
-        outcomes: dict[Call, Outcome] = {}
+        outcomes: dict[RewardCall, Outcome] = {}
         waiting = deque(batches)
         while waiting:
             worker = await self._fill(slot)
@@ -171,7 +173,9 @@ class Pool:
                     waiting = deque(_without(waiting, culprit.rows))
         return outcomes
 
-    async def _answer(self, worker: Worker, batch: Sequence[Call], begun: float, look: float, group: str) -> Answer:
+    async def _answer(
+        self, worker: GradingProcess, batch: Sequence[RewardCall], begun: float, look: float, group: str
+    ) -> CallAnswer:
         """The next answer of a batch that began at a time."""
         if (there := worker.there()) is not None:
             return there
@@ -180,7 +184,7 @@ class Pool:
         names = ", ".join({call.name: None for call in batch})
         return await worker.answer(until, look, f"reward {names} of group {group}")
 
-    def _hides_a_culprit(self, call: Call, outcome: Outcome) -> bool:
+    def _hides_a_culprit(self, call: RewardCall, outcome: Outcome) -> bool:
         """True if a group's call failed, and each rollout alone may show which one it was."""
         failed = outcome.verdicts
         if len(call.rows) == 1 or not isinstance(failed, Failure) or failed.costs == "run":
@@ -188,8 +192,8 @@ class Pool:
         return failed.reason != "timeout" or call.name not in self._own_seconds  # such a call would be as long again
 
     async def _isolated(
-        self, slot: _Slot, rollouts: bytes, call: Call, failed: Outcome, group: str
-    ) -> dict[Call, Outcome]:
+        self, slot: _WorkerPlace, rollouts: bytes, call: RewardCall, failed: Outcome, group: str
+    ) -> dict[RewardCall, Outcome]:
         """Outcomes of a group call that failed: each rollout alone shows the culprits, the others go again together."""
         singly = self._batches([self._call(call.name, (row,)) for row in call.rows])
         alone = await self._judged(slot, rollouts, singly, group)
@@ -206,14 +210,14 @@ def _failed(outcome: Outcome) -> bool:
     return isinstance(outcome.verdicts, Failure) or isinstance(outcome.verdicts[0], Failure)
 
 
-def _blame(failure: Failure, culprit: Call) -> Failure:
+def _blame(failure: Failure, culprit: RewardCall) -> Failure:
     """A failure of the process as that of the call it was busy with."""
     if failure.reason != "timeout":
         return failure
     return Failure("timeout", f"took longer than {culprit.seconds:g} s and was stopped")
 
 
-def _without(batches: Batches | deque[Sequence[Call]], rows: tuple[int, ...]) -> Batches:
+def _without(batches: Batches | deque[Sequence[RewardCall]], rows: tuple[int, ...]) -> Batches:
     """Batches less the calls for these rows."""
     kept = [[call for call in batch if call.rows != rows] for batch in batches]
     return [batch for batch in kept if batch]

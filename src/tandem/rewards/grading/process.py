@@ -18,14 +18,14 @@ from tandem.errors import RewardError
 from tandem.observability import waits
 from tandem.rewards.base import Failure
 from tandem.rewards.grading.calls import Outcome
-from tandem.rewards.grading.grader import HEADER, Ability, Call, Order
+from tandem.rewards.grading.grader import HEADER, Ability, Order, RewardCall
 
 Result = TypeVar("Result")
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from tandem.rewards.grading.grader import main; main(int(sys.argv[1]))"
 """What a worker runs; it searches where we search, so that what imports here imports there."""
 
-Answer = tuple[int, Outcome, float]
+CallAnswer = tuple[int, Outcome, float]
 """Which call of the batch in progress, what it gave, and when, on the clock of all processes."""
 
 _GRACE_SECONDS = 0.2
@@ -43,7 +43,7 @@ class Died(Exception):
         self.failure = failure
 
 
-class Worker:
+class GradingProcess:
     """One grading process."""
 
     def __init__(self, process: asyncio.subprocess.Process, pipe: int) -> None:
@@ -54,13 +54,13 @@ class Worker:
         self._stdout = process.stdout
         self._pipe: int | None = pipe
         self._buffer = bytearray()
-        self._answers: deque[Answer] = deque()
-        self._early: dict[int, Answer] = {}
+        self._answers: deque[CallAnswer] = deque()
+        self._early: dict[int, CallAnswer] = {}
         self._number = 0
         self._told: asyncio.Task[bytes] | None = None
 
     @classmethod
-    async def start(cls, order: Order, seconds: float, log: Path | None) -> tuple[Worker, dict[str, Ability]]:
+    async def start(cls, order: Order, seconds: float, log: Path | None) -> tuple[GradingProcess, dict[str, Ability]]:
         """Start a process and wait until its rewards are ready; also tells how each of them may be called.
 
         Raises:
@@ -87,7 +87,7 @@ class Worker:
         """False once the process ended."""
         return self._process.returncode is None
 
-    async def submit(self, rollouts: bytes, batches: Sequence[Sequence[Call]], seconds: float) -> None:
+    async def submit(self, rollouts: bytes, batches: Sequence[Sequence[RewardCall]], seconds: float) -> None:
         """Hand over calls; their answers come from ``answer``, batch by batch.
 
         Raises:
@@ -95,7 +95,7 @@ class Worker:
         """
         await self._send(pickle.dumps((batches, rollouts)), seconds, "a group to be taken")
 
-    async def answer(self, until: float, look: float, reason: str) -> Answer:
+    async def answer(self, until: float, look: float, reason: str) -> CallAnswer:
         """The next answer. Several that were given meanwhile are there at once.
 
         Args:
@@ -120,7 +120,7 @@ class Worker:
                 await self._heard()
         return self._answers.popleft()
 
-    def there(self) -> Answer | None:
+    def there(self) -> CallAnswer | None:
         """The next answer, if it was read already."""
         return self._answers.popleft() if self._answers else None
 

@@ -17,7 +17,7 @@ from tandem.errors import RewardError
 from tandem.metrics import Max, Sum, Value
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Outcome
-from tandem.rewards.grading.grader import Call, Order
+from tandem.rewards.grading.grader import Order, RewardCall
 from tandem.rewards.grading.pool import AnyReward, Pool
 from tandem.types import Rollout
 
@@ -123,7 +123,8 @@ class Graders:
 
         A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error. One
         that returns None says nothing of it: the sum is over the others. Without any, the rollout is left out of its
-        group: it has no reward. Answers that are the same to the token are scored once, by rewards that are ``pure``.
+        group: it has no reward. AnswerPipe that are the same to the token are scored once, by rewards that are
+        ``pure``.
 
         Raises:
             RewardError: a worker had to be replaced and the new one does not start, or a reward asks for the run to
@@ -180,7 +181,7 @@ class Graders:
             self._busy += time.perf_counter() - self._busy_since
 
     def _mark(
-        self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: Call, outcome: Outcome
+        self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: RewardCall, outcome: Outcome
     ) -> None:
         each = outcome.verdicts
         said = [each] * len(call.rows) if isinstance(each, Failure) else each

@@ -12,7 +12,7 @@ import torch
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError
-from tandem.model._compile import missing
+from tandem.model.compilation import missing
 from tandem.optimizers.base import Optimizer
 from tandem.tools.certify import applied, models, narrow, optimizers, options, parts, plain, ranks, reference
 from tandem.tools.certify.formula import Spoken, formula, part

@@ -218,7 +218,7 @@ class Lab:
 
     def _history(
         self, turns: Sequence[Spoken], prompts: Prompts, skip: int, device: torch.device
-    ) -> penalties.History | None:
+    ) -> penalties.TokenHistory | None:
         """What was before each token, where the recipe penalises it."""
         asked = penalties.Penalties.of(self._config.sampling, self._ends)
         if asked is None:
@@ -228,7 +228,7 @@ class Lab:
             whole = np.array([*prompt, *turn.tokens], dtype=np.int64)
             at = np.arange(len(prompt), len(whole))
             pasts.append(penalties.Past.of(whole, at, [len(prompt)]).after(skip))
-        return penalties.History.of(asked, [torch.from_numpy(a).to(device) for a in penalties.joined(pasts)])
+        return penalties.TokenHistory.of(asked, [torch.from_numpy(a).to(device) for a in penalties.joined(pasts)])
 
     def _policy(self, version: int) -> Policy:
         if self._held is not None and self._held[0] == version:

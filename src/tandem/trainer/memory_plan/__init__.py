@@ -13,7 +13,7 @@ from tandem.trainer.memory_plan.lines import (
     context,
     planner,
 )
-from tandem.trainer.memory_plan.table import Line, MemoryPlan
+from tandem.trainer.memory_plan.table import MemoryLine, MemoryPlan
 
 __all__ = [
     "DRIVER",
@@ -22,7 +22,7 @@ __all__ = [
     "LIBRARIES",
     "TYPICAL_PROMPT",
     "Fitted",
-    "Line",
+    "MemoryLine",
     "MemoryPlan",
     "Planner",
     "context",

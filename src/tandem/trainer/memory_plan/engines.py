@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.config.loading import RunConfig
 from tandem.engines.base import CanAttest, CanLend
 from tandem.machine import Machine, readable
-from tandem.trainer.memory_plan.table import Line, When
+from tandem.trainer.memory_plan.table import MemoryLine, When
 
 if TYPE_CHECKING:
     from tandem.engines.vllm.spec import Vllm
@@ -73,7 +73,7 @@ class Engines:
         """True if what an engine lends is part of another line, or of what is not free."""
         return not self.near or self.share > 0
 
-    def lines(self, weights: int, machine: Machine) -> list[Line]:
+    def lines(self, weights: int, machine: Machine) -> list[MemoryLine]:
         """What they take where the trainer's weights are.
 
         Args:
@@ -84,23 +84,23 @@ class Engines:
             return []
         if not self.near:
             why = "it runs already, or elsewhere: what it holds is not among what is free here"
-            return [Line(name="engine", bytes=0, why=why)]
+            return [MemoryLine(name="engine", bytes=0, why=why)]
         when: When = "sampling" if self.sleeps else "always"
         copy = weights * self.held // self.ranks
         lines = []
         if self.sleeps == 1:
             why = _times(self.near, f"its weights of {readable(copy)} while it sleeps")
-            lines.append(Line(name="engine asleep", bytes=self.near * copy, why=why, beside=True))
+            lines.append(MemoryLine(name="engine asleep", bytes=self.near * copy, why=why, beside=True))
         if self.share:
             why = f"gpu_memory_utilization {self.share:g} of {readable(machine.total)}, for its weights and cache"
             held = int(self.near * self.share * machine.total)
-            return [Line(name="engine", bytes=held, why=_times(self.near, why), when=when), *lines]
+            return [MemoryLine(name="engine", bytes=held, why=_times(self.near, why), when=when), *lines]
         slices = self.near * self.held
         why = _times(slices, f"keys and values of {readable(self.cache)}")
-        lines.append(Line(name="engine", bytes=slices * self.cache, why=why, when=when))
+        lines.append(MemoryLine(name="engine", bytes=slices * self.cache, why=why, when=when))
         if not self.lent:
             why = _times(self.near, f"its own weights of {readable(copy)}, where new ones are sent to")
-            lines.append(Line(name="engine's copy", bytes=self.near * copy, why=why, when=when))
+            lines.append(MemoryLine(name="engine's copy", bytes=self.near * copy, why=why, when=when))
         return lines
 
 

@@ -10,8 +10,8 @@ from tandem.config.loading import RunConfig
 from tandem.engines.base import CanReceive
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer.memory_plan.engines import ENGINE, Engines
-from tandem.trainer.memory_plan.passes import Counts, Layout, Modelled, Pass
-from tandem.trainer.memory_plan.table import Line, MemoryPlan
+from tandem.trainer.memory_plan.passes import Counts, FakeModel, Layout, Pass
+from tandem.trainer.memory_plan.table import MemoryLine, MemoryPlan
 from tandem.trainer.memory_plan.updates import update_bytes
 
 LIBRARIES = 700_000_000
@@ -35,7 +35,7 @@ TYPICAL_PROMPT = 256
 class Planner:
     """Everything about a run that its memory depends on and ``fit`` does not choose."""
 
-    modelled: Modelled
+    modelled: FakeModel
     """The model, built once without memory."""
     model_config: Any
     """The model's transformers configuration."""
@@ -91,7 +91,7 @@ class Planner:
         prompt, answer = self.longest(config)
         return config.groups_per_step * (prompt + config.group_size * (answer - 1))
 
-    def _training(self, config: RunConfig) -> list[Line]:
+    def _training(self, config: RunConfig) -> list[MemoryLine]:
         """What a forward and backward take."""
         prompt, answer = self.longest(config)
         budget = min(config.micro_batch_tokens, self.step_tokens(config))
@@ -100,16 +100,16 @@ class Planner:
         kept = {"none": "all", "selective": "products and attention", "full": "each layer's input, and one layer"}
         each = found.activations // layout.tokens
         what = f"one micro-batch: {layout.tokens:,} tokens × {each:,} bytes, of {kept[config.checkpointing]}"
-        lines = [Line(name="activations", bytes=found.activations, why=what, when="training")]
+        lines = [MemoryLine(name="activations", bytes=found.activations, why=what, when="training")]
         why = f"tiles of logits of {layout.trained:,} trained tokens, and what goes with them"
-        lines.append(Line(name="logprobs", bytes=found.logits, why=why, when="training"))
+        lines.append(MemoryLine(name="logprobs", bytes=found.logits, why=why, when="training"))
         why = "the largest on their way at once; each weight's goes to the optimizer as soon as it is whole"
-        lines.append(Line(name="gradients", bytes=found.gradients, why=why, when="training"))
+        lines.append(MemoryLine(name="gradients", bytes=found.gradients, why=why, when="training"))
         if self.machine.is_host:
             lines.append(self._slack(config, layout, found))
         return lines
 
-    def _slack(self, config: RunConfig, layout: Layout, found: Pass) -> Line:
+    def _slack(self, config: RunConfig, layout: Layout, found: Pass) -> MemoryLine:
         """Holes that a pass on a CPU leaves."""
         why = f"{SLACK:.0%} of what is made and freed"
         remade = 0
@@ -117,7 +117,7 @@ class Planner:
             remade = max(0, self._pass(replace(config, checkpointing="none"), layout).total - found.total)
             why += f", {REMADE:.0%} of {readable(remade)} that are made again"
         why += ": holes that the allocator cannot use at once"
-        return Line(name="slack", bytes=int(SLACK * found.total + REMADE * remade), why=why, when="training")
+        return MemoryLine(name="slack", bytes=int(SLACK * found.total + REMADE * remade), why=why, when="training")
 
     def _pass(self, config: RunConfig, layout: Layout) -> Pass:
         """What a forward and backward take, found once."""
@@ -126,7 +126,7 @@ class Planner:
             self._passes[key] = self.modelled.run(config, layout)
         return self._passes[key]
 
-    def _sampling(self, config: RunConfig, engines: Engines) -> list[Line]:
+    def _sampling(self, config: RunConfig, engines: Engines) -> list[MemoryLine]:
         """What sampling in this process takes."""
         if engines.apart:
             return []
@@ -136,7 +136,7 @@ class Planner:
         why = f"{rows} rows × {text.vocab_size:,} tokens × 4 bytes, and two copies to choose from"
         why += ", and four of what is counted for penalties" if penalised else ""
         copies = 7 if penalised else 3
-        logits = Line(name="logits", bytes=rows * text.vocab_size * 4 * copies, why=why, when="sampling")
+        logits = MemoryLine(name="logits", bytes=rows * text.vocab_size * 4 * copies, why=why, when="sampling")
         return [_kv_cache(text, rows, sum(self.longest(config)), _width(config)), logits]
 
 
@@ -161,7 +161,7 @@ def planner(
     """
     machine = machine or accelerator() or host()
     return Planner(
-        modelled=Modelled(config, model_config, on_host=machine.is_host),
+        modelled=FakeModel(config, model_config, on_host=machine.is_host),
         model_config=model_config,
         machine=machine,
         beside=None if machine.is_host else beside or host(),
@@ -188,12 +188,12 @@ def _rows(config: RunConfig) -> int:
     return asked if limit is None else limit
 
 
-def _kv_cache(text: Any, rows: int, length: int, width: int) -> Line:
+def _kv_cache(text: Any, rows: int, length: int, width: int) -> MemoryLine:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     per_token = 2 * text.num_hidden_layers * heads * head * width
     grown = length * 3 // 2  # it grows by halves, so that much may be reserved
-    return Line(
+    return MemoryLine(
         name="KV cache",
         bytes=rows * grown * per_token,
         why=f"{rows} rows × {grown:,} tokens (half as much again as the longest) × {per_token:,} bytes",
@@ -201,9 +201,9 @@ def _kv_cache(text: Any, rows: int, length: int, width: int) -> Line:
     )
 
 
-def _optimizer(config: RunConfig, counts: Counts, machine: Machine) -> Line:
+def _optimizer(config: RunConfig, counts: Counts, machine: Machine) -> MemoryLine:
     amount = config.optimizer.state_bytes(counts.trainable, _width(config))
-    return Line(
+    return MemoryLine(
         name="optimizer",
         bytes=amount,
         why=f"{counts.trainable:,} trained parameters × {amount / counts.trainable:.0f} bytes",
@@ -212,56 +212,56 @@ def _optimizer(config: RunConfig, counts: Counts, machine: Machine) -> Line:
     )
 
 
-def _update(config: RunConfig, counts: Counts, machine: Machine) -> list[Line]:
+def _update(config: RunConfig, counts: Counts, machine: Machine) -> list[MemoryLine]:
     """What an optimizer makes while it updates a tensor, and forgets."""
     amount = update_bytes(config.optimizer, counts.largest, _width(config), is_host=machine.is_host)
     if not amount:
         return []
     beside = config.optimizer.states_on == "host" and not machine.is_host
     why = "float32 values of one piece of a weight, and what they are computed from"
-    return [Line(name="update", bytes=amount, why=why, when="updating", beside=beside)]
+    return [MemoryLine(name="update", bytes=amount, why=why, when="updating", beside=beside)]
 
 
-def _reference(config: RunConfig, counts: Counts) -> list[Line]:
+def _reference(config: RunConfig, counts: Counts) -> list[MemoryLine]:
     """A second copy of what the model computes with and training changes."""
     if config.reference is None:
         return []
     amount = (counts.kept + counts.kept_on_host) or counts.trainable * _width(config)
-    return [Line(name="reference", bytes=amount, why="a second copy of the weights that training changes")]
+    return [MemoryLine(name="reference", bytes=amount, why="a second copy of the weights that training changes")]
 
 
-def _weights(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[Line]:
+def _weights(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[MemoryLine]:
     """The trainer's weights, or those it is lent, what is kept beside them, and the engines'."""
     width = _width(config)
     whole, base = counts.parameters * width, counts.base * width
     if engines.lent:
         lines = _borrowed(whole, base, machine, engines)
     else:
-        lines = [Line(name="weights", bytes=whole, why=f"{counts.parameters:,} parameters × {width} bytes")]
+        lines = [MemoryLine(name="weights", bytes=whole, why=f"{counts.parameters:,} parameters × {width} bytes")]
     for kept, beside in ((counts.kept, False), (counts.kept_on_host, True)):
         if kept:
             why = "the adapted layers' own weights, kept beside the merged ones"
-            lines.append(Line(name="frozen base", bytes=kept, why=why, beside=beside))
+            lines.append(MemoryLine(name="frozen base", bytes=kept, why=why, beside=beside))
     return [*lines, *engines.lines(base, machine)]
 
 
-def _borrowed(whole: int, base: int, machine: Machine, engines: Engines) -> list[Line]:
+def _borrowed(whole: int, base: int, machine: Machine, engines: Engines) -> list[MemoryLine]:
     """One copy of the weights in an engine's memory, and the adapter beside it."""
     why = f"{readable(base)}, one copy for trainer and engine"
     if engines.weights_counted:
-        weights = Line(name="weights", bytes=0, why=f"{why}: part of what the engine holds")
+        weights = MemoryLine(name="weights", bytes=0, why=f"{why}: part of what the engine holds")
     else:
-        weights = Line(name="weights", bytes=base, why=why)
-    adapter = [Line(name="adapter", bytes=whole - base, why="its tensors, which the trainer holds")]
+        weights = MemoryLine(name="weights", bytes=base, why=why)
+    adapter = [MemoryLine(name="adapter", bytes=whole - base, why="its tensors, which the trainer holds")]
     why = "the model as the trainer loads it, before it takes the engine's instead"
     copies = 1
     if machine.is_host and engines.near:
         copies, why = 2, f"{why}, and the engine's before they are in shared memory"
-    loading = Line(name="loading", bytes=copies * base, why=why, when="starting", beside=not machine.is_host)
+    loading = MemoryLine(name="loading", bytes=copies * base, why=why, when="starting", beside=not machine.is_host)
     return [weights, *(adapter if whole > base else []), loading]
 
 
-def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[Line]:
+def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[MemoryLine]:
     """Buffers of a broadcast."""
     if config.sync.capability is not CanReceive:
         return []
@@ -271,19 +271,19 @@ def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engin
     beside = not machine.is_host and sync.backend == "gloo"
     ends = 1 + engines.near * engines.held
     why = f"two of {readable(each)} at each of {ends} ends of the broadcast"
-    return [Line(name="buckets", bytes=2 * ends * each, why=why, beside=beside)]
+    return [MemoryLine(name="buckets", bytes=2 * ends * each, why=why, beside=beside)]
 
 
-def _programs(config: RunConfig, machine: Machine, engines: Engines) -> list[Line]:
+def _programs(config: RunConfig, machine: Machine, engines: Engines) -> list[MemoryLine]:
     workers = config.grading.processes(config.groups_per_step) * max(1, len(config.sources))
     parts = ["Python and its libraries", f"{workers} grader process{'es' * (workers > 1)}"]
     if engines.started:
         parts.append(f"{engines.started} engine{'s' * (engines.started > 1)} of {readable(ENGINE)}")
     why = ", and ".join([", ".join(parts[:-1]), parts[-1]])
     amount = LIBRARIES + workers * GRADER + engines.started * ENGINE
-    programs = Line(name="programs", bytes=amount, why=why, beside=not machine.is_host)
+    programs = MemoryLine(name="programs", bytes=amount, why=why, beside=not machine.is_host)
     if machine.is_host:
         return [programs]
     drivers = 1 + engines.near
     why = "the accelerator's driver and kernels" + f", in {drivers} processes" * (drivers > 1)
-    return [Line(name="driver", bytes=drivers * DRIVER, why=why), programs]
+    return [MemoryLine(name="driver", bytes=drivers * DRIVER, why=why), programs]

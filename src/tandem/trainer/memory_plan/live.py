@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Live(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """While it is entered, what every operation allocates is counted until it is freed, fake tensors like real ones.
 
     A storage counts once, however many tensors look at it, under the name that ``kind`` had when it was made. Buffers

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
-    from tandem.model.penalties import History
+    from tandem.model.penalties import TokenHistory
     from tandem.model.policy import Policy
-    from tandem.trainer.memory_plan.live import Live
+    from tandem.trainer.memory_plan.live import LiveTensors
 
 _RUN = 3
 """Layers of each kind that are run: a first one, which may make what all share, one that is looked at, and one more so
@@ -109,7 +109,7 @@ class Counts:
     """Bytes of them that are kept on the host."""
 
 
-class Modelled:
+class FakeModel:
     """A recipe's model without memory, ready to be counted and run."""
 
     def __init__(self, config: RunConfig, model_config: Any, *, on_host: bool):
@@ -181,7 +181,7 @@ def run(
     from tandem.model.attention import Packed, sequential_positions
     from tandem.model.logprobs import token_logprobs
     from tandem.model.policy import Policy
-    from tandem.trainer.memory_plan.live import Live
+    from tandem.trainer.memory_plan.live import LiveTensors
 
     policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
     plan = Packed(lengths=layout.lengths, parents=layout.parents)
@@ -192,7 +192,7 @@ def run(
     temperature_N = torch.ones(layout.trained, device=device)
     history = _history(config.sampling, layout, device)
     before = () if history is None else (*history.seen, *history.said, history.age_N1)
-    live = Live([*model.parameters(), *model.buffers(), ids_T, positions_T, predict_N, temperature_N, *before])
+    live = LiveTensors([*model.parameters(), *model.buffers(), ids_T, positions_T, predict_N, temperature_N, *before])
     live.kind = lambda nbytes: _kind(live.stage, nbytes == policy.head.weight.nbytes)
     watched = _Watched(policy, live, left)
     with live, watched:
@@ -222,18 +222,18 @@ def _narrow(sampling: Sampling) -> float:
     return 0.5 if sampling.top_p < 1 or sampling.top_k or sampling.min_p else 0.0
 
 
-def _history(sampling: Sampling, layout: Layout, device: torch.device) -> History | None:
+def _history(sampling: Sampling, layout: Layout, device: torch.device) -> TokenHistory | None:
     """Penalties of tokens that are all different, which is the most that there can be before them."""
     import torch
 
-    from tandem.model.penalties import History, Penalties
+    from tandem.model.penalties import Penalties, TokenHistory
 
     penalties = Penalties.of(sampling, (0,))
     if penalties is None:
         return None
     seen_E = torch.zeros(layout.tokens + layout.trained, dtype=torch.int64, device=device)
     said_E = torch.zeros(layout.trained, dtype=torch.int64, device=device)
-    return History.of(penalties, [seen_E] * 3 + [said_E] * 4)
+    return TokenHistory.of(penalties, [seen_E] * 3 + [said_E] * 4)
 
 
 def _kind(stage: str, as_head: bool) -> str:
@@ -258,7 +258,7 @@ def _peak(peaks: Mapping[str, Mapping[str, int]], saved: int, further: int) -> P
 class _Watched:
     """Hooks on a model for the time of one pass, which hand gradients over as a training step's do."""
 
-    def __init__(self, policy: Policy, live: Live, layers: Iterable[nn.Module]):
+    def __init__(self, policy: Policy, live: LiveTensors, layers: Iterable[nn.Module]):
         self._layers = layers
         self.kept: dict[nn.Module, int] = {}
         """Bytes that the forward of each of ``layers`` but the last left."""

@@ -13,7 +13,7 @@ When = Literal["always", "starting", "running", "sampling", "training", "updatin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class MemoryLine:
     """One thing that takes memory."""
 
     name: str
@@ -33,7 +33,7 @@ class Line:
 class MemoryPlan:
     """An estimate, and what it is held against."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryLine, ...]
     """Everything counted."""
     overlap: bool
     """True if sampling goes on while training does (max_lag above 0)."""
@@ -58,7 +58,7 @@ class MemoryPlan:
         """Bytes at the peak on the host, where the weights are on an accelerator."""
         return self._peak(line for line in self.lines if line.beside)
 
-    def _peak(self, lines: Iterable[Line]) -> int:
+    def _peak(self, lines: Iterable[MemoryLine]) -> int:
         """What is always there, and the larger of the start and the run."""
         by: dict[When, int] = dict.fromkeys(get_args(When), 0)
         for line in lines:
@@ -98,7 +98,7 @@ class MemoryPlan:
         )
 
     @staticmethod
-    def _rows(where: Machine, lines: list[Line], total: int, peak: str) -> list[tuple[str, str, str, str]]:
+    def _rows(where: Machine, lines: list[MemoryLine], total: int, peak: str) -> list[tuple[str, str, str, str]]:
         rows: list[tuple[str, str, str, str]] = [
             (line.name, readable(line.bytes), line.when, line.why) for line in lines
         ]

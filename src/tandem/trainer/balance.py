@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from tandem.trainer._tree import Kin
+from tandem.trainer.prefix_tree import PrefixTree
 
 ANOTHER = 256
 """Tokens that could be computed in the time that one more micro-batch costs: each ends in short kernels, and adds to
@@ -20,10 +20,10 @@ _TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class GroupSamples:
     """Samples of one group as the balance sees them."""
 
-    kin: Kin
+    tree: PrefixTree
     """Their computed tokens."""
     rollouts: Sequence[str]
     """Of each sample; those of one rollout follow one another and are kept in that order."""
@@ -56,7 +56,7 @@ class Balance:
         reach: context at which a token's attention costs as much as the rest of the model does for it.
     """
 
-    def __init__(self, families: Sequence[Family], *, budget: int, reach: float):
+    def __init__(self, families: Sequence[GroupSamples], *, budget: int, reach: float):
         self._families = families
         self._budget = budget
         self._reach = reach
@@ -148,11 +148,11 @@ class Balance:
 
     def _with(self, load: Load, group: int, samples: Sequence[int]) -> Load:
         """The same and some samples more."""
-        kin, members = self._families[group].kin, list(load.members.get(group, ()))
+        tree, members = self._families[group].tree, list(load.members.get(group, ()))
         tokens, cost = load.tokens, load.cost
         for sample in samples:
-            length = kin.lengths[sample]
-            shared = max((kin.shared(sample, other) for other in members), default=0)
+            length = tree.lengths[sample]
+            shared = max((tree.shared(sample, other) for other in members), default=0)
             tokens += length - shared
             # A token sees those before it and itself.
             seen = (length * (length + 1) - shared * (shared + 1)) / 2

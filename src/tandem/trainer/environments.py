@@ -1,4 +1,4 @@
-"""The environments of a run, live: their tasks, graders that proved themselves, and who plays."""
+"""The environments of a run, live: their tasks, graders, environment runners and the rollout buffer that they fill."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from tandem.envs.base import Split
 from tandem.errors import EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
+from tandem.observability.completions import DroppedGroups
+from tandem.observability.emit import Telemetry
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
+from tandem.rollout.buffer import BufferOptions, RolloutBuffer
 from tandem.rollout.gold import require_full_marks
-from tandem.rollout.group_runner import GroupRunner
+from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.lag_control import LagControl, LagController, RateState
 from tandem.rollout.measure import Solved
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
@@ -97,7 +101,7 @@ def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Players:
+class RunEnvironments:
     """The environments that are played in this process; none where all of them are elsewhere."""
 
     config: RunConfig
@@ -144,7 +148,9 @@ class Players:
 
 
 @asynccontextmanager
-async def opened(config: RunConfig, played: Mapping[str, EnvSource], log: Path | None) -> AsyncIterator[Players]:
+async def opened(
+    config: RunConfig, played: Mapping[str, EnvSource], log: Path | None
+) -> AsyncIterator[RunEnvironments]:
     """Graders of the environments that are played here; what they print goes to ``log``, or to our own stderr."""
     async with AsyncExitStack() as stack:
         graders = {
@@ -159,7 +165,7 @@ async def opened(config: RunConfig, played: Mapping[str, EnvSource], log: Path |
         }
         for each in graders.values():
             await stack.enter_async_context(each)
-        yield Players(config=config, graders=graders)
+        yield RunEnvironments(config=config, graders=graders)
 
 
 def _solved(source: EnvSource, graders: Graders) -> Solved:
@@ -167,3 +173,78 @@ def _solved(source: EnvSource, graders: Graders) -> Solved:
     first = next(iter(source.rewards))
     full = graders.full_marks[first]
     return Solved(reward=first, full_marks=1.0 if full is None else full)
+
+
+@dataclass(slots=True)
+class StepCounter:
+    """The policy step that training has reached, from which lag is measured."""
+
+    step: int
+    """Optimizer steps taken."""
+
+    def advance(self, step: int) -> None:
+        """Another step was taken."""
+        self.step = step
+
+    def current(self) -> int:
+        """Optimizer steps taken."""
+        return self.step
+
+
+def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> LagControl:
+    """How far sampling may be ahead of training; ``state`` is that of a resumed run's controller."""
+    ahead = config.most_lag - config.sync.behind
+    if config.max_lag != "auto":
+        return LagControl.fixed(config.groups_per_step, ahead)
+    budget = LagController(
+        groups_per_step=config.groups_per_step,
+        most=ahead * config.groups_per_step,
+        ess_floor=config.lag_control.ess_floor,
+    )
+    return LagControl.auto(budget, state, lambda told: telemetry.event("lag_changed", **told))
+
+
+def postprocess(config: RunConfig) -> PostprocessRewards:
+    """What has the last word on a group's rewards."""
+    return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
+
+
+def rollout_buffer(
+    config: RunConfig,
+    runners: Sequence[EnvRunner],
+    trained: StepCounter,
+    telemetry: Telemetry,
+    lag_control: LagControl,
+) -> RolloutBuffer:
+    """Tasks that are played here."""
+    return RolloutBuffer(
+        runners=runners,
+        options=BufferOptions(
+            groups_per_step=config.groups_per_step,
+            group_size=config.group_size,
+            max_lag=config.most_lag,
+            behind=config.sync.behind,
+            drop_zero_variance=config.zero_variance_groups == "drop",
+            sampling=config.sampling,
+            steps=config.steps,
+            max_resample_times=config.max_resample_times,
+            replay=config.replay,
+            reroll=config.reroll,
+            curriculum=config.curriculum,
+        ),
+        version=trained.current,
+        postprocess_rewards=postprocess(config),
+        on_drop=dropped(config, trained, telemetry),
+        lag_control=lag_control,
+        on_event=lambda name, fields: telemetry.event(name, **fields),
+    )
+
+
+def dropped(config: RunConfig, trained: StepCounter, telemetry: Telemetry) -> DroppedGroups:
+    """Reports groups that are left out of training."""
+    return DroppedGroups(
+        telemetry=telemetry,
+        version=trained.current,
+        groups_per_step=config.groups_per_step,
+        max_tokens=config.sampling.max_tokens,
+    )

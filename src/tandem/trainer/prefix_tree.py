@@ -20,7 +20,7 @@ attention, which a few tokens that answers happen to begin with do not repay."""
 Ints = NDArray[np.int64]
 
 
-class Kin:
+class PrefixTree:
     """Sequences of one group, and how many leading tokens each two of them share."""
 
     def __init__(self, sequences: Sequence[Ints]):
@@ -54,7 +54,7 @@ class Kin:
 
 
 @dataclass(slots=True)
-class Row:
+class PackedRow:
     """A packed row under construction."""
 
     size: int = 0
@@ -66,19 +66,19 @@ class Row:
     parents: list[int | None] = field(default_factory=list)
     """The segment that each one continues."""
 
-    def add(self, kin: Kin, members: Sequence[int]) -> dict[int, Ints]:
+    def add(self, tree: PrefixTree, members: Sequence[int]) -> dict[int, Ints]:
         """Append some sequences of a group as a tree; the place in the row of each of their tokens."""
-        members = sorted(members, key=kin.rank.__getitem__)
-        depths = kin.depths(members)
+        members = sorted(members, key=tree.rank.__getitem__)
+        depths = tree.depths(members)
         places: dict[int, Ints] = {}
         before = np.empty(0, dtype=np.int64)
         for i, depth in zip(members, depths, strict=True):
-            new = kin.lengths[i] - depth
+            new = tree.lengths[i] - depth
             before = np.concatenate((before[:depth], np.arange(self.size, self.size + new)))
             places[i] = before
-            self.tokens.append(kin.sequences[i][depth:])
+            self.tokens.append(tree.sequences[i][depth:])
             self.size += new
-        self._segments([kin.lengths[i] for i in members], depths)
+        self._segments([tree.lengths[i] for i in members], depths)
         return places
 
     def _segments(self, lengths: Sequence[int], depths: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.loading import from_options
 from tandem.model.policy import load_config
-from tandem.trainer import players
+from tandem.trainer import environments
 
 
 @pytest.mark.parametrize(("context", "warned"), [(64, True), (1024, False)])
@@ -17,8 +17,8 @@ def test_a_context_that_cuts_answers_before_max_tokens_does_is_warned_of(
 ) -> None:
     options = {"model": str(tiny_model), "steps": 1, "env": {"kind": "arithmetic", "prompt": "{expression}="}}
     config = from_options(options | {"context": context, "sampling": {"max_tokens": 100}}, (), Path("a test")).config
-    tasks = {"train": players.tasks(config, "train")}
-    longest = players.longest_prompt(config, load_config(config.model), tasks["train"])
+    tasks = {"train": environments.tasks(config, "train")}
+    longest = environments.longest_prompt(config, load_config(config.model), tasks["train"])
     expected = f"a prompt of {longest} tokens in a context of 64 leaves {64 - longest} for answers, fewer than "
     assert (expected in caplog.text) == warned
     assert ("longer answers are cut there" in caplog.text) == warned
