@@ -37,8 +37,8 @@ ALLOWED = {
     "broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",
     # Over already: these do not wait.
     "broker/journal/ledger.py:committed": "it is done",
-    "tools/certify/ranks.py:gradients": "after SIGKILL",
-    "tools/certify/ranks.py:_await": "it has ended",
+    "tools/certify/gradients.py:gradients_of_ranks": "after SIGKILL",
+    "tools/certify/gradients.py:_await": "it has ended",
     "engines/vllm/server/asgi.py:unless": "it is done",
     "engines/vllm/client/fleet.py:_first_of": "it is done",
     "rewards/judge.py:_verdict": "it is done",

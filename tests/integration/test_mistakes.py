@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -76,58 +75,52 @@ def one_message(said: str) -> str:
     return lines[0]
 
 
-# Mistakes in a recipe. Those are told before anything is loaded and leave no folder behind.
+ROW = '{"question": "1 + 1?", "answer": "2"}\n'
+ROWS = {"env": {**DATA, "path": "rows.jsonl"}}
 
 
-def test_misspelt_key(train: Train) -> None:
-    code, said = train(group_sise=4)
-    assert code == 2
+@pytest.mark.parametrize(
+    ("changed", "overrides", "code", "words"),
+    [
+        ({"group_sise": 4}, [], 2, ["recipe.yaml:16", "group_sise", "did you mean 'group_size'"]),
+        ({}, ["optimizer.lrr=1"], 2, ["did you mean"]),
+        ({"group_size": "four"}, [], 2, ["recipe.yaml:7", "group_size", "four"]),
+        ({"rewards": {"nothing_of_this_name:score": 1.0}}, [], 4, ["nothing_of_this_name"]),
+        ({"rewards": {"marks:evn": 1.0}}, [], 4, ["evn"]),
+        ({"model": "./models/nowhere"}, [], 2, ["./models/nowhere"]),
+        ({"model": "nobody/nothing-of-this-name"}, [], 2, ["nobody/nothing-of-this-name"]),
+        ({"context": 16}, [], 2, ["the context is 16", "raise context"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict | int) else "",
+)
+def test_a_mistake_in_a_recipe_is_told_before_a_folder_is_made(
+    train: Train, changed: dict[str, Any], overrides: list[str], code: int, words: list[str]
+) -> None:
+    found, said = train("recipe.yaml", *overrides, **changed)
     message = one_message(said)
-    assert "recipe.yaml:16" in message
-    assert "group_sise" in message
-    assert "did you mean 'group_size'" in message
+    assert [word for word in words if word not in message] == []
+    assert found == code
     assert not Path("runs").exists()
 
 
-def test_misspelt_key_on_the_command_line(train: Train) -> None:
-    code, said = train("recipe.yaml", "optimizer.lrr=1")
-    assert code == 2
-    assert "did you mean" in one_message(said)
-
-
-def test_wrong_type(train: Train) -> None:
-    code, said = train(group_size="four")
-    assert code == 2
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (None, ["rows.jsonl"]),
+        ("", ["rows.jsonl"]),
+        (f"{ROW}{ROW}{{'question': 1}}\n{ROW}", ["rows.jsonl:3"]),
+        (ROW + '{"answer": "2"}\n' + ROW, ["rows.jsonl:2", "question"]),
+    ],
+    ids=["missing", "empty", "not JSON", "without a question"],
+)
+def test_a_data_set_that_cannot_be_read_is_told_by_its_line(train: Train, rows: str | None, words: list[str]) -> None:
+    if rows is not None:
+        Path("rows.jsonl").write_text(rows)
+    code, said = train(**ROWS)
     message = one_message(said)
-    assert "group_size" in message
-    assert "four" in message
-    assert "recipe.yaml:7" in message
-
-
-def test_reward_function_that_cannot_be_imported(train: Train) -> None:
-    code, said = train(rewards={"nothing_of_this_name:score": 1.0})
-    assert code == 4
-    assert "nothing_of_this_name" in one_message(said)
-    code, said = train(rewards={"marks:evn": 1.0})
-    assert code == 4
-    assert "evn" in one_message(said)
+    assert [word for word in words if word not in message] == []
+    assert code == 3
     assert not Path("runs").exists()
-
-
-# Mistakes about what a recipe names.
-
-
-def test_missing_model(train: Train) -> None:
-    code, said = train(model="./models/nowhere")
-    assert code == 2
-    assert "./models/nowhere" in one_message(said)
-    assert not Path("runs").exists()
-
-
-def test_missing_model_on_the_hub(train: Train) -> None:
-    code, said = train(model="nobody/nothing-of-this-name")
-    assert code == 2
-    assert "nobody/nothing-of-this-name" in one_message(said)
 
 
 def test_model_folder_without_weights(train: Train, tiny_model: Path) -> None:
@@ -136,43 +129,6 @@ def test_model_folder_without_weights(train: Train, tiny_model: Path) -> None:
     code, said = train(model="hollow")
     assert code == 2
     assert "hollow" in one_message(said)
-
-
-def test_missing_data_set(train: Train) -> None:
-    code, said = train(env={**DATA, "path": "rows.jsonl"})
-    assert code == 3
-    assert "rows.jsonl" in one_message(said)
-    assert not Path("runs").exists()
-
-
-def test_malformed_row_is_told_by_its_line(train: Train) -> None:
-    good = json.dumps({"question": "1 + 1?", "answer": "2"})
-    Path("rows.jsonl").write_text(f"{good}\n{good}\n{{'question': 1}}\n{good}\n")
-    code, said = train(env={**DATA, "path": "rows.jsonl"})
-    assert code == 3
-    assert "rows.jsonl:3" in one_message(said)
-    Path("rows.jsonl").write_text(f'{good}\n{{"answer": "2"}}\n{good}\n')
-    code, said = train(env={**DATA, "path": "rows.jsonl"})
-    assert code == 3
-    message = one_message(said)
-    assert "rows.jsonl:2" in message
-    assert "question" in message
-
-
-def test_empty_data_set(train: Train) -> None:
-    Path("rows.jsonl").write_text("")
-    code, said = train(env={**DATA, "path": "rows.jsonl"})
-    assert code == 3
-    assert "rows.jsonl" in one_message(said)
-
-
-def test_prompt_longer_than_the_context(train: Train) -> None:
-    code, said = train(context=16)
-    assert code == 2
-    message = one_message(said)
-    assert "the context is 16" in message
-    assert "raise context" in message
-    assert not Path("runs").exists()
 
 
 def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train) -> None:
@@ -194,17 +150,12 @@ def test_run_that_exists_already(train: Train) -> None:
     assert "go on with it by: tandem train runs/a" in one_message(said)
 
 
-def test_nothing_to_train_on(train: Train) -> None:
-    code, said = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
-    assert code == 9
-    assert "zero_variance_groups: keep" in one_message(said)
-
-
 def test_a_run_that_failed_remembers_why(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
     code, said = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
     assert code == 9
     run = Path("runs/a")
     reason = one_message(said).removeprefix("tandem: ")
+    assert "zero_variance_groups: keep" in reason
     last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["error"], last["message"]) == ("run_failed", "Starved", reason)
     assert f"the run failed: {reason}" in (run / "logs" / "run.log").read_text()
@@ -230,9 +181,6 @@ def test_reward_that_fails_on_whatever_the_model_says(train: Train) -> None:
     assert code == 9
     assert "Traceback" not in said
     assert "IndexError" in said.splitlines()[-1]
-
-
-# Disks and checkpoints.
 
 
 @contextmanager
@@ -331,30 +279,16 @@ def test_resuming_what_is_not_a_run(train: Train) -> None:
     assert "no config.yaml" in one_message(said)
 
 
-# The same through a real process, where nothing of the tests' own stands in between.
-
-
-@pytest.mark.parametrize(
-    ("overrides", "code", "told"),
-    [
-        (["group_sise=4"], 2, "did you mean 'group_size'"),
-        (["context=16"], 2, "the context is 16"),
-        (["rewards={nowhere:score: 1.0}"], 4, "nowhere"),
-    ],
-)
-def test_in_a_process_of_its_own(
-    train: Train, tiny_model: Path, tmp_path: Path, overrides: list[str], code: int, told: str
-) -> None:
+def test_in_a_process_of_its_own(train: Train, tiny_model: Path, tmp_path: Path) -> None:
+    """Where nothing of the tests' own stands in between."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
     ended = subprocess.run(
-        [sys.executable, "-m", "tandem", "train", "recipe.yaml", *overrides],
+        [sys.executable, "-m", "tandem", "train", "recipe.yaml", "rewards={nowhere:score: 1.0}"],
         cwd=tmp_path,
-        env=dict(os.environ),
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert ended.returncode == code, ended.stderr
-    assert ended.stdout == ""
-    assert told in one_message(ended.stderr)
+    assert (ended.returncode, ended.stdout) == (4, ""), ended.stderr
+    assert "nowhere" in one_message(ended.stderr)

@@ -89,9 +89,6 @@ def certify(
     real: Annotated[
         bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
     ] = False,
-    inert: Annotated[
-        list[str] | None, typer.Option("--inert", metavar="OPTION", help="This option may change nothing.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
@@ -100,7 +97,7 @@ def certify(
     """
     from tandem.cli.certify import prove
 
-    raise typer.Exit(prove(recipe, overrides or [], real=real, inert=inert or [], as_json=as_json))
+    raise typer.Exit(prove(recipe, overrides or [], real=real, as_json=as_json))
 
 
 @app.command("list")

@@ -12,25 +12,25 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.loading import load
-from tandem.tools.certify.certificate import Certificate, certify
+from tandem.tools.certify.case import certify
+from tandem.tools.certify.certificate import Certificate
 
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
-def prove(recipe: Path, overrides: Sequence[str], *, real: bool, inert: Sequence[str], as_json: bool) -> int:
+def prove(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) -> int:
     """Print the certificate; returns 0 if it passes, else 1.
 
     Args:
         recipe: what is certified.
         overrides: laid over it.
         real: on its own model.
-        inert: options by dotted path that may change nothing.
         as_json: print JSON alone.
 
     Raises:
         ConfigError: the recipe is wrong, or its model cannot be read.
     """
-    found = certify(load(recipe, overrides).config, real=real, inert=inert)
+    found = certify(load(recipe, overrides).config, real=real)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
@@ -48,12 +48,6 @@ def _show(found: Certificate, console: Console) -> None:
         table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(told))
     console.print(found.model, markup=False, highlight=False)
     console.print(table)
-    console.print(f"\noptions that change nothing: {', '.join(found.inert) or 'none'}", markup=False)
-    if found.inert_on_policy:
-        console.print(
-            f"while the sampler is the policy itself (max_lag: 0), neither do: {', '.join(found.inert_on_policy)}",
-            markup=False,
-        )
     failed = sum(line.state == "fail" for line in found.lines)
     verdict = f"{failed} failed" if failed else "passed"
     console.print(f"{verdict} in {found.seconds:.0f} s", style="bold red" if failed else "green", highlight=False)

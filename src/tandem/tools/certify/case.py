@@ -1,11 +1,12 @@
-"""A recipe's own parts on made-up groups, and every check of what they compute."""
+"""``certify``: a recipe's own parts on made-up groups, and every check of what they compute."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,12 +14,21 @@ from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError
 from tandem.model.compilation import missing
-from tandem.optimizers.base import Optimizer
-from tandem.tools.certify import applied, models, narrow, optimizers, options, parts, plain, ranks, reference
-from tandem.tools.certify.formula import Spoken, formula, part
-from tandem.tools.certify.gradients import MOVES, Gradient, Live, Setup, differing, distance, norm
-from tandem.tools.certify.line import Line, judged, skipped
-from tandem.tools.certify.made_up import Author
+from tandem.tools.certify import formulas, optimizer_steps, parts
+from tandem.tools.certify.certificate import Certificate, CertificateLine, judged, skipped
+from tandem.tools.certify.formulas import SampledSequence, formula, part
+from tandem.tools.certify.gradients import (
+    MOVES,
+    CertifiedPolicy,
+    Gradient,
+    Setup,
+    differing,
+    distance,
+    gradients_of_ranks,
+    norm,
+)
+from tandem.tools.certify.made_up import Author, certified
+from tandem.tools.certify.plain import KINDS
 from tandem.tools.certify.variations import VARIATIONS, Variation, compiled
 from tandem.trainer import assemble as run
 from tandem.trainer.pack import Packer, StepBatch
@@ -38,10 +48,11 @@ RATES = 1000
 """Steps of which the learning rate is looked at, at most."""
 RATE_EXACT = 1e-12
 """Largest distance of a learning rate, which is a float64 on both sides."""
-OTHERWISE = 1e-9
-"""Gradients farther apart than this are different: the same computation gives the same bits."""
 MOVES_REAL = 0.01
 """Share of their deviation by which a trained model's weights are moved: it must stay what it is."""
+
+RANKS = 2
+"""Processes that compute one step together."""
 
 FORMULAS = "whole gradient by formulas"
 FOLLOWS = "reference as it follows"
@@ -61,7 +72,7 @@ class Case:
 
     def __init__(self, config: RunConfig, *, real: bool):
         self.config, self._slack = config, REAL if real else 1.0
-        model, self._exact = models.certified(config, real=real)
+        model, self._exact = certified(config, real=real)
         names = [meta.name for meta in config.trainable.source(model).manifest()]
         self._setup = Setup(
             model=model,
@@ -75,7 +86,7 @@ class Case:
         weights = {
             env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()
         }
-        self._live = Live(self._setup)
+        self._live = CertifiedPolicy(self._setup)
         self._plain = recipes.as_json(config)
         self._formula = formula(self._plain, weights, self._live.policy.end_tokens)
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -90,8 +101,7 @@ class Case:
             given=config.broker is not None and config.broker.env_advantages,
         )
         self._exact.put(self._exact.held(self._live.placed(0)))
-        own = functools.cache(self._own)  # both have the same tokens
-        self.groups, self._on_policy = author.groups(own), author.groups(own, on_policy=True)
+        self.groups = author.groups(self._own)
 
     def close(self) -> None:
         """End its thread."""
@@ -100,7 +110,7 @@ class Case:
     def _own(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
         """The policy's logprobs, by the formulas."""
         ids = (*prompt, *tokens)
-        one = Spoken(
+        one = SampledSequence(
             rollout="",
             ids=ids,
             at=tuple(range(len(prompt), len(ids))),
@@ -112,18 +122,20 @@ class Case:
         if not tokens:
             return []
         with torch.no_grad():
-            return reference.logprobs(self._exact, one, self._formula).tolist()
+            return formulas.logprobs(self._exact, one, self._formula).tolist()
 
     def _pack(self, config: RunConfig) -> Packer:
         return run.packer(config, self._live.policy)
 
-    def lines(self, several: int) -> Iterator[Line]:
+    def lines(self, several: int) -> Iterator[CertificateLine]:
         """What the gradient is; ``several``: as of ``certify``."""
         pack = self._pack(self.config)
         base = self._live.gradients(pack(self.groups, version=0))
         size = norm(base)
         sound = math.isfinite(size) and size > 0
-        yield Line(name="the gradient is there", state="pass" if sound else "fail", figure=size, compared_with="0")
+        yield CertificateLine(
+            name="the gradient is there", state="pass" if sound else "fail", figure=size, compared_with="0"
+        )
         for name, variation in VARIATIONS.items():
             try:
                 self._can(variation)
@@ -135,11 +147,11 @@ class Case:
         small = dataclasses.replace(pack, budget=SMALL)
         if several > 1:
             self._live.place(-1)  # what the other processes are given is the model as loaded
-            ways = [ranks.gradients(self._setup, small(self.groups, version=0), several)]
+            ways = [gradients_of_ranks(self._setup, small(self.groups, version=0), several)]
             yield self._judged(f"{several} processes", ways, base, SAME, "one process", 1)
         yield from self._against_formulas(base, pack(self.groups, version=0))
 
-    def later(self) -> Iterator[Line]:
+    def later(self) -> Iterator[CertificateLine]:
         """What comes after the gradient: where a reference goes, and what the optimizer does."""
         pack = self._pack(self.config)
         if self._formula.reference is not None:
@@ -162,9 +174,9 @@ class Case:
     def _unknown(self) -> list[str]:
         """Parts that no formula is known for."""
         kind = self._exact.kind
-        return reference.unknown(self._formula) + ([] if kind in plain.KINDS else [f"trainable {kind}"])
+        return formulas.unknown(self._formula) + ([] if kind in KINDS else [f"trainable {kind}"])
 
-    def _against_formulas(self, base: Sequence[Gradient], batch: StepBatch) -> Iterator[Line]:
+    def _against_formulas(self, base: Sequence[Gradient], batch: StepBatch) -> Iterator[CertificateLine]:
         """Part by part, and the whole gradient."""
         if unknown := self._unknown():
             yield skipped(FORMULAS, f"no formula is known here for {', '.join(unknown)}")
@@ -178,7 +190,7 @@ class Case:
             bound = {"none": 0.0, "float32": EXACT, "difference": PENALTY}[one.rounding] * self._slack
             what = "the recipe" if one.rounding == "none" else "float64 formula"
             yield judged(one.name, [one.figure], bound, what, one.note)
-        expected = reference.gradients(self._exact, self._live.placed, [(1, self.groups)], known)
+        expected = formulas.gradients(self._exact, self._live.placed, [(1, self.groups)], known)
         yield self._judged(FORMULAS, [base], expected, EXACT, "float64, one sequence at a time", 1)
 
     def _later(self) -> list[tuple[int, list[Group]]]:
@@ -191,25 +203,25 @@ class Case:
         """The penalty's gradient in each of those steps."""
         return self._live.walk([(number, pack(groups, version=0)) for number, groups in self._later()])
 
-    def _followed(self, pack: Packer) -> Line:
+    def _followed(self, pack: Packer) -> CertificateLine:
         if unknown := self._unknown():
             return skipped(FOLLOWS, f"no formula is known here for {', '.join(unknown)}")
-        expected = reference.gradients(self._exact, self._live.placed, self._later(), self._formula)
+        expected = formulas.gradients(self._exact, self._live.placed, self._later(), self._formula)
         numbers = ", ".join(str(number) for number, _ in self._later())
         line = self._judged(FOLLOWS, [self._walked(pack)], expected, PENALTY, "float64 formula", 1)
         return dataclasses.replace(line, note=f"steps {numbers}{f'; {line.note}' if line.note else ''}")
 
-    def _applied(self, batch: StepBatch, gradient: Gradient) -> Iterator[Line]:
+    def _applied(self, batch: StepBatch, gradient: Gradient) -> Iterator[CertificateLine]:
         """What the recipe's own optimizer does with a batch of this gradient."""
         kind, known = part(self._plain["optimizer"])
-        if kind not in optimizers.RULES:
-            yield skipped(applied.NAME, f"no formula is known here for optimizer {kind}")
+        if kind not in optimizer_steps.RULES:
+            yield skipped(optimizer_steps.TWO_STEPS, f"no formula is known here for optimizer {kind}")
             return
         own, total = self.config.optimizer, self.config.steps
-        off = [abs(own.rate(step, total) - optimizers.rate(known, step, total)) for step in _some(total)]
+        off = [abs(own.rate(step, total) - optimizer_steps.rate(known, step, total)) for step in _some(total)]
         yield judged(RATE, [max(off) / (own.lr or 1.0)], RATE_EXACT, "formula", f"{total:,} steps")
         self._live.place(-1)
-        yield from applied.lines(
+        yield from optimizer_steps.lines(
             self._setup,
             own,
             (kind, known),
@@ -220,62 +232,16 @@ class Case:
             bound=EXACT * self._slack,
         )
         if self.config.dtype == "bfloat16":
-            yield narrow.line(own, (kind, known), self._live.placed(0), gradient)
+            yield optimizer_steps.narrow_line(own, (kind, known), self._live.placed(0), gradient)
 
     def _judged(
         self, name: str, found: Sequence[Sequence[Gradient]], to: Sequence[Gradient], bound: float, what: str, ways: int
-    ) -> Line:
+    ) -> CertificateLine:
         notes = ([f"{ways} ways"] if ways > 1 else []) + [
             note for note in {differing(one, to) for one in found} if note
         ]
         figures = [distance(each, to) for each in found]
         return judged(name, figures, bound * self._slack, what, "; ".join(notes))
-
-    def inert(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Options that change nothing; and those that change nothing while the recipe is on-policy, if it is."""
-        config, on_policy = self.config, list[str]()
-        never = options.inert(config, self._differs(self.groups))
-        if not config.max_lag and config.updates_per_batch == 1 and config.broker is None:
-            others = options.inert(config, self._differs(self._on_policy), options.SLOTS)
-            on_policy = [name for name in others if name not in never]
-        return tuple(never), tuple(on_policy)
-
-    def _differs(self, groups: Sequence[Group]) -> Callable[[RunConfig], bool]:
-        """Whether another recipe's step on the groups is another, where its reference goes, or its optimizer."""
-        own = self.config
-        pack, base = self._as(own), self._live.gradients(self._as(own)(groups, version=0))
-        walked = [] if own.reference is None else self._walked(pack)
-        few = pack(groups[:1], version=0)
-        size = norm(self._live.gradients(few))
-
-        def other(found: Sequence[Gradient], to: Sequence[Gradient]) -> bool:
-            return not distance(found, to) <= OTHERWISE
-
-        @functools.cache
-        def moved(optimizer: Optimizer) -> list[Gradient]:
-            self._as(own)
-            self._live.place(-1)
-            total, begin = own.steps, self._live.placed(0)
-            steps = applied.two(few, own.optimizer, size)
-            made, _ = applied.updates(self._setup, applied.visible(optimizer), steps, total=total, begin=begin)
-            return [one.moved for one in made]
-
-        def differs(config: RunConfig) -> bool:
-            if config.optimizer != own.optimizer:
-                rates = [[one.optimizer.rate(step, own.steps) for step in _some(own.steps)] for one in (config, own)]
-                return rates[0] != rates[1] or other(moved(config.optimizer), moved(own.optimizer))
-            pack = self._as(config)
-            if other(self._live.gradients(pack(groups, version=0)), base):
-                return True
-            return config.reference != own.reference and other(self._walked(pack), walked)
-
-        return differs
-
-    def _as(self, config: RunConfig) -> Packer:
-        """Compute by another recipe's objective from now on; what packs for it."""
-        self._setup.objective, self._setup.updates = run.objective(config), config.updates_per_batch
-        self._setup.sampling = config.sampling
-        return self._pack(config)
 
 
 def _some(total: int) -> range:
@@ -288,3 +254,26 @@ def _without_advantage(group: Group) -> Group:
     return dataclasses.replace(
         group, rollouts=tuple(dataclasses.replace(r, advantages=(0.0,) * r.num_tokens) for r in group.rollouts)
     )
+
+
+def certify(config: RunConfig, *, real: bool = False, several: int = RANKS) -> Certificate:
+    """Look at the gradient of a recipe's own parts, and at what its optimizer makes of it.
+
+    Args:
+        config: the recipe.
+        real: on its own model instead of a tiny one of its architecture.
+        several: processes that compute one step together; below 2 that is not looked at.
+
+    Raises:
+        ConfigError: the model cannot be read.
+        TandemError: one of several processes failed.
+    """
+    began = time.monotonic()
+    with contextlib.closing(Case(config, real=real)) as case:
+        lines, described = list(case.lines(several)), case.described
+        if not real:
+            lines += case.later()
+    if real:  # what an optimizer does with a gradient does not depend on how large the model is
+        with contextlib.closing(Case(config, real=False)) as case:
+            lines += case.later()
+    return Certificate(model=described, lines=tuple(lines), seconds=time.monotonic() - began)

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Collection
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from tandem.config.loading import RunConfig
-from tandem.tools.certify.case import Case
-from tandem.tools.certify.line import Line
 from tandem.types import Json
 
-__all__ = ["Certificate", "Line", "certify"]
 
-RANKS = 2
-"""Processes that compute one step together."""
-OPTIONS = "every option matters"
-"""The line about options that change nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateLine:
+    """One check."""
+
+    name: str
+    """Of what."""
+    state: Literal["pass", "fail", "skipped"]
+    """How it went."""
+    figure: float | None = None
+    """The largest distance found."""
+    bound: float | None = None
+    """The largest that passes."""
+    compared_with: str = ""
+    """What the figure is the distance from, as a share of its norm; where the bound is 0, so many differ."""
+    note: str = ""
+    """What else is to be told."""
+
+
+def judged(name: str, figures: Sequence[float], bound: float, compared_with: str, note: str = "") -> CertificateLine:
+    """A check that passes if no distance is above the bound; one that is not a number fails."""
+    return CertificateLine(
+        name=name,
+        state="pass" if all(figure <= bound for figure in figures) else "fail",
+        figure=max(figures, key=lambda figure: math.inf if math.isnan(figure) else figure),
+        bound=bound,
+        compared_with=compared_with,
+        note=note,
+    )
+
+
+def skipped(name: str, why: str) -> CertificateLine:
+    """A check that cannot be made."""
+    return CertificateLine(name=name, state="skipped", note=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was found."""
+    """What was compared for a recipe."""
 
     model: str
     """What the gradient is of."""
-    lines: tuple[Line, ...]
+    lines: tuple[CertificateLine, ...]
     """Every check."""
-    inert: tuple[str, ...]
-    """Options of the objective that change nothing on any of the made-up answers."""
-    inert_on_policy: tuple[str, ...]
-    """Those that change nothing where the sampler is the policy itself; empty unless the recipe is on-policy."""
     seconds: float
     """What it took."""
 
@@ -44,50 +65,3 @@ class Certificate:
     def as_json(self) -> Json:
         """Plain data."""
         return {"passed": self.passed, **dataclasses.asdict(self)}
-
-
-def certify(config: RunConfig, *, real: bool = False, several: int = RANKS, inert: Collection[str] = ()) -> Certificate:
-    """Look at the gradient of a recipe's own parts, and at what its optimizer makes of it.
-
-    Args:
-        config: the recipe.
-        real: on its own model instead of a tiny one of its architecture.
-        several: processes that compute one step together; below 2 that is not looked at.
-        inert: options by dotted path that may change nothing.
-
-    Raises:
-        ConfigError: the model cannot be read.
-        TandemError: one of several processes failed.
-    """
-    began = time.monotonic()
-    with contextlib.closing(Case(config, real=real)) as case:
-        lines, described = list(case.lines(several)), case.described
-        if not real:
-            never, on_policy = _rest(case, lines)
-    if real:  # neither what an optimizer does nor which options are read depends on how large the model is
-        with contextlib.closing(Case(config, real=False)) as case:
-            never, on_policy = _rest(case, lines)
-    lines.append(_options(never, inert))
-    return Certificate(
-        model=described, lines=tuple(lines), inert=never, inert_on_policy=on_policy, seconds=time.monotonic() - began
-    )
-
-
-def _rest(case: Case, lines: list[Line]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Add what a tiny model shows as well; returns options that change nothing, ever and on-policy."""
-    lines.extend(case.later())
-    return case.inert()
-
-
-def _options(never: Collection[str], named: Collection[str]) -> Line:
-    """Options that change nothing fail, but for those that are named."""
-    wrong = [name for name in never if name not in named]
-    note = f"no value of {', '.join(wrong)} changes anything; --inert NAME accepts that" if wrong else ""
-    return Line(
-        name=OPTIONS,
-        state="fail" if wrong else "pass",
-        figure=float(len(wrong)),
-        bound=0.0,
-        compared_with="its other values",
-        note=note,
-    )

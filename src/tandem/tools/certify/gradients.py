@@ -1,17 +1,28 @@
-"""The gradient that the trainer's own step computes, for every update on a batch."""
+"""The gradient that the trainer's own step computes for every update on a batch, in one process or in several."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tandem.errors import Deadline, TandemError
 from tandem.model.policy import Compute, Policy
 from tandem.optimizers.adamw import AdamW
 from tandem.trainable.base import Trainable
@@ -101,7 +112,7 @@ class Recorder:
         """It has no state."""
 
 
-class Live:
+class CertifiedPolicy:
     """A policy under a certificate."""
 
     def __init__(self, setup: Setup, *, total: Callable[[Tensor], None] | None = None):
@@ -226,3 +237,79 @@ def differing(found: Sequence[Gradient], expected: Sequence[Gradient]) -> str:
         return f"{len(found)} updates instead of {len(expected)}"
     names = {name for one, other in zip(found, expected, strict=True) for name in one.keys() ^ other.keys()}
     return f"not in both: {min(names)}" if names else ""
+
+
+SECONDS = 300.0
+"""Most that the processes may take."""
+
+
+def share_of_rank(batch: StepBatch, rank: int, ranks: int) -> StepBatch:
+    """The micro-batches of one rank: whole-step weights are theirs already, so ranks add gradients, never average."""
+    return dataclasses.replace(batch, micro=batch.micro[rank::ranks])
+
+
+def gradients_of_ranks(setup: Setup, batch: StepBatch, ranks: int) -> list[Gradient]:
+    """Of every update on the batch, by as many processes.
+
+    Raises:
+        TandemError: a process failed.
+        Deadline: they did not end in time.
+    """
+    shares = [share_of_rank(batch, rank, ranks) for rank in range(ranks)]
+    with tempfile.TemporaryDirectory(prefix="tandem-certify-") as folder:
+        torch.save((setup, shares), Path(folder, "setup"))
+        # A server that has imported torch but never run it: to fork this process would copy its threads' locks.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        processes = [context.Process(target=_rank, args=(rank, ranks, folder)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        try:
+            _await(processes, Path(folder))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        found: list[Gradient] = torch.load(Path(folder, "gradients"), weights_only=False)
+        return found
+
+
+def _await(processes: list[Any], folder: Path) -> None:
+    """Until all have ended well."""
+    left = {process.sentinel: process for process in processes}
+    while left:
+        ended = wait(list(left), timeout=SECONDS)
+        if not ended:
+            raise Deadline(
+                f"{len(left)} ranks did not end within {SECONDS:g} s; certify on a machine that is less busy"
+            )
+        for process in [left.pop(sentinel) for sentinel in ended]:
+            process.join()
+            if process.exitcode:
+                told = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("failed-*"))]
+                raise TandemError(f"a rank ended with {process.exitcode}: {told[0] if told else 'it said nothing'}")
+
+
+def _rank(rank: int, ranks: int, folder: str) -> None:
+    """Compute one share and add the gradients up; the first rank writes them."""
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        # Ranks of one machine: its own name need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        setup, shares = torch.load(Path(folder, "setup"), weights_only=False)
+        meeting = f"file://{Path(folder, 'meeting')}"
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
+        )
+        live = CertifiedPolicy(setup, total=dist.all_reduce)
+        with contextlib.closing(live):
+            found = live.gradients(shares[rank])
+        if rank == 0:
+            torch.save(found, Path(folder, "gradients"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"failed-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        raise

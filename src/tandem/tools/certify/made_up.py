@@ -1,13 +1,25 @@
-"""Made-up groups that hold every case the trainer tells apart, and how far their sampler is from the policy."""
+"""Made-up groups that hold every case the trainer tells apart, and the model that a certificate is about."""
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
+from typing import Any
 
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tandem.config import loading as recipes
+from tandem.config.loading import RunConfig
+from tandem.model.attention import NAME
+from tandem.model.policy import load_config, load_model
+from tandem.tools.certify.formulas import part
+from tandem.tools.certify.plain import PlainModel
 from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
@@ -32,7 +44,7 @@ OTHER_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MadeUpRollout:
     """One made-up rollout."""
 
     lengths: tuple[int, ...]
@@ -57,59 +69,59 @@ class Plan:
     """Its only turn is the conversation's next stretch, so that it is in the prompts of others."""
 
 
-GROUPS: tuple[tuple[int, float, tuple[Plan, ...]], ...] = (
+GROUPS: tuple[tuple[int, float, tuple[MadeUpRollout, ...]], ...] = (
     (
         9,
         1.0,
         (
-            Plan(lengths=(8,), score=0.0),
-            Plan(lengths=(3, 6), score=1.0),
-            Plan(lengths=(12,), score=0.5, finish="length"),
-            Plan(lengths=(1,), score=1.0),
+            MadeUpRollout(lengths=(8,), score=0.0),
+            MadeUpRollout(lengths=(3, 6), score=1.0),
+            MadeUpRollout(lengths=(12,), score=0.5, finish="length"),
+            MadeUpRollout(lengths=(1,), score=1.0),
         ),
     ),
     (
         17,
         OTHER_TEMPERATURE,
         (
-            Plan(lengths=(5,), score=1.0),
-            Plan(lengths=(16,), score=0.0),
-            Plan(lengths=(4, 5), score=0.25, goes_on=False),
-            Plan(lengths=(2,), score=0.0, failed=True),
+            MadeUpRollout(lengths=(5,), score=1.0),
+            MadeUpRollout(lengths=(16,), score=0.0),
+            MadeUpRollout(lengths=(4, 5), score=0.25, goes_on=False),
+            MadeUpRollout(lengths=(2,), score=0.0, failed=True),
         ),
     ),
-    (6, 1.0, (Plan(lengths=(4,), score=0.5), Plan(lengths=(6,), score=0.5))),
+    (6, 1.0, (MadeUpRollout(lengths=(4,), score=0.5), MadeUpRollout(lengths=(6,), score=0.5))),
     (
         1,
         1.0,
         (
-            Plan(lengths=(1,), score=0.0),
-            Plan(lengths=(7,), score=0.0),
-            Plan(lengths=(9,), score=1.0),
-            Plan(lengths=(3,), score=1.0, trained=False),
+            MadeUpRollout(lengths=(1,), score=0.0),
+            MadeUpRollout(lengths=(7,), score=0.0),
+            MadeUpRollout(lengths=(9,), score=1.0),
+            MadeUpRollout(lengths=(3,), score=1.0, trained=False),
         ),
     ),
     (
         STRETCH,
         1.0,
         (
-            Plan(lengths=(STRETCH,), score=0.5, spoken=True),
-            Plan(lengths=(3,), score=0.0),
-            Plan(lengths=(5,), score=1.0, depth=1),
-            Plan(lengths=(STRETCH,), score=0.25, depth=1, spoken=True),
-            Plan(lengths=(2,), score=0.75, depth=2),
-            Plan(lengths=(4,), score=0.0, depth=2),
+            MadeUpRollout(lengths=(STRETCH,), score=0.5, spoken=True),
+            MadeUpRollout(lengths=(3,), score=0.0),
+            MadeUpRollout(lengths=(5,), score=1.0, depth=1),
+            MadeUpRollout(lengths=(STRETCH,), score=0.25, depth=1, spoken=True),
+            MadeUpRollout(lengths=(2,), score=0.75, depth=2),
+            MadeUpRollout(lengths=(4,), score=0.0, depth=2),
         ),
     ),
     (
         7,
         1.0,
         (
-            Plan(lengths=(4, 3, 5), score=1.0, finish="length"),
-            Plan(lengths=(3, 4), score=0.0, goes_on=False, finish="length"),
-            Plan(lengths=(2, 6, 3), score=0.25),
-            Plan(lengths=(5, 2), score=0.75, before="length"),
-            Plan(lengths=(6, 4), score=0.9, cools=0.9),
+            MadeUpRollout(lengths=(4, 3, 5), score=1.0, finish="length"),
+            MadeUpRollout(lengths=(3, 4), score=0.0, goes_on=False, finish="length"),
+            MadeUpRollout(lengths=(2, 6, 3), score=0.25),
+            MadeUpRollout(lengths=(5, 2), score=0.75, before="length"),
+            MadeUpRollout(lengths=(6, 4), score=0.9, cools=0.9),
         ),
     ),
 )
@@ -135,17 +147,16 @@ class Author:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     """Of token ids."""
 
-    def groups(self, own: Own, *, on_policy: bool = False) -> list[Group]:
-        """The groups; ``on_policy``: the sampler was the policy itself."""
+    def groups(self, own: Own) -> list[Group]:
+        """The groups."""
         self.draw.seed(0)
         envs = list(self.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *plan) for i, plan in enumerate(GROUPS)]
-        drifts = ((1.0,),) if on_policy else DRIFTS
         at = 0
         for g, group in enumerate(made):
             rollouts = []
             for rollout in group.rollouts:
-                rollouts.append(_told(rollout, own, drifts[at % len(drifts)]))
+                rollouts.append(_told(rollout, own, DRIFTS[at % len(DRIFTS)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
         if self.foreign:
@@ -155,14 +166,16 @@ class Author:
             made[1] = replace(made[1], rollouts=(made[1].rollouts[0], own_way, *made[1].rollouts[2:]))
         return made
 
-    def _group(self, index: int, env: str, prompt: int, factor: float, plans: Sequence[Plan]) -> Group:
+    def _group(self, index: int, env: str, prompt: int, factor: float, plans: Sequence[MadeUpRollout]) -> Group:
         id = f"made-up-{index}@0"
         told = [self._tokens(prompt)]
         told += (self._tokens(STRETCH) for _ in range(max(plan.depth + plan.spoken for plan in plans)))
         rollouts = [self._rollout(f"{id}/{s}", env, told, factor, plan) for s, plan in enumerate(plans)]
         return Group(id=id, index=index, env=env, rollouts=tuple(rollouts))
 
-    def _rollout(self, id: str, env: str, told: Sequence[tuple[int, ...]], factor: float, plan: Plan) -> Rollout:
+    def _rollout(
+        self, id: str, env: str, told: Sequence[tuple[int, ...]], factor: float, plan: MadeUpRollout
+    ) -> Rollout:
         """One that goes on where ``told``, an opening and what followed it, has got to."""
         opening = tuple(chain.from_iterable(told[: plan.depth + 1]))
         turns: list[Turn] = []
@@ -222,3 +235,56 @@ def _told(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:
         place += len(told)
         turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(told))))
     return replace(rollout, turns=tuple(turns))
+
+
+_TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.03,  # wide enough that the next-token distribution is not uniform
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""Sizes of a model that is computed in milliseconds; what else the architecture says stays as it is."""
+
+
+def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
+    """The recipe's model in float32 on the CPU, prepared for training, and the same in float64 and not prepared.
+
+    Unless ``real`` a tiny random one like it.
+
+    Raises:
+        ConfigError: the model's configuration, or its weights, cannot be read.
+    """
+    torch.manual_seed(config.seed)
+    if real:
+        model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"))
+    else:
+        tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
+        model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
+    exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
+    prepared: nn.Module = config.trainable.prepare(model).eval()
+    return prepared, exact
+
+
+def shrunk(like: Any, layers: Sequence[int]) -> Any:
+    """A transformers configuration of the same architecture and few parameters, in which ``layers`` exist."""
+    tiny = copy.deepcopy(like)
+    depth = max(2, *(layer + 1 for layer in layers)) if layers else 2
+    if getattr(like, "num_key_value_heads", None) is not None:
+        tiny.num_key_value_heads = 2 if like.num_key_value_heads < like.num_attention_heads else 4
+    for name, size in _TINY.items():
+        if hasattr(tiny, name):
+            setattr(tiny, name, size)
+    tiny.num_hidden_layers = depth
+    if getattr(tiny, "layer_types", None):
+        tiny.layer_types = [tiny.layer_types[i % len(tiny.layer_types)] for i in range(depth)]
+    return tiny

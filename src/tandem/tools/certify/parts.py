@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.losses.base import MicroBatch
-from tandem.tools.certify import costs, reference
-from tandem.tools.certify.costs import Scored
-from tandem.tools.certify.formula import Formula, Spoken
-from tandem.tools.certify.gradients import Live
-from tandem.tools.certify.plain import Exact
+from tandem.tools.certify import formulas
+from tandem.tools.certify.formulas import Formula, SampledSequence, Scored
+from tandem.tools.certify.gradients import CertifiedPolicy
+from tandem.tools.certify.plain import PlainModel
 from tandem.trainer.objective import Known, Objective
 from tandem.trainer.pack import StepBatch
 from tandem.types import Group
@@ -27,7 +26,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class PartError:
     """How far a part is from its formula."""
 
     name: str
@@ -44,7 +43,7 @@ class Finding:
 class Expected:
     """What the formulas say of the first step."""
 
-    sequences: Mapping[Key, Spoken]
+    sequences: Mapping[Key, SampledSequence]
     """All that are trained."""
     scored: Mapping[Key, Scored]
     """Their logprobs as the step begins."""
@@ -52,13 +51,13 @@ class Expected:
     """Their logprobs after the first update."""
 
 
-def expected(exact: Exact, trained: reference.Trained, groups: Sequence[Group], known: Formula) -> Expected:
+def expected(exact: PlainModel, trained: formulas.Trained, groups: Sequence[Group], known: Formula) -> Expected:
     """By the formulas alone."""
-    sequences = {_key(one): one for one in reference.spoken(groups, known)}
+    sequences = {_key(one): one for one in formulas.spoken(groups, known)}
 
     @torch.no_grad()
     def logprobs() -> list[Tensor]:
-        return [reference.logprobs(exact, one, known) for one in sequences.values()]
+        return [formulas.logprobs(exact, one, known) for one in sequences.values()]
 
     exact.put(exact.held(trained(-1)))
     loaded = logprobs() if known.reference is not None else [None] * len(sequences)
@@ -72,7 +71,7 @@ def expected(exact: Exact, trained: reference.Trained, groups: Sequence[Group], 
     return Expected(sequences=sequences, scored=scored, moved=dict(zip(sequences, logprobs(), strict=True)))
 
 
-def findings(live: Live, batch: StepBatch, wanted: Expected, known: Formula) -> Iterator[Finding]:
+def findings(live: CertifiedPolicy, batch: StepBatch, wanted: Expected, known: Formula) -> Iterator[PartError]:
     """Every part in the order that a step has them."""
     scored = live.scored(batch)
     packed: dict[Key, dict[str, Tensor]] = {}
@@ -90,7 +89,7 @@ def findings(live: Live, batch: StepBatch, wanted: Expected, known: Formula) -> 
     needed = {k for k, one in wanted.sequences.items() if known.reference is not None or any(one.advantages)}
     wrong = (needed - packed.keys()) | (packed.keys() - wanted.sequences.keys())
     tokens = sum(len(tokens) for _, tokens in wrong)
-    yield Finding(
+    yield PartError(
         name="tokens that are trained",
         figure=float(tokens),
         rounding="none",
@@ -99,15 +98,15 @@ def findings(live: Live, batch: StepBatch, wanted: Expected, known: Formula) -> 
     both = [key for key in packed if key in wanted.sequences]
     sequences = list(wanted.sequences.values())
 
-    def compared(name: str, part: str, formula: Callable[[Key], Tensor]) -> Finding:
+    def compared(name: str, part: str, formula: Callable[[Key], Tensor]) -> PartError:
         figure = apart([packed[key][part] for key in both], [formula(key) for key in both])
-        return Finding(name=name, figure=figure)
+        return PartError(name=name, figure=figure)
 
     yield compared("advantages", "advantages", lambda key: _float64(wanted.sequences[key].advantages))
     yield compared(
         "what each token counts",
         "weights",
-        lambda key: torch.full((len(key[1]),), reference.share(known, sequences, wanted.sequences[key])).double(),
+        lambda key: torch.full((len(key[1]),), formulas.share(known, sequences, wanted.sequences[key])).double(),
     )
     yield compared("logprobs of the policy", "now", lambda key: wanted.scored[key].now)
     if known.reference is not None:
@@ -115,7 +114,7 @@ def findings(live: Live, batch: StepBatch, wanted: Expected, known: Formula) -> 
     yield from _costs(live.setup.objective, wanted, known)
 
 
-def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[Finding]:
+def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[PartError]:
     """Loss, corrections and penalty, each alone, after an update: there every ratio is another."""
     sequences = list(wanted.sequences.values())
     told = _float64(value for one in sequences for value in one.told).float()
@@ -131,7 +130,7 @@ def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[F
     micro = objective.informed(micro, Known(first_N=first_N, reference_N=reference_N))
     now_N = torch.cat(list(wanted.moved.values())).float()
 
-    def formula(of: Callable[[Formula, Spoken, Scored], Tensor]) -> list[Tensor]:
+    def formula(of: Callable[[Formula, SampledSequence, Scored], Tensor]) -> list[Tensor]:
         found = []
         for key, one in wanted.sequences.items():
             now = wanted.moved[key].clone().requires_grad_()
@@ -139,19 +138,19 @@ def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[F
             found += _with_slope(of(known, one, Scored(now=now, first=before.first, reference=before.reference)), now)
         return found
 
-    def finding(name: str, part: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> Finding:
+    def finding(name: str, part: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> PartError:
         leaf_N = now_N.clone().requires_grad_()
         each = [values.split([len(one.at) for one in sequences]) for values in _with_slope(part(leaf_N), leaf_N)]
         found = [value for pair in zip(*each, strict=True) for value in pair]
-        return Finding(name=name, figure=apart(found, formula(of)))
+        return PartError(name=name, figure=apart(found, formula(of)))
 
-    yield finding("loss of each token", lambda now: objective.loss(now, micro).loss_N, costs.loss)
+    yield finding("loss of each token", lambda now: objective.loss(now, micro).loss_N, formulas.loss)
     if objective.corrections:
-        yield finding("corrections", lambda now: objective.weights(now.detach(), micro)[0], costs.weights)
+        yield finding("corrections", lambda now: objective.weights(now.detach(), micro)[0], formulas.weights)
     if objective.reference is not None:
         kept = objective.reference
         penalty = finding(
-            "penalty of each token", lambda now: kept.beta * kept.divergence(now, micro)[0], costs.penalty
+            "penalty of each token", lambda now: kept.beta * kept.divergence(now, micro)[0], formulas.penalty
         )
         yield replace(penalty, rounding="difference")
 
@@ -172,7 +171,7 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return float((one - other).norm()) / (float(other.norm()) or 1.0)
 
 
-def _key(one: Spoken) -> Key:
+def _key(one: SampledSequence) -> Key:
     return one.rollout, tuple(one.ids[at] for at in one.at)
 
 

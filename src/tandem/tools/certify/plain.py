@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.tools.certify.formula import Options
+from tandem.types import Json
 
+Options = Mapping[str, Json]
+"""A part's options by name."""
 KINDS = ("full", "lora")
 """Ways of training that are known here."""
 
 
-class Exact:
+class PlainModel:
     """A float64 copy of a model before it was prepared for training, and its weights.
 
     Args:

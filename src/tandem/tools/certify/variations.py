@@ -1,43 +1,37 @@
-"""What must not matter to a step: how its samples are cut, ordered, shared, padded, walked through and computed."""
+"""What must not matter to a step: how its samples are cut, ordered, shared, walked through and computed."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from tandem.model import layers
-from tandem.model.attention import Packed, sequential_positions
 from tandem.model.checkpointing import Checkpointing
-from tandem.tools.certify.gradients import Gradient, Live
-from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.tools.certify.gradients import CertifiedPolicy, Gradient
+from tandem.trainer.pack import Packer, StepBatch
 from tandem.types import Group
 
-PADDED_TO = 64
-"""Tokens of a padded row are a multiple of this."""
 CUTS = (3, 7)
 """Chunks that the vocabulary is cut into."""
 
-Variation = Callable[[Live, Packer, Sequence[Group]], list[list[Gradient]]]
+Variation = Callable[[CertifiedPolicy, Packer, Sequence[Group]], list[list[Gradient]]]
 """The gradients of some ways to compute the same step."""
 
 
-def budgets(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+def budgets(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Every answer in a micro-batch of its own, a few, and all in one."""
     whole = sum(len(micro.tokens_T) for micro in pack(groups, version=0).micro)
     each = [dataclasses.replace(pack, budget=budget) for budget in (1, max(2, whole // 3), whole + 1)]
     return [_of(live, other(groups, version=0)) for other in each]
 
 
-def order(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+def order(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Groups and siblings the other way round, whole and cut."""
     turned = [dataclasses.replace(group, rollouts=group.rollouts[::-1]) for group in groups[::-1]]
     return [_of(live, dataclasses.replace(pack, budget=b)(turned, version=0)) for b in (pack.budget, 40)]
 
 
-def unshared(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Every answer with a prompt of its own, packed beside the others."""
     values = pack(groups, version=0).advantages
     alone = []
@@ -49,13 +43,7 @@ def unshared(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gra
     return [_of(live, pack(alone, version=0))]
 
 
-def padding(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
-    """Tokens after the others that nobody trains, as many as make the row long enough."""
-    batch = pack(groups, version=0)
-    return [_of(live, dataclasses.replace(batch, micro=tuple(map(_padded, batch.micro))))]
-
-
-def tiles(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """The vocabulary walked in a few chunks, and in more."""
     batch = pack(groups, version=0)
     logits = max(len(micro.targets_N) for micro in batch.micro) * live.policy.head.weight.shape[0]
@@ -69,7 +57,7 @@ def tiles(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradie
         live.setup.tile = None
 
 
-def recomputed(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+def recomputed(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Layers computed again in the backward pass: all but their products, and all of them.
 
     Raises:
@@ -79,7 +67,7 @@ def recomputed(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[G
     return [_tuned(live, batch, compile=False, checkpointing=how) for how in ("selective", "full")]
 
 
-def compiled(live: Live, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+def compiled(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Layers compiled for the CPU, all kept and some computed again.
 
     Raises:
@@ -93,7 +81,6 @@ VARIATIONS: Mapping[str, Variation] = {
     "micro-batch sizes": budgets,
     "order of groups and answers": order,
     "prompts shared or not": unshared,
-    "padding": padding,
     "logprob chunk sizes": tiles,
     "layers computed again": recomputed,
     "layers compiled": compiled,
@@ -101,24 +88,13 @@ VARIATIONS: Mapping[str, Variation] = {
 """By what a person calls them."""
 
 
-def _of(live: Live, batch: StepBatch) -> list[Gradient]:
+def _of(live: CertifiedPolicy, batch: StepBatch) -> list[Gradient]:
     return live.gradients(batch)
 
 
-def _tuned(live: Live, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:
+def _tuned(live: CertifiedPolicy, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:
     try:
         layers.tune(live.setup.model, compile=compile, checkpointing=checkpointing)
         return _of(live, batch)
     finally:
         layers.tune(live.setup.model, compile=False)
-
-
-def _padded(micro: Micro) -> Micro:
-    missing = -len(micro.tokens_T) % PADDED_TO or PADDED_TO
-    plan = Packed(lengths=(*micro.plan.lengths, missing), parents=(*micro.plan.parents, None))
-
-    def longer(values_T: Tensor) -> Tensor:
-        return torch.cat([values_T, values_T.new_zeros(missing)])
-
-    positions_T = torch.tensor(sequential_positions(plan), device=micro.positions_T.device)
-    return dataclasses.replace(micro, tokens_T=longer(micro.tokens_T), positions_T=positions_T, plan=plan)

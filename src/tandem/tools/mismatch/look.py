@@ -17,10 +17,8 @@ from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.observability.report.folder import RunFolder, load
 from tandem.rollout.template import Template
-from tandem.tools.mismatch.causes import Cause, Rollouts, causes
-from tandem.tools.mismatch.evidence import Evidence, rms
-from tandem.tools.mismatch.recorded import choose, spoken
-from tandem.tools.mismatch.tokenised import Break, breaks
+from tandem.tools.mismatch.causes import Cause, Evidence, Rollouts, causes, rms
+from tandem.tools.mismatch.recorded import Break, breaks, choose, spoken
 from tandem.tools.mismatch.weights import Lab
 from tandem.types import Json
 
@@ -35,7 +33,7 @@ CONTEXT = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class GapPart:
     """One cause and how much of the gap it is."""
 
     category: str
@@ -57,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class GapPosition:
     """The gap at some places of a turn."""
 
     where: str
@@ -73,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class GapToken:
     """One of the widest gaps."""
 
     rollout: str
@@ -120,13 +118,13 @@ class Mismatch:
     """mean, mean_abs, rms and max of trainer minus engine, nats, and k3: KL(engine || trainer) estimated by it."""
     allowed: float
     """Gap (root mean square) that the type explains on these tokens."""
-    parts: tuple[Part, ...]
+    parts: tuple[GapPart, ...]
     """Largest share first."""
     categories: Mapping[str, float]
     """Share by category."""
-    positions: tuple[Place, ...]
+    positions: tuple[GapPosition, ...]
     """By place in the turn; the last row overlaps the others."""
-    worst: tuple[Token, ...]
+    worst: tuple[GapToken, ...]
     """Widest gaps first."""
     breaks: tuple[Break, ...]
     """Turns whose prompt is not what was expected."""
@@ -134,7 +132,7 @@ class Mismatch:
     """Widest difference of the proofs after publishes up to this step; None where nothing was published."""
     verdict: str
     """In words."""
-    dominant: Part | None
+    dominant: GapPart | None
     """The largest part; None if the gap is within what the type explains and no fault was seen beneath."""
 
     def as_json(self) -> Json:
@@ -211,10 +209,10 @@ def _share(part_N: Tensor, gap_N: Tensor) -> float:
     return float((part_N * gap_N).sum()) / total if total else 0.0
 
 
-def _parts(evidence: Evidence, found: Sequence[Cause]) -> Iterator[Part]:
+def _parts(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapPart]:
     rollouts, gap_N = Rollouts(evidence.rollout_N), evidence.gap_N
     for cause in found:
-        yield Part(
+        yield GapPart(
             category=cause.category,
             name=cause.name,
             advice=cause.advice,
@@ -233,7 +231,7 @@ def _by_category(found: Sequence[Cause], gap_N: Tensor, here_N: Tensor) -> dict[
     return dict(shares)
 
 
-def _positions(evidence: Evidence, found: Sequence[Cause]) -> Iterator[Place]:
+def _positions(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapPosition]:
     at_N = torch.tensor([i + 1 for turn in evidence.turns for i in range(len(turn.tokens))])
     left_N = torch.tensor([len(turn.tokens) - i for turn in evidence.turns for i in range(len(turn.tokens))])
     rows = [
@@ -244,7 +242,7 @@ def _positions(evidence: Evidence, found: Sequence[Cause]) -> Iterator[Place]:
     for where, here_N in [*rows, (f"last {END}", left_N <= END)]:
         if bool(here_N.any()):
             gap_N = evidence.gap_N[here_N]
-            yield Place(
+            yield GapPosition(
                 where=where,
                 tokens=gap_N.numel(),
                 mean=float(gap_N.mean()),
@@ -253,7 +251,7 @@ def _positions(evidence: Evidence, found: Sequence[Cause]) -> Iterator[Place]:
             )
 
 
-def _worst(evidence: Evidence, found: Sequence[Cause]) -> Iterator[Token]:
+def _worst(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapToken]:
     places = [(turn, i) for turn in evidence.turns for i in range(len(turn.tokens))]
     order = torch.argsort(evidence.gap_N.abs(), descending=True, stable=True)[:WORST].tolist()
     for n in order:
@@ -262,7 +260,7 @@ def _worst(evidence: Evidence, found: Sequence[Cause]) -> Iterator[Token]:
         for cause in found:
             parts[cause.category] += float(cause.part_N[n])  # type: ignore[assignment]
         before = (*turn.prompt, *turn.tokens[:i])[-CONTEXT:]
-        yield Token(
+        yield GapToken(
             rollout=turn.rollout,
             turn=turn.turn,
             place=i,
@@ -283,11 +281,11 @@ def _probe_gap(run: RunFolder, step: int) -> float | None:
     return max(gaps, default=None)
 
 
-def _is_nothing(evidence: Evidence, parts: Sequence[Part]) -> bool:
+def _is_nothing(evidence: Evidence, parts: Sequence[GapPart]) -> bool:
     return rms(evidence.gap_N) <= evidence.allowed and not any(part.fault for part in parts)
 
 
-def _verdict(evidence: Evidence, parts: Sequence[Part], broken: Sequence[Break]) -> Iterator[str]:
+def _verdict(evidence: Evidence, parts: Sequence[GapPart], broken: Sequence[Break]) -> Iterator[str]:
     first, *others = parts
     if _is_nothing(evidence, parts):
         size = rms(evidence.gap_N)

@@ -1,18 +1,21 @@
-"""What a run recorded of its tokens: what each was sampled after, by which version, and what both sides told of it."""
+"""What a run recorded of its tokens: after which ids each was sampled, by which version, and both sides' logprobs."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from tandem.errors import TandemError
+from tandem.errors import EnvError, TandemError
 from tandem.observability.report.folder import Row, RunFolder
+from tandem.rollout.template import Template
+from tandem.trainer.record import shared
 from tandem.types import Json, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
+class RecordedTurn:
     """One turn of one rollout. Sequences with one entry for each sampled token say so."""
 
     rollout: str
@@ -45,7 +48,7 @@ class Spoken:
     """Messages of ``before`` up to the turn before it; of the first turn 0."""
 
 
-def spoken(rows: Iterable[Row], most: int) -> tuple[list[Spoken], int]:
+def spoken(rows: Iterable[Row], most: int) -> tuple[list[RecordedTurn], int]:
     """Turns of whole rollouts until there are ``most`` tokens, at least one rollout; and how many rollouts were passed.
 
     Rollouts are taken in turn from each group, so that few tokens are of many prompts. Those that were not trained, or
@@ -61,7 +64,7 @@ def spoken(rows: Iterable[Row], most: int) -> tuple[list[Spoken], int]:
             by_group.setdefault(str(row.get("group", "")), []).append(row)
         else:
             passed += 1
-    out: list[Spoken] = []
+    out: list[RecordedTurn] = []
     left = most
     for row in (row for some in itertools.zip_longest(*by_group.values()) for row in some if row is not None):
         if left <= 0:
@@ -77,7 +80,7 @@ def _has_gap(row: Row) -> bool:
     return bool(tokens) and all(token.get("lp") is not None and token.get("tp") is not None for token in tokens)
 
 
-def _turns(row: Row) -> Iterator[Spoken]:
+def _turns(row: Row) -> Iterator[RecordedTurn]:
     tokens: list[Row] = row["tokens"]
     if not {"prompts", "temperatures", "stamps"} <= row.keys():
         raise TandemError(
@@ -93,7 +96,7 @@ def _turns(row: Row) -> Iterator[Spoken]:
         prompt = (*said[:kept], *added)
         if own:
             before, opening = conversations[turn] if conversations else (None, 0)
-            yield Spoken(
+            yield RecordedTurn(
                 rollout=str(row["rollout"]),
                 group=str(row["group"]),
                 step=int(row["step"]),
@@ -141,3 +144,78 @@ def choose(run: RunFolder, saved: Sequence[int]) -> int:
         raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
     after = [step + 1 for step in saved if step + 1 in recorded and step > 0]
     return max(after) if after else recorded[-1]
+
+
+_CONTEXT = 6
+"""Tokens shown from the first that differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """Where the ids before a turn are others than expected."""
+
+    rollout: str
+    """Id of the rollout."""
+    turn: int
+    """Which turn, from 0."""
+    kind: Literal["opening", "history", "reply"]
+    """opening: not the template's for the first messages; history: the turn before is not continued as it was sampled;
+    reply: what lies between is not the template's."""
+    at: int
+    """Place of the first id that differs."""
+    expected: tuple[str, ...]
+    """Text of a few expected tokens from there on."""
+    recorded: tuple[str, ...]
+    """Text of the recorded ones."""
+
+
+def breaks(turns: Sequence[RecordedTurn], template: Template) -> Iterator[Break]:
+    """Every break, in order."""
+    openings: dict[str, bool] = {}
+    for turn in turns:
+        expected = _expected(turn, template, openings.get(turn.rollout, True))
+        if expected is None:
+            continue
+        kind, ids = expected
+        at = shared(ids, turn.prompt)
+        differs = at < len(ids) if kind == "history" else ids != turn.prompt
+        if kind == "opening":
+            openings[turn.rollout] = not differs
+        if differs:
+            yield Break(
+                rollout=turn.rollout,
+                turn=turn.turn,
+                kind=kind,
+                at=at,
+                expected=tuple(template.pieces(ids[at : at + _CONTEXT])),
+                recorded=tuple(template.pieces(turn.prompt[at : at + _CONTEXT])),
+            )
+
+
+def _expected(
+    turn: RecordedTurn, template: Template, usual: bool
+) -> tuple[Literal["opening", "history", "reply"], tuple[int, ...]] | None:
+    """What is compared and with which ids; None where nothing can be said."""
+    if turn.said and shared(turn.said, turn.prompt) < len(turn.said):
+        return "history", turn.said
+    if turn.before is None:
+        return None
+    try:
+        if not turn.said:
+            return "opening", tuple(template.prompt(turn.before))
+        if not usual:  # the template was given more than the messages, such as tools, so its reply is unknown too
+            return None
+        reply = turn.before[turn.opening + 1 :]
+        return "reply", (*turn.said, *template.bridge(turn.before[: turn.opening], reply, last=turn.said[-1]))
+    except EnvError:
+        return None
+
+
+def anew(turn: RecordedTurn, template: Template) -> tuple[int, ...]:
+    """Ids before a turn if its whole conversation were tokenised anew; the recorded ones where that cannot be told."""
+    if turn.before is None:
+        return turn.prompt
+    try:
+        return tuple(template.prompt(turn.before))
+    except EnvError:
+        return turn.prompt

@@ -18,7 +18,7 @@ from tandem.model import penalties
 from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.model.logprobs import token_logprobs
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
-from tandem.tools.mismatch.recorded import Spoken
+from tandem.tools.mismatch.recorded import RecordedTurn
 from tandem.trainer.checkpoint import saved_steps
 
 Prompts = Sequence[tuple[int, ...]]
@@ -112,7 +112,7 @@ class Lab:
     @torch.no_grad()
     def logprobs(
         self,
-        turns: Sequence[Spoken],
+        turns: Sequence[RecordedTurn],
         prompts: Prompts,
         version: int,
         body: torch.dtype,
@@ -144,7 +144,7 @@ class Lab:
         return {way: torch.cat(parts) for way, parts in found.items()}
 
     @torch.no_grad()
-    def carried(self, turns: Sequence[Spoken]) -> Tensor:
+    def carried(self, turns: Sequence[RecordedTurn]) -> Tensor:
         """Logprob of every sampled token, each by its own version's weights on the keys and values of those before it.
 
         So samples an engine that goes on with an answer when new weights come: what is cached stays as it is. All
@@ -168,7 +168,7 @@ class Lab:
         return torch.cat([part for parts in out for part in parts])
 
     def _decoded(
-        self, policy: Policy, turns: Sequence[Spoken], version: int, cache: KVCache
+        self, policy: Policy, turns: Sequence[RecordedTurn], version: int, cache: KVCache
     ) -> Iterator[tuple[int, Tensor]]:
         """Row and logprob of each token that a version sampled of an answer begun by another, one step at a time."""
         due = {
@@ -193,7 +193,7 @@ class Lab:
         self,
         head: _Head,
         hidden_NH: Tensor,
-        turns: Sequence[Spoken],
+        turns: Sequence[RecordedTurn],
         prompts: Prompts,
         transform: Transform,
         *,
@@ -217,7 +217,7 @@ class Lab:
         return logprobs_N.double().cpu()
 
     def _history(
-        self, turns: Sequence[Spoken], prompts: Prompts, skip: int, device: torch.device
+        self, turns: Sequence[RecordedTurn], prompts: Prompts, skip: int, device: torch.device
     ) -> penalties.TokenHistory | None:
         """What was before each token, where the recipe penalises it."""
         asked = penalties.Penalties.of(self._config.sampling, self._ends)
@@ -250,10 +250,10 @@ class Lab:
 
 
 def _batches(
-    turns: Sequence[Spoken], prompts: Prompts, budget: int
-) -> Iterator[tuple[list[Spoken], list[tuple[int, ...]]]]:
+    turns: Sequence[RecordedTurn], prompts: Prompts, budget: int
+) -> Iterator[tuple[list[RecordedTurn], list[tuple[int, ...]]]]:
     """Turns that are computed together, in order: at most ``budget`` tokens, or one turn that is longer."""
-    some: list[Spoken] = []
+    some: list[RecordedTurn] = []
     before: list[tuple[int, ...]] = []
     used = 0
     for turn, prompt in zip(turns, prompts, strict=True):
@@ -269,7 +269,7 @@ def _batches(
         yield some, before
 
 
-def _cut(turn: Spoken, count: int) -> Spoken:
+def _cut(turn: RecordedTurn, count: int) -> RecordedTurn:
     """The turn as it was after its first tokens."""
     return replace(turn, tokens=turn.tokens[:count], versions=turn.versions[:count])
 
@@ -286,7 +286,7 @@ def _cache(policy: Policy, rows: int) -> KVCache:
     )
 
 
-def _prefilled(policy: Policy, turn: Spoken, cache: KVCache, row: int) -> Tensor:
+def _prefilled(policy: Policy, turn: RecordedTurn, cache: KVCache, row: int) -> Tensor:
     """The hidden state that predicts each token of a turn; keys and values go to a row of the cache."""
     ids = torch.tensor([*turn.prompt, *turn.tokens[:-1]], device=policy.device)
     plan = Packed(lengths=(len(ids),), parents=(None,), store=(cache, ((row,),)))
@@ -294,7 +294,7 @@ def _prefilled(policy: Policy, turn: Spoken, cache: KVCache, row: int) -> Tensor
     return policy.hidden(ids[None], positions_T[None], plan)[0, len(turn.prompt) - 1 :]
 
 
-def _hidden(policy: Policy, turns: Sequence[Spoken], prompts: Prompts) -> Tensor:
+def _hidden(policy: Policy, turns: Sequence[RecordedTurn], prompts: Prompts) -> Tensor:
     """The hidden state that predicts each sampled token, (N, H). Turns after the same ids share them."""
     ids: list[int] = []
     lengths: list[int] = []
