@@ -68,8 +68,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "restart-full": {"trainable": FULL, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
     "restart-lora": {"trainable": LORA, "sync": {"kind": "restart", "every": 2}, "max_lag": 1, "steps": 2},
 }
-SMOKES = ("shared-full", "broadcast-full", "hotswap-lora", "restart-lora")
-"""One of each kind, each of which crosses every border between trainer, server and worker; the others are long."""
+SMOKES = ("shared-full", "hotswap-lora")
+"""Weights and an adapter through every border between trainer, server and worker; the others are long.
+
+A restart is the one of the kills (``test_vllm_kill``), a broadcast that between two hosts (``test_two_hosts``)."""
 RESUMED_ELSEWHERE = frozenset(
     {
         "broadcast-full",

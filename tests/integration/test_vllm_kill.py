@@ -72,7 +72,7 @@ KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("process", long_but(KILLED, "server", "core apart", "worker"))
+@pytest.mark.parametrize("process", long_but(KILLED, "server", "worker"))
 def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path, tmp_path: Path, process: str) -> None:
     """The HTTP server's process, that of the scheduler or that of the model dies while requests are in flight."""
     which, changes = KILLED[process]

@@ -384,18 +384,19 @@ def test_a_batch_whose_trainer_is_gone_is_served_again(monkeypatch: pytest.Monke
     async def scene(client: Client) -> None:
         await client.begin(batch_size=4)
         await client.post("/scored_data", group())
-        real = app.web.Response.write_eof
+        real, gone = app.web.Response.write_eof, asyncio.Event()
 
         async def broken(self: Any, data: bytes = b"") -> None:
+            gone.set()
             monkeypatch.setattr(app.web.Response, "write_eof", real)
             # Sending ends when nothing is left in this process, not when little is.
             assert self._req.transport.get_write_buffer_limits() == (0, 0)
             raise ConnectionResetError("gone")
 
         monkeypatch.setattr(app.web.Response, "write_eof", broken)
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
         writer.write(b"GET /batch HTTP/1.1\r\nHost: x\r\n\r\n")
-        await reader.read()
+        await gone.wait()
         writer.close()
         assert len((await client.get("/batch")).json["batch"]) == 1
 
