@@ -191,7 +191,7 @@ REFUSED = {
         f"""python environments/gsm8k_server_teacher_distill.py serve --env.teacher_enabled true
             --teacher.base_url "http://localhost:9003/v1" --teacher.model_name {HERMES} --teacher.server_type vllm
             --env.teacher_top_k 8 --openai.model_name {HERMES}""",
-        "--env.teacher_enabled True is not done here; no loss reads a teacher's logprobs",
+        "--env.teacher_enabled: refused: no loss reads a teacher's logprobs",
     ),
 }
 """What asks for another objective than there is, and why it is refused."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -18,8 +17,9 @@ import tandem
 from tandem.cli import app as cli
 from tandem.cli import atropos as verb
 from tandem.compat.atropos.checkpoints import CheckpointLayout, lay_out
-from tandem.compat.atropos.options import TrainerFlags, joined
-from tandem.compat.atropos.server import ServerFlags, divided
+from tandem.compat.atropos.environment import from_file
+from tandem.compat.atropos.options import TRAINER, joined
+from tandem.compat.atropos.server import divided
 from tandem.compat.atropos.server import translate as translate_server
 from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
@@ -107,8 +107,7 @@ def test_help_has_every_flag_with_its_default(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     text = " ".join(out.split())
-    for field in dataclasses.fields(TrainerFlags):
-        assert f"--{field.name.replace('_', '-')}" in text
+    assert [name for name in TRAINER if f"--{name}" not in text] == []
     assert "Learning rate. Default: 1e-05." in text
 
 
@@ -124,9 +123,46 @@ def test_other_options_of_vllm_are_handed_on() -> None:
 
 
 def test_a_server_has_room_for_versions_of_an_adapter(tiny_model: Path) -> None:
-    flags = ServerFlags(model=str(tiny_model), enable_lora=True, max_loras=4)
-    config = from_options(translate_server(flags, frozenset(), {}, {}).options, (), Path("x")).config
+    flags = {"model": [str(tiny_model)], "enable-lora": True, "max-loras": ["4"]}
+    config = from_options(translate_server(flags, {}, {}).options, (), Path("x")).config
     assert engine_needs(config, None).versions == 4
+
+
+# An environment's file
+
+FILE = """
+env: {group_size: 4, tokenizer_name: m, use_wandb: true, max_batches_offpolicy: 2, data_path_to_save_groups: null}
+openai:
+  - {model_name: m, base_url: "http://localhost:9001/v1", api_key: x, weight: 1.0}
+  - {model_name: m, base_url: "http://localhost:9002/v1", api_key: x, weight: 1.0}
+slurm: false
+testing: false
+"""
+
+
+def test_a_file_gives_flags(tmp_path: Path) -> None:
+    path = tmp_path / "example.yaml"
+    path.write_text(FILE)
+    assert from_file(path) == {
+        "env.group_size": ["4"], "env.tokenizer_name": ["m"], "env.use_wandb": ["True"],
+        "env.max_batches_offpolicy": ["2"], "openai.model_name": ["m"], "openai.api_key": ["x"],
+        "openai.base_url": ["http://localhost:9001/v1,http://localhost:9002/v1"], "slurm": ["False"],
+        "testing": ["False"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("env: {start_tok_length: 8192}", "there is no env.start_tok_length"),
+        ("- 1", "is not a mapping"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_file_that_gives_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "example.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_file(tmp_path / "example.yaml")
 
 
 # Checkpoints

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from integration.atropos_peers import free_port, until
 
-from tandem.compat.atropos.options import RunningEngine, TrainerFlags
+from tandem.compat.atropos.rules import RunningEngine, read
 from tandem.compat.atropos.services import require_broker, running_engine, served_model
+from tandem.compat.table import Reader
 from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem.transport import bridge
 from tandem.transport.bridge import VllmBridge
@@ -48,8 +49,9 @@ def listening(status: int, answer: Any) -> Iterator[int]:
         server.server_close()
 
 
-def flags(port: int, mode: str = "lora_only", **given: Any) -> TrainerFlags:
-    return TrainerFlags(model_name="m", vllm_port=port, weight_bridge_mode=mode, **given)
+def flags(port: int, mode: str = "lora_only", **given: Any) -> Reader:
+    named = {"model_name": "m", "vllm_port": port, "weight_bridge_mode": mode, **given}
+    return read({name.replace("_", "-"): value for name, value in named.items()})
 
 
 def lend(folder: Path, url: str, model: str = "m") -> str:
@@ -119,7 +121,7 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
     found = running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
     assert found == RunningEngine(url="http://127.0.0.1:7", bridge=file)
     with pytest.raises(ConfigError, match="of an engine that serves m, not other"):
-        running_engine(TrainerFlags(model_name="other", weight_bridge_mode="shared_vllm", vllm_config_path=file), {})
+        running_engine(flags(9, "shared_vllm", model_name="other", vllm_config_path=file), {})
     Path(file).write_text("{")
     with pytest.raises(ConfigError, match=r"--vllm-config-path: .* is not JSON"):
         running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})

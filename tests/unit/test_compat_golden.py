@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 from compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
 
+from tandem.cli._work_recipe import from_options as work_options
 from tandem.compat import swift
-from tandem.compat.atropos.environment import EnvFlags
 from tandem.compat.atropos.environment import translate as translate_environment
-from tandem.compat.atropos.options import RunningEngine, TrainerFlags
+from tandem.compat.atropos.options import ENVIRONMENT, SERVER, TRAINER
+from tandem.compat.atropos.rules import RunningEngine, read
 from tandem.compat.atropos.rules import translate as translate_trainer
-from tandem.compat.atropos.server import ServerFlags
 from tandem.compat.atropos.server import translate as translate_server
 from tandem.compat.axolotl.options import GROUPS
 from tandem.compat.swift.options import DEPLOY, RLHF
@@ -113,8 +112,9 @@ def outcome(translate: Translate, given: Given) -> Result:
     try:
         recipe, notes = translate(given)
     except TandemError as error:
-        return {"refused": str(error).replace(str(Path.cwd()), "HERE")}
-    return {"recipe": recipe, "notes": list(notes)}
+        head, *lines = str(error).replace(str(Path.cwd()), "HERE").split("\n")
+        return {"refused": "\n".join([head, *sorted(lines)])}
+    return {"recipe": recipe, "notes": sorted(map(str, notes))}
 
 
 def loads(recipe: Any, *overrides: str) -> None:
@@ -216,28 +216,33 @@ def test_ms_swifts_engines_come_to_what_they_did(check: Check) -> None:
 # Atropos
 
 
+def flags(given: Given) -> dict[str, Any]:
+    """Values of flags whose names have dashes."""
+    return {name.replace("_", "-"): value for name, value in given["flags"].items()}
+
+
 def trainer(given: Given) -> tuple[Any, Any]:
     """What ``atropos-grpo`` comes to."""
-    own = {"model_name": "m", "env": "arithmetic", **given["flags"]}
     running = RunningEngine(**given["running"]) if "running" in given else None
-    found = translate_trainer(TrainerFlags(**own), frozenset(own), given.get("environ", {}), running)
+    own = {"model-name": "m", "env": "arithmetic", **flags(given)}
+    found = translate_trainer(read(own), given.get("environ", {}), running)
     loads(found.options)
     return found.options, [*found.notes, *found.environ.items()]
 
 
 def server(given: Given) -> tuple[Any, Any]:
     """What ``atropos-server`` comes to."""
-    own = {"model": "m", **given["flags"]}
-    found = translate_server(ServerFlags(**own), frozenset(own), given.get("rest", {}), given.get("environ", {}))
+    found = translate_server({"model": "m", **flags(given)}, given.get("rest", {}), given.get("environ", {}))
     loads(found.options)
     return found.options, [*found.notes, *found.environ.items()]
 
 
 def environment(given: Given) -> tuple[Any, Any]:
     """What ``tandem env gsm8k serve`` comes to."""
-    fields = {field.metadata["flag"].removeprefix("--"): field.name for field in dataclasses.fields(EnvFlags)}
-    own = {fields[name]: value for name, value in {"env.tokenizer_name": "m", **given["flags"]}.items()}
-    found = translate_environment("gsm8k", EnvFlags(**own), frozenset(own))
+    own = {"env.tokenizer_name": "m", **given["flags"]}
+    words = {name: value if value is None else [str(value)] for name, value in own.items()}
+    found = translate_environment("gsm8k", words)
+    work_options(found.options, (), "flags")
     return found.options, [*found.notes, *found.environ.items()]
 
 
@@ -292,7 +297,6 @@ def test_every_option_that_becomes_something_is_tried() -> None:
 
 
 def test_every_flag_of_atropos_is_tried() -> None:
-    flags = {f.metadata["flag"].removeprefix("--") for f in dataclasses.fields(EnvFlags)}
-    assert flags - options_of("atropos env") == {"config"}
-    assert {f.name for f in dataclasses.fields(ServerFlags)} - options_of("atropos server") == set()
-    assert {f.name for f in dataclasses.fields(TrainerFlags)} - options_of("atropos") == set()
+    assert set(ENVIRONMENT) - options_of("atropos env") == {"config"}
+    for system, table in {"atropos server": SERVER, "atropos": TRAINER}.items():
+        assert set(table) - {name.replace("_", "-") for name in options_of(system)} == set()

@@ -22,7 +22,6 @@ from tandem.broker.remote_engine import RemoteEngine, RemoteEngines, native
 from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
 from tandem.cli.work import mask_truncated
-from tandem.compat.atropos.environment import EnvFlags, from_file, translate
 from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.observability import waits
@@ -147,60 +146,6 @@ def vars_of(cls: Any) -> dict[str, Any]:
 # Atropos' flags
 
 
-def test_flags_are_options() -> None:
-    given: dict[str, Any] = {
-        "group_size": 8, "rollout_server_url": "http://b:1", "base_url": "http://e:1/v1,http://e:2/v1",
-        "model_name": "served", "tokenizer_name": "m", "api_key": "x", "total_steps": -1, "max_token_length": 512,
-        "min_batch_allocation": 0.25, "ensure_scores_are_not_same": "False", "worker_timeout": -1.0, "slurm": "False",
-    }  # fmt: skip
-    translated = translate("arithmetic", EnvFlags(**given), frozenset(given))
-    config = _work_recipe.from_options(translated.options, ["n=3"], "flags")
-    assert (config.model, config.engine.model) == ("m", "served")
-    assert config.engine.urls == ("http://e:1/v1", "http://e:2/v1")
-    assert (config.group_size, config.total_steps, config.min_share, config.zero_variance_groups) == (
-        8,
-        None,
-        0.25,
-        "keep",
-    )
-    assert (config.sampling.max_tokens, config.context, config.ahead, config.n) == (512, 512, 3.0, 3)
-    assert translated.environ == {config.engine.api_key_variable: "x"}
-    assert translated.options["n"] == 16, "eight for each engine"
-    assert translated.notes == ()
-
-
-def test_flags_without_a_meaning_are_told() -> None:
-    given: dict[str, Any] = {"tokenizer_name": "m", "steps_per_eval": 10, "use_wandb": "True", "batch_size": 64}
-    notes = translate("gsm8k", EnvFlags(**given), frozenset(given)).notes
-    assert [note.partition(" ")[0] for note in notes] == ["--env.batch_size", "--env.steps_per_eval", "--env.use_wandb"]
-    assert all("changes nothing" in note for note in notes)
-    quiet: dict[str, Any] = {"tokenizer_name": "m", "use_wandb": "False", "batch_size": -1, "slurm": "false"}
-    assert translate("gsm8k", EnvFlags(**quiet), frozenset(quiet)).notes == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"slurm": "True"}, "--slurm True is not done here"),
-        ({"slurm": "perhaps"}, "--slurm takes True or False"),
-        ({"server_type": "trl"}, "--openai.server_type trl cannot"),
-        ({"tokenizer_name": None}, "--env.tokenizer_name is missing"),
-        ({"inference_weight": -1.0}, "--env.inference_weight must be above 0"),
-        ({"teacher_enabled": "True"}, "--env.teacher_enabled True is not done here; no loss reads a teacher's"),
-    ],
-)
-def test_flags_that_cannot_be_obeyed_are_refused(given: dict[str, Any], message: str) -> None:
-    given = {"tokenizer_name": "m", **given}
-    with pytest.raises(ConfigError, match=message):
-        translate("gsm8k", EnvFlags(**given), frozenset(given))
-
-
-def test_the_tokenizer_is_one_that_a_flag_names() -> None:
-    for name in ("tokenizer_name", "openai_tokenizer_name", "model_name"):
-        given = {name: "m"}
-        assert translate("gsm8k", EnvFlags(**given), frozenset(given)).options["model"] == "m"  # type: ignore[arg-type]
-
-
 FILE = """
 env: {group_size: 4, tokenizer_name: m, use_wandb: true, max_batches_offpolicy: 2, data_path_to_save_groups: null}
 openai:
@@ -209,23 +154,6 @@ openai:
 slurm: false
 testing: false
 """
-
-
-def test_a_file_gives_flags(tmp_path: Path) -> None:
-    path = tmp_path / "example.yaml"
-    path.write_text(FILE)
-    given = from_file(path)
-    flags = EnvFlags(**given)
-    assert (flags.group_size, flags.max_batches_offpolicy, flags.api_key, flags.slurm) == (4, 2, "x", "False")
-    config = _work_recipe.from_options(translate("gsm8k", flags, frozenset(given)).options, (), "flags")
-    assert config.engine.urls == ("http://localhost:9001/v1", "http://localhost:9002/v1")
-    path.write_text("env: {start_tok_length: 8192}")
-    with pytest.raises(ConfigError, match=r"there is no env.start_tok_length"):
-        from_file(path)
-    for text, message in (("- 1", "is not a mapping"), ("a: [", "cannot be read")):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            from_file(path)
 
 
 def command(*arguments: str) -> int:
@@ -251,7 +179,7 @@ def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert command("env", "arithmetic", "serve", *flags, "--env.group_size", "8", "seed=3") == 0
     assert [config.group_size for config in played] == [8, 8]
     assert (played[1].seed, played[1].broker.url) == (3, "http://localhost:8000")
-    assert "--env.steps_per_eval changes nothing" in capsys.readouterr().err
+    assert "--env.steps_per_eval: changes nothing" in capsys.readouterr().err
     (tmp_path / "flags.yaml").write_text(FILE)
     assert command("env", "arithmetic", "serve", "--config", str(tmp_path / "flags.yaml"), "--env.group_size", "2") == 0
     assert (played[2].group_size, played[2].ahead, played[2].model) == (2, 2.0, "m")

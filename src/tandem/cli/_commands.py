@@ -1,58 +1,35 @@
-"""Verbs that speak another system's command line: their options are the tables and dataclasses of ``compat``."""
+"""Verbs that speak another system's command line: their options are the tables of ``compat``."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, get_type_hints
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from tandem.cli.arguments import Overrides, Show
 from tandem.compat import swift
-from tandem.compat.atropos.environment import EnvFlags
-from tandem.compat.atropos.options import TrainerFlags, joined
-from tandem.compat.atropos.server import ServerFlags
+from tandem.compat.atropos.options import ENVIRONMENT, SERVER, TRAINER, joined
 from tandem.compat.swift.options import DEPLOY, RLHF
 from tandem.compat.table import ForeignOption
-from tandem.config import registry as resolve
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
 
 
-def _flags(cls: type) -> Iterator[inspect.Parameter]:
-    """A dataclass's fields as options of a verb: their names, types, defaults and docstrings are said there alone."""
-    hints, docs = get_type_hints(cls), resolve.field_docs(cls)
-    for field in dataclasses.fields(cls):
-        flag = field.metadata.get("flag", f"--{field.name.replace('_', '-')}")
-        names = [flag, *field.metadata.get("also", ())]
-        if off := field.metadata.get("off"):
-            names = [f"{names[0]}/{off}"]
-        hint, text, default = hints[field.name], docs[field.name], field.default
-        if hint == tuple[str, ...]:
-            hint = list[str]
-        if default is not dataclasses.MISSING:
-            hint |= None  # None is left out, which a verb may have to know; the default is the dataclass's
-            text += "" if default is None or default is False or default == () else f" Default: {default}."
+def _options(table: Iterable[ForeignOption]) -> Iterator[inspect.Parameter]:
+    """Rows as options of a verb; what their words hold is read by ``compat``, all of it at once."""
+    for row in table:
+        flag, *also = (name if name.startswith("-") else f"--{name}" for name in (row.name, *row.also))
+        flag += f"/--no-{row.name}" if row.takes == "flag" and row.default else ""
+        hint = bool | None if row.takes == "flag" else list[str] | None
         yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is dataclasses.MISSING else None,
-            annotation=Annotated[hint, typer.Option(*names, help=text)],
-        )
-
-
-def _arguments(table: Sequence[ForeignOption]) -> Iterator[inspect.Parameter]:
-    """Arguments of ms-swift as options of a verb; what they hold is read by ``compat``, all of it at once."""
-    for argument in table:
-        names = [f"--{name}" for name in (argument.name, *argument.also)]
-        yield inspect.Parameter(
-            argument.name,
+            re.sub(r"\W", "_", row.name),
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[list[str] | None, typer.Option(*names, help=argument.help, show_default=False)],
+            annotation=Annotated[hint, typer.Option(flag, *also, help=row.help, show_default=False)],
         )
 
 
@@ -67,13 +44,10 @@ def _with(options: Iterator[inspect.Parameter]) -> Callable[[Verb], Verb]:
     return decorate
 
 
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags that were not left out."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in flags.items()
-        if value is not None and value != []
-    }
+def _given(table: Iterable[ForeignOption], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Words of options that were not left out, by their names."""
+    named = {row.name: values[re.sub(r"\W", "_", row.name)] for row in table}
+    return {name: value for name, value in named.items() if value is not None and value != []}
 
 
 class _AtroposCommand(TyperCommand):
@@ -81,7 +55,7 @@ class _AtroposCommand(TyperCommand):
         return super().parse_args(ctx, joined(args))
 
 
-@_with(_flags(TrainerFlags))
+@_with(_options(TRAINER.values()))
 def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Train by the flags of Atropos' trainer.
 
@@ -89,10 +63,10 @@ def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any)
     """
     from tandem.cli.atropos import atropos
 
-    typer.echo(atropos(_given(flags), overrides or [], show=show))
+    typer.echo(atropos(_given(TRAINER.values(), flags), overrides or [], show=show))
 
 
-@_with(_flags(TrainerFlags))
+@_with(_options(TRAINER.values()))
 def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Start an engine and train on its one copy of the weights.
 
@@ -100,10 +74,10 @@ def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: 
     """
     from tandem.cli.atropos import atropos
 
-    typer.echo(atropos(_given(flags), overrides or [], show=show, unified=True))
+    typer.echo(atropos(_given(TRAINER.values(), flags), overrides or [], show=show, unified=True))
 
 
-@_with(_flags(ServerFlags))
+@_with(_options(SERVER.values()))
 def _atropos_server(
     overrides: Annotated[
         list[str] | None,
@@ -118,10 +92,10 @@ def _atropos_server(
     """
     from tandem.cli.atropos import server
 
-    server(_given(flags), overrides or [], show=show)
+    server(_given(SERVER.values(), flags), overrides or [], show=show)
 
 
-@_with(_flags(EnvFlags))
+@_with(_options(ENVIRONMENT.values()))
 def _env(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The environment, such as gsm8k.")],
     mode: Annotated[str, typer.Argument(metavar="serve", help="What to do.")],
@@ -134,7 +108,7 @@ def _env(
     """
     from tandem.cli.env import env
 
-    typer.echo(env(name, mode, _given(flags), overrides or []))
+    typer.echo(env(name, mode, _given(ENVIRONMENT.values(), flags), overrides or []))
 
 
 class _SwiftCommand(TyperCommand):
@@ -142,7 +116,7 @@ class _SwiftCommand(TyperCommand):
         return super().parse_args(ctx, swift.repeated(args))
 
 
-@_with(_arguments(RLHF))
+@_with(_options(RLHF))
 def _swift_rlhf(overrides: Overrides = None, show: Show = False, **arguments: Any) -> None:
     """Train by ms-swift's arguments of GRPO.
 
@@ -150,10 +124,10 @@ def _swift_rlhf(overrides: Overrides = None, show: Show = False, **arguments: An
     """
     from tandem.cli.swift import rlhf
 
-    typer.echo(rlhf(_given(arguments), overrides or [], show=show))
+    typer.echo(rlhf(_given(RLHF, arguments), overrides or [], show=show))
 
 
-@_with(_arguments(DEPLOY))
+@_with(_options(DEPLOY))
 def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: Any) -> None:
     """Run the engine alone by ms-swift's arguments, until Ctrl-C.
 
@@ -161,7 +135,7 @@ def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: 
     """
     from tandem.cli.swift import deploy
 
-    deploy(_given(arguments), overrides or [], show=show)
+    deploy(_given(DEPLOY, arguments), overrides or [], show=show)
 
 
 def register(app: typer.Typer) -> None:

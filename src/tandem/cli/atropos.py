@@ -13,9 +13,8 @@ import typer
 from tandem.api.blocking import run_to_end
 from tandem.cli.train import ended, translated
 from tandem.compat.atropos.checkpoints import lay_out
-from tandem.compat.atropos.options import TrainerFlags
-from tandem.compat.atropos.rules import translate
-from tandem.compat.atropos.server import ServerFlags, divided
+from tandem.compat.atropos.rules import read, translate
+from tandem.compat.atropos.server import divided
 from tandem.compat.atropos.server import translate as translate_server
 from tandem.compat.atropos.services import require_broker, running_engine
 from tandem.config.loading import from_options
@@ -39,10 +38,9 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
         ConfigError: a flag is wrong, or asks for what cannot be had.
         BrokerError: there is no broker.
     """
-    given = {**({"weight_bridge_mode": "shared_vllm", "benchmark": True} if unified else {}), **given}
-    flags = TrainerFlags(**given)
+    flags = read({**({"weight-bridge-mode": ["shared_vllm"], "benchmark": True} if unified else {}), **given})
     running = None if unified else running_engine(flags, os.environ)
-    translation = translate(flags, frozenset(given), os.environ, running)
+    translation = translate(flags, os.environ, running)
     if show:
         return translated(translation.options, translation.notes, overrides, SOURCE)
     for note in translation.notes:
@@ -54,9 +52,9 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
     from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
 
     folder = run_to_end(run.train(config, resume=None))
-    lay_out(folder, Path(flags.save_path))  # the logger has done so, unless a full disk was in its way
-    told = f"{ended(folder)}; checkpoints: {flags.save_path}"
-    return f"{told}\n\n{benchmark(folder)}" if flags.benchmark else told
+    lay_out(folder, Path(flags["save-path"]))  # the logger has done so, unless a full disk was in its way
+    told = f"{ended(folder)}; checkpoints: {flags['save-path']}"
+    return f"{told}\n\n{benchmark(folder)}" if flags["benchmark"] else told
 
 
 def server(given: Mapping[str, Any], words: Sequence[str], *, show: bool) -> None:
@@ -73,7 +71,7 @@ def server(given: Mapping[str, Any], words: Sequence[str], *, show: bool) -> Non
     """
     source = Path("tandem atropos-server")
     rest, overrides = divided(words)
-    translation = translate_server(ServerFlags(**given), frozenset(given), rest, os.environ)
+    translation = translate_server(given, rest, os.environ)
     if show:
         typer.echo(translated(translation.options, translation.notes, overrides, source))
         return

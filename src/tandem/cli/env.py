@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from tandem.cli._work_recipe import from_options
 from tandem.cli.work import play
-from tandem.compat.atropos.environment import EnvFlags, from_file, named, translate
+from tandem.compat.atropos.environment import from_file, tokenizer_of, translate
+from tandem.compat.atropos.options import ENVIRONMENT
 from tandem.compat.atropos.services import served_model
 from tandem.errors import ConfigError
 
@@ -23,13 +22,13 @@ ELSEWHERE = {
 """Other modes of Atropos' environments, and where theirs is done."""
 
 
-def env(name: str, mode: str, given: Mapping[str, Any], overrides: Sequence[str]) -> str:
+def env(name: str, mode: str, given: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> str:
     """Play as the flags say; returns what to tell.
 
     Args:
         name: the environment.
         mode: serve.
-        given: the flags that were not left out.
+        given: the words of every flag that was not left out.
         overrides: options of ``tandem work`` laid over them.
 
     Raises:
@@ -39,12 +38,14 @@ def env(name: str, mode: str, given: Mapping[str, Any], overrides: Sequence[str]
     if mode != "serve":
         raise ConfigError(f"tandem env {name} {mode}: {ELSEWHERE.get(mode, 'there is no such mode; it is serve')}")
     if "config" in given:
-        given = {**from_file(Path(given["config"])), **given}
-    flags = EnvFlags(**given)
-    if not named(flags):
-        flags = dataclasses.replace(flags, tokenizer_name=served_model(flags.base_url.partition(",")[0], flags.api_key))
-        typer.echo(f"tandem: --env.tokenizer_name: that of {flags.tokenizer_name}, which the engine serves", err=True)
-    translated = translate(name, flags, frozenset(given))
+        given = {**from_file(Path(given["config"][-1])), **given}
+    said = {flag: words[-1] for flag, words in given.items()}
+    if not tokenizer_of(said):
+        url = said.get("openai.base_url") or str(ENVIRONMENT["openai.base_url"].default)
+        model = served_model(url.partition(",")[0], said.get("openai.api_key", ""))
+        given = {**given, "env.tokenizer_name": [model]}
+        typer.echo(f"tandem: --env.tokenizer_name: that of {model}, which the engine serves", err=True)
+    translated = translate(name, given)
     for note in translated.notes:
         typer.echo(f"tandem: {note}", err=True)
     os.environ.update(translated.environ)

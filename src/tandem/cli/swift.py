@@ -11,6 +11,7 @@ import typer
 from tandem.api.blocking import run_to_end
 from tandem.cli.train import ended, translated
 from tandem.compat import swift
+from tandem.compat.table import Translation
 from tandem.config.loading import from_options
 
 
@@ -60,6 +61,6 @@ def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show
     serve_engine(config, typer.echo)
 
 
-def _tell(translation: swift.SwiftTranslation) -> None:
+def _tell(translation: Translation) -> None:
     for note in translation.notes:
         typer.echo(f"tandem: {note}", err=True)

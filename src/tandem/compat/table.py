@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tandem.types import Json
 
 if TYPE_CHECKING:
     from tandem.config.tree import Problems  # which loads yaml, and --help of the command lines need not
 
-Takes = Literal["text", "whole", "number", "truth", "texts", "numbers", "list", "mapping", "anything"]
+Takes = Literal["text", "whole", "number", "truth", "flag", "texts", "numbers", "list", "mapping", "anything"]
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "text": (str,),
     "whole": (int,),
     "number": (int, float),
     "truth": (bool,),
+    "flag": (bool,),
     "list": (list,),
     "mapping": (dict,),
 }
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class ForeignOption:
     refused: str = ""
     """Why a value other than ``default`` and ``off`` is an error."""
     takes: Takes = "anything"
-    """Type of its value; ``texts`` and ``numbers`` are several words of a command line."""
+    """Type of its value; ``texts`` and ``numbers`` are several words of a command line, a ``flag`` is none."""
     default: Json = None
     """Its value where it is left out; of an idle or refused one, the value that asks for nothing."""
     off: tuple[Any, ...] = ()
@@ -100,6 +101,8 @@ class Wording:
     """Of a value of another type, with {wanted} and {value}."""
     refused: str
     """Of a refused option, with {value} and {why}."""
+    nothing: str = "changes nothing"
+    """Of an option where it does not count; why follows."""
 
 
 COMMAND = Wording(prefix="--", mistyped="it takes {wanted}, not {value}", refused="refused: {why}")
@@ -120,23 +123,55 @@ _WANTED = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """What a command line of another system comes to."""
+
+    options: dict[str, Json]
+    """The recipe."""
+    notes: tuple[str, ...]
+    """What a person should know of how it differs from the command line."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to set before anything loads."""
+
+
 class Reader:
     """Options that were set, by name, each checked against its row; mistakes and notes are gathered."""
 
-    wording: ClassVar[Wording] = COMMAND
-    """How messages are worded."""
-
-    def __init__(self, table: Mapping[str, ForeignOption], problems: Problems) -> None:
+    def __init__(self, table: Mapping[str, ForeignOption], problems: Problems, wording: Wording = COMMAND) -> None:
         """Read nothing yet.
 
         Args:
             table: rows by name.
             problems: where mistakes go.
+            wording: how messages are worded.
         """
         self.table = dict(table)
         self.problems = problems
+        self.wording = wording
         self.values: dict[str, Json] = {}
         self.notes: list[str] = []
+
+    @classmethod
+    def of_command_line(
+        cls, table: Mapping[str, ForeignOption], given: Mapping[str, Json], wording: Wording = COMMAND
+    ) -> Self:
+        """The options of a command line: lists of words, or values; None and null leave one out.
+
+        Raises:
+            ConfigError: with every value of another type.
+        """
+        from tandem.config.tree import Problems  # only now: help need not wait for yaml
+
+        reader = cls(table, Problems(), wording)
+        for name, value in given.items():
+            if isinstance(value, (list, tuple)):
+                if list(value) not in (["None"], ["null"]):
+                    reader.read_words(name, value)
+            elif value is not None:
+                reader.read(name, value)
+        reader.problems.raise_if_any("the command line")
+        return reader
 
     def __contains__(self, name: str) -> bool:
         """True if the option is set."""
@@ -205,11 +240,11 @@ class Reader:
         row, value = self.table[name], self.values[name]
         asks = value != row.default and value not in row.off
         if elsewhere:
-            self.note(name, f"changes nothing {elsewhere}")
+            self.note(name, f"{self.wording.nothing} {elsewhere}")
         elif row.refused and asks:
             self.wrong(name, self.wording.refused.format(value=shown(value), why=row.refused))
         elif row.idle and asks:
-            self.note(name, f"changes nothing: {row.idle}")
+            self.note(name, f"{self.wording.nothing}: {row.idle}")
         return not (elsewhere or row.refused or row.idle)
 
     def _mistyped(self, row: ForeignOption, value: str) -> None:

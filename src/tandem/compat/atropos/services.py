@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tandem.compat.atropos.options import RunningEngine, TrainerFlags
+from tandem.compat.atropos.rules import RunningEngine
+from tandem.compat.table import Reader
 from tandem.errors import BrokerError, ConfigError, EngineError, TransportError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ BROKER_SECONDS = 25.0
 """How long a broker may be absent: with the start of the command that makes 30 s, as in Atropos."""
 
 
-def running_engine(flags: TrainerFlags, environ: Mapping[str, str]) -> RunningEngine | None:
+def running_engine(flags: Reader, environ: Mapping[str, str]) -> RunningEngine | None:
     """The engine that the flags mean and that was started apart; None if it is the trainer's to start.
 
     With shared_vllm it is the one whose file lies at --vllm-config-path, or else, if it answers, in $LOGDIR, the
@@ -37,18 +38,22 @@ def running_engine(flags: TrainerFlags, environ: Mapping[str, str]) -> RunningEn
     Raises:
         ConfigError: the file at --vllm-config-path is no engine's, or one of another model.
     """
-    if flags.vllm_url or flags.num_inference_nodes or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0"):
+    if (
+        flags["vllm-url"]
+        or flags["num-inference-nodes"]
+        or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0")
+    ):
         return None
-    url = f"http://localhost:{flags.vllm_port}"
-    if flags.weight_bridge_mode == "shared_vllm" and not flags.use_shared_memory:
-        if flags.vllm_config_path:
-            return _named(flags, Path(flags.vllm_config_path), url)
+    url = f"http://localhost:{flags['vllm-port']}"
+    if flags["weight-bridge-mode"] == "shared_vllm" and not flags["use-shared-memory"]:
+        if flags["vllm-config-path"]:
+            return _named(flags, Path(flags["vllm-config-path"]), url)
         if (found := _lying_about(flags)) is not None:
             return found
     return RunningEngine(url=url) if _is_engine(url) else None
 
 
-def _named(flags: TrainerFlags, path: Path, url: str) -> RunningEngine:
+def _named(flags: Reader, path: Path, url: str) -> RunningEngine:
     """The engine of a file that the flags name; one that has not written it yet is waited for, and asked itself."""
     from tandem.transport.bridge import VLLM_FILE, VllmBridge, find
 
@@ -59,15 +64,15 @@ def _named(flags: TrainerFlags, path: Path, url: str) -> RunningEngine:
         bridge = VllmBridge.read(file)
     except TransportError as error:
         raise ConfigError(f"--vllm-config-path: {error}") from error
-    if not _same(bridge.model, flags.model_name):
+    if not _same(bridge.model, model := flags["model-name"]):
         raise ConfigError(
-            f"--vllm-config-path: {file} is of an engine that serves {bridge.model}, not {flags.model_name}; name the "
+            f"--vllm-config-path: {file} is of an engine that serves {bridge.model}, not {model}; name the "
             f"{VLLM_FILE} of this model's engine, or start one"
         )
     return RunningEngine(url=_url(bridge) or url, bridge=str(file))
 
 
-def _lying_about(flags: TrainerFlags) -> RunningEngine | None:
+def _lying_about(flags: Reader) -> RunningEngine | None:
     """The engine of a file in one of the usual places: left by one that has ended, or of another model, it is none."""
     from tandem.transport.bridge import VllmBridge, find
 
@@ -77,7 +82,7 @@ def _lying_about(flags: TrainerFlags) -> RunningEngine | None:
     except TransportError:
         return None
     url = _url(bridge)
-    wanted = url and urlsplit(url).port == flags.vllm_port and _same(bridge.model, flags.model_name)
+    wanted = url and urlsplit(url).port == flags["vllm-port"] and _same(bridge.model, flags["model-name"])
     return RunningEngine(url=url, bridge=str(file)) if wanted and _is_engine(url) else None
 
 

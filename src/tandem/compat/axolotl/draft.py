@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from tandem.compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
-from tandem.compat.table import FILE, ForeignOption, Reader, Wording
+from tandem.compat.table import FILE, ForeignOption, Reader
 from tandem.config.registry import did_you_mean
 from tandem.config.tree import Branch, Items, Leaf, Problems, from_plain, plain
 from tandem.types import Json
@@ -17,8 +16,6 @@ from tandem.types import Json
 class AxolotlFile(Reader):
     """Options by path, such as ``trl.beta``; what is null, mistaken, idle or refused is not among them."""
 
-    wording: ClassVar[Wording] = FILE
-
     def __init__(self, tree: Branch, problems: Problems) -> None:
         """Read the whole file.
 
@@ -26,7 +23,7 @@ class AxolotlFile(Reader):
             tree: as it was parsed.
             problems: where mistakes go.
         """
-        super().__init__({}, problems)
+        super().__init__({}, problems, FILE)
         self.tree = tree
         self.places: dict[str, str] = {}
         self._read_branch("", tree, TOP)

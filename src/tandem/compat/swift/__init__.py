@@ -8,10 +8,9 @@ silently ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from tandem.compat.swift.options import DEPLOY, RLHF
-from tandem.compat.table import ForeignOption, Reader, by_name
+from tandem.compat.table import Reader, Translation, by_name
 from tandem.types import Json
 
 KEY_VARIABLE = "TANDEM_SWIFT_API_KEY"
@@ -24,18 +23,6 @@ SEVERAL = frozenset(
     for name in (argument.name, *argument.also)
 )
 """Arguments that have several values."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwiftTranslation:
-    """What a command line comes to."""
-
-    options: dict[str, Json]
-    """The recipe."""
-    notes: tuple[str, ...]
-    """What a person should know of how it differs from the arguments."""
-    environ: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that the recipe names."""
 
 
 def repeated(words: Sequence[str]) -> list[str]:
@@ -55,7 +42,7 @@ def repeated(words: Sequence[str]) -> list[str]:
     return out
 
 
-def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> SwiftTranslation:
+def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Translation:
     """A recipe that does what ``swift rlhf --rlhf_type grpo`` is asked for.
 
     Args:
@@ -68,13 +55,13 @@ def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Swif
     """
     from tandem.compat.swift.rules import SwiftRecipe
 
-    given = _read(RLHF, words)
+    given = Reader.of_command_line(by_name(*RLHF), words)
     options, notes = SwiftRecipe(given, environ).recipe()
     given.problems.raise_if_any("the command line")
-    return SwiftTranslation(options=options, notes=tuple(notes))
+    return Translation(options=options, notes=tuple(notes))
 
 
-def deploy(words: Mapping[str, Sequence[str]]) -> SwiftTranslation:
+def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     """A recipe whose engine is what ``swift deploy`` or ``swift rollout`` is asked for.
 
     Raises:
@@ -82,7 +69,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> SwiftTranslation:
     """
     from tandem.compat.swift.parts import started
 
-    given = _read(DEPLOY, words)
+    given = Reader.of_command_line(by_name(*DEPLOY), words)
     lora = given["vllm_enable_lora"]
     adapter = "" if lora else "without --vllm_enable_lora true: whole weights are received"
     for name in given.values:
@@ -118,23 +105,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> SwiftTranslation:
         **({"context": given["max_length"]} if given["max_length"] else {}),
     }
     environ = {KEY_VARIABLE: given["api_key"]} if given["api_key"] else {}
-    return SwiftTranslation(options=options, notes=tuple(given.notes), environ=environ)
-
-
-def _read(table: Sequence[ForeignOption], words: Mapping[str, Sequence[str]]) -> Reader:
-    """The words of a command line by their arguments; None and null leave one out.
-
-    Raises:
-        ConfigError: with every value of another type.
-    """
-    from tandem.config.tree import Problems  # only now: help need not wait for yaml
-
-    given = Reader(by_name(*table), Problems())
-    for name, values in words.items():
-        if list(values) not in (["None"], ["null"]):
-            given.read_words(name, values)
-    given.problems.raise_if_any("the command line")
-    return given
+    return Translation(options=options, notes=tuple(given.notes), environ=environ)
 
 
 def _adapter(given: Reader) -> dict[str, Json]:
