@@ -30,6 +30,12 @@ def odd(completions, **columns):
 def never(completions, **columns):
     return [0.0] * len(completions)
 """
+BRITTLE = """
+def knows(rollout):
+    if " = " not in rollout.text:
+        raise ValueError("not a sum")
+    return float(rollout.text.endswith(f" = {rollout.task.answer}."))
+"""
 
 
 def tandem(*words: str) -> int:
@@ -73,6 +79,19 @@ def test_where_nothing_has_signal_it_says_what_to_change_and_shows_an_answer(
     assert "  change: " in told
     assert "the best answer of a group without signal, reward 0" in told
     assert not (tmp_path / "runs").exists(), "nothing is trained or kept"
+
+
+def test_answers_that_a_reward_fails_on_are_counted_and_their_tracebacks_kept_in_a_file(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (recipe.parent / "brittle.py").write_text(BRITTLE)
+    assert tandem("check", str(recipe), "rewards={brittle:knows: 1.0}", "--sample", "1") == 0
+    told = capfd.readouterr().out
+    assert "  4 of 4 answers failed and have no reward:" in told
+    assert "    4 × reward 'brittle:knows' raised ValueError: not a sum" in told
+    assert "Traceback" not in told
+    log = Path(told.rpartition("their tracebacks: ")[2].strip())
+    assert "Traceback" in log.read_text()
 
 
 def test_a_recipe_that_is_wrong_is_told_before_anything_is_played(

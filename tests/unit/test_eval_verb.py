@@ -13,7 +13,7 @@ from tandem.trainer import assemble as run
 
 NUMBERS: dict[str, Any] = {
     "tasks": 2, "mean": 0.5, "mean_ci": [0.1, 0.9], "pass_at": {"1": 0.5}, "pass_ci": [0.1, 0.9], "tokens": 4.0,
-    "truncated": 0.0,
+    "truncated": 0.0, "failed": 0,
 }  # fmt: skip
 SAID = [
     {"task": "a", "prompt": "1 + 1?", "answer": "2", "text": "It is 3.", "reward": 0.0},
@@ -48,3 +48,13 @@ def test_the_best_and_the_worst_answer_are_printed(recipe: Path, capsys: pytest.
 def test_none_is_printed_where_none_is_wanted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate(recipe, ["print_completions=0"], None)
     assert "It is" not in capsys.readouterr().out
+
+
+def test_answers_that_failed_are_counted(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(recipe, [], None)
+    assert "failed" not in capsys.readouterr().out
+    monkeypatch.setitem(NUMBERS, "failed", 2)
+    evaluate(recipe, ["evaluate.samples=1"], None)
+    assert "  2 of 2 answers failed, as the environment or a reward did; they count as wrong" in capsys.readouterr().out

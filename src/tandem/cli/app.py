@@ -79,6 +79,8 @@ def check(
     from tandem.cli.check_sample import check_sample
 
     code = check(recipe, overrides or [], tasks)
+    if code and sample:
+        typer.echo("no groups are played before that is mended")
     raise typer.Exit(check_sample(recipe, overrides or [], sample) if sample and not code else code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 LITTLE = 0.25
 """Share of groups with signal below which most sampling is for nothing."""
+MOST_REASONS = 3
+"""Reasons why answers failed that are told."""
 
 
 def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
@@ -33,19 +36,22 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
         raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
     from tandem.observability.progress import shown
 
+    log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
     with shown():
-        found = run_to_end(_played(config, count))
+        found = run_to_end(_played(config, count, log))
     for line in lines(found, config):
         typer.echo(line)
+    if log.exists() and log.stat().st_size:
+        typer.echo(f"  what rewards printed, and their tracebacks: {log}")
     return 0
 
 
-async def _played(config: RunConfig, count: int) -> Forecast:
+async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
     from tandem.trainer import assemble as run  # only now: it loads torch
     from tandem.trainer import environments
     from tandem.trainer.forecast import forecast
 
-    async with run.playing(config, environments.tasks(config, "train"), None) as runners:
+    async with run.playing(config, environments.tasks(config, "train"), None, log) as runners:
         return await forecast(config, runners, count)
 
 
@@ -65,6 +71,7 @@ def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
     rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in told)
     yield f"  signal: {len(signal)} of {len(groups)} groups ({share:.0%}) have different rewards{rest}"
     yield from _answers(groups)
+    yield from failures([rollout.error for group in groups for rollout in group.rollouts])
     if config.zero_variance_groups == "drop" and without:
         most = f"about {config.groups_per_step / share:.0f}" if share else f"far more than {len(groups)}"
         yield f"  a step of {config.groups_per_step} groups samples {most}, for those without signal are dropped"
@@ -74,6 +81,17 @@ def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
         for group in some[:1]:
             best = max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
             yield from answer_lines(shown(best), f"  the best answer of a group {kind} signal")
+
+
+def failures(errors: Sequence[str]) -> Iterator[str]:
+    """How many answers have no reward, and the commonest reasons; of each answer its error, empty if it has none."""
+    from tandem.observability.completions import shortened
+
+    some = Counter(error.partition("\n")[0] for error in errors if error)
+    if some:
+        yield f"  {some.total()} of {len(errors)} answers failed and have no reward:"
+        for error, count in some.most_common(MOST_REASONS):
+            yield f"    {count} × {shortened(error)}"
 
 
 def _answers(groups: Sequence[Group]) -> Iterator[str]:

@@ -51,3 +51,6 @@ def _numbers(of: Mapping[str, Json], samples: int) -> Iterator[str]:
         interval = f"  [{of['pass_ci'][0]:.3f}, {of['pass_ci'][1]:.3f}]" if k == largest else ""
         yield f"  pass@{k}  {share:.3f}{interval}"
     yield f"  {of['tokens']:.0f} tokens on average, {of['truncated']:.0%} truncated"
+    if of["failed"]:
+        total = of["tasks"] * samples
+        yield f"  {of['failed']} of {total} answers failed, as the environment or a reward did; they count as wrong"

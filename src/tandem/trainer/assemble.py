@@ -129,10 +129,15 @@ async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json
 
 
 @asynccontextmanager
-async def playing(config: RunConfig, tasks: environments.Tasks, weights: Path | None) -> AsyncIterator[list[EnvRunner]]:
-    """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint."""
+async def playing(
+    config: RunConfig, tasks: environments.Tasks, weights: Path | None, log: Path | None = None
+) -> AsyncIterator[list[EnvRunner]]:
+    """Tasks and who plays them, with the recipe's model or the trained ``weights`` of a checkpoint.
+
+    What rewards print goes to ``log``, or to stderr.
+    """
     with watchdog.watching(config.timeouts):
-        async with _policy(config) as policy, environments.opened(config, config.sources, None) as opened:
+        async with _policy(config) as policy, environments.opened(config, config.sources, log) as opened:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)
             async with _published(config, policy, fresh=weights is None) as engine:
