@@ -920,3 +920,20 @@ def test_schema_is_printed_as_json(run: Run) -> None:
 
 def test_config_errors_are_value_errors() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+def test_ctrl_c_while_the_command_is_being_imported_ends_it_without_a_traceback() -> None:
+    code = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tandem.cli.app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from tandem.cli import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> None:
     """Entry point of the ``tandem`` command."""
-    from tandem.cli.app import main as run_command  # not before: whoever imports one verb needs no other
-
+    try:
+        from tandem.cli.app import main as run_command  # not before: whoever imports one verb needs no other
+    except KeyboardInterrupt:  # while Python still reads the files
+        sys.exit(130)
     run_command()
