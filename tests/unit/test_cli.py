@@ -67,8 +67,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         fake.calls.append((config, weights))
         return {
             "env": "arithmetic", "tasks": 40, "samples": 4, "mean": 0.25, "mean_ci": [0.2, 0.3], "tokens": 12.4,
-            "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05, "envs": {"arithmetic": {}},
-            "rollouts": [],
+            "pass_at": {"1": 0.25, "4": 0.5}, "pass_ci": [0.4, 0.6], "truncated": 0.05, "failed": 0,
+            "envs": {"arithmetic": {}}, "rollouts": [],
         }  # fmt: skip
 
     fake.train, fake.evaluate = train, evaluate
@@ -714,7 +714,7 @@ def test_show_summarises_a_run(run: Run) -> None:
     evaluations = [
         {"step": step, "time": 100.0, "env": "arithmetic", "tasks": 4, "samples": 4, "mean": mean,
          "mean_ci": [mean - 0.1, mean + 0.1], "pass_at": {"4": 0.75}, "pass_ci": [0.5, 0.9],
-         "truncated": 0.0, "tokens": 10.0}
+         "truncated": 0.0, "failed": 0, "tokens": 10.0}
         for step, mean in ((0, 0.25), (3, 0.65))
     ]  # fmt: skip
     events = [

@@ -392,7 +392,6 @@ def test_an_update_may_be_notified_as_by_other_trainers() -> None:
 def test_weights_are_written_while_paused_alone() -> None:
     async def body(c: Client) -> None:
         for path, asked in (
-            ("/bridge/lend", {}),
             ("/bridge/lend_slot", {"config": {}, "tensors": []}),
             ("/bridge/adapt", {"key": "abc"}),
             ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
@@ -400,6 +399,30 @@ def test_weights_are_written_while_paused_alone() -> None:
             found = await c.post(path, asked)
             assert (found.status, "pause" in found.detail) == (409, True)
         assert not c.vllm.calls
+
+    run(body)
+
+
+def test_an_engine_that_serves_stands_still_while_it_lends_its_weights_and_a_trainers_pause_outlives_that() -> None:
+    async def body(c: Client) -> None:
+        lent: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        c.vllm.answers["tandem_lend"] = lent
+        lending = asyncio.ensure_future(c.begin("/bridge/lend"))
+        while not c.vllm.calls:
+            await asyncio.sleep(0)
+        assert c.vllm.paused
+        pausing = asyncio.ensure_future(c.begin("/bridge/pause"))
+        await asyncio.sleep(0.01)
+        assert not pausing.done()
+        lent.set_result(['{"lent": {}, "map": {}}'])
+        assert (await lending).json["ranks"] == [{"lent": {}, "map": {}}]
+        assert (await pausing).json == {"state": "paused", "before": "serving"}
+        assert c.vllm.paused
+        c.vllm.answers["tandem_lend"] = ['{"lent": {}, "map": {}}']
+        assert (await c.begin("/bridge/lend")).status == 200
+        assert c.vllm.paused, "another that borrows does not end the pause"
+        await c.begin("/bridge/resume")
+        assert not c.vllm.paused
 
     run(body)
 

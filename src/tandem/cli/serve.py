@@ -90,10 +90,7 @@ def _folder(config: RunConfig) -> Path:
 async def _lend(fleet: Fleet, folder: Path) -> Path:
     """Lend the weights to whoever finds the file that says where they are."""
     (server,) = fleet.servers
-    await server.post("/bridge/pause")
-    found = await borrow(server)
-    await server.post("/bridge/resume")
-    return found.write(folder)
+    return (await borrow(server)).write(folder)
 
 
 def _introduce(fleet: Fleet, engine: Vllm, bridge: Path | None, tell: Tell) -> None:

@@ -416,7 +416,7 @@ def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:
 
 
 async def borrow(server: Server) -> VllmBridge:
-    """Have a paused engine of one process lend its weights; where they are."""
+    """Have an engine of one process lend its weights; where they are."""
     answer = await server.post("/bridge/lend")
     (rank,) = answer["ranks"]
     return VllmBridge.lending(answer["model"], rank["lent"], rank["map"], url=server.url)

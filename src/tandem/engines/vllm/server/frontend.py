@@ -115,6 +115,20 @@ class Frontend:
         async with self._control:
             await self._halt()
 
+    @contextlib.asynccontextmanager
+    async def standing(self) -> AsyncIterator[None]:
+        """Nothing is sampled in the block. An engine that serves goes on after it, and no pause begins before that."""
+        async with self._control:
+            serves = self.state == "serving"
+            if serves:
+                await self._scheduler.halt()
+                self._paused_at = time.monotonic()
+            try:
+                yield
+            finally:
+                if serves:
+                    await self._go_on()
+
     async def _halt(self) -> None:
         """Have the scheduler stand still, and every token that it sampled be filed under the era that ends."""
         await self._scheduler.halt()

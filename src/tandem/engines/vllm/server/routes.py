@@ -249,8 +249,12 @@ class _Live:
 
     async def lend(self, body: bytes) -> Any:
         parsed(body, wire.Body)
-        self._require_paused("lend")
-        ranks = await self.frontend.rpc("tandem_lend")
+        if self.frontend.state == "proving":
+            raise Refused(
+                409, "weights are being proven, and lending may move them: wait, or pause (POST /bridge/pause)"
+            )
+        async with self.frontend.standing():
+            ranks = await self.frontend.rpc("tandem_lend")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
