@@ -411,7 +411,7 @@ DEFECTS = (
     Defect(
         "numbers may be used twice",
         "src/tandem/rewards/countdown.py",
-        "given <= allowed)",
+        "numbers <= allowed)",
         "set(given) <= set(allowed))",
         REWARDS,
     ),

@@ -330,7 +330,7 @@ def played(template: Template, agent: str, seconds: float = 30.0, **meta: Any) -
 
     async def go() -> tuple[Any, Mapping[str, float]]:
         chat = EngineChat(Scripted([A, END], [B, END]), template, task, Sampling(max_tokens=8), "s")  # type: ignore[arg-type]
-        return chat, await Agent(path="x.jsonl", agent=agent, seconds=seconds).play(task, chat)
+        return chat, await Agent(path="x.jsonl", agent=agent, timeout_seconds=seconds).play(task, chat)
 
     return asyncio.run(go())
 

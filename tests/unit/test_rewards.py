@@ -265,7 +265,7 @@ def test_options_out_of_range_are_refused() -> None:
         (lambda: CosineLength(accuracy=Number(), max_tokens=1, wrong_long=math.nan), "wrong_long"),
         (lambda: CountdownReward(partial=1.0), "partial"),
         (lambda: Number(tolerance=-1), "tolerance"),
-        (lambda: MathVerify(timeout=0), "timeout"),
+        (lambda: MathVerify(timeout_seconds=0), "timeout_seconds"),
     ]:
         with pytest.raises(ConfigError, match=f"^{first} must be"):
             make()
@@ -383,7 +383,7 @@ def test_a_gold_answer_that_cannot_be_read_is_tried_again(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:
-    reward = MathVerify(timeout=1)
+    reward = MathVerify(timeout_seconds=1)
     reward.prepare()
     assert reward(said("#### 9^9^9^9", answer="18")) == 0.0
     assert not caplog.records

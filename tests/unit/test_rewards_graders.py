@@ -373,7 +373,7 @@ def test_killed_grader_takes_its_children_along() -> None:
 
 
 def test_math_verify_runs_in_the_workers_main_thread() -> None:
-    got, _ = graded({"math": MathVerify(timeout=1)}, group("#### 7", "#### 9^9^9^9", "8"))
+    got, _ = graded({"math": MathVerify(timeout_seconds=1)}, group("#### 7", "#### 9^9^9^9", "8"))
     assert [rollout.reward for rollout in got] == [1.0, 0.0, 0.0]
 
 

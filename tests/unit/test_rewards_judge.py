@@ -87,7 +87,7 @@ def judged(rollouts: list[Rollout], server: FakeServer, **options: Any) -> tuple
 
     async def go() -> tuple[list[Rollout], dict[str, float]]:
         async with server.serving():
-            judge = Judge(**{"url": server.url, "model": "grader", "backoff": 0.01, **options})
+            judge = Judge(**{"url": server.url, "model": "grader", "backoff_seconds": 0.01, **options})
             async with Graders({"judge": (judge, 1.0), "number": (Number(), 0.0)}) as graders:
                 return await graders.grade(rollouts), flatten(graders.metrics())
 
@@ -294,14 +294,14 @@ def test_a_page_of_a_proxy_is_no_answer() -> None:
 def test_a_request_that_takes_too_long_is_asked_again() -> None:
     server = FakeServer()
     server.script = lambda reply, asked: "hang" if asked == 1 else None
-    got, _ = judged(group("7"), server, timeout=0.3)
+    got, _ = judged(group("7"), server, timeout_seconds=0.3)
     assert got[0].reward == pytest.approx(0.7)
 
 
 def test_a_server_that_names_a_pause_gets_it() -> None:
     server = FakeServer()
     server.script = status(429, 1, **{"Retry-After": "60"})
-    got, _ = judged(group("7"), server, deadline=0.5)
+    got, _ = judged(group("7"), server, deadline_seconds=0.5)
     assert f"had no answer from {server.url} within 0.5 s" in got[0].error
     assert len(server.asked) == 1  # the minute is not over
 
@@ -337,7 +337,7 @@ def test_nobody_is_there() -> None:
 def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
     server = FakeServer()
     server.script = lambda reply, asked: "hang" if reply != "5" else None
-    got, metrics = judged(group("5", "x", "y"), server, deadline=0.7)
+    got, metrics = judged(group("5", "x", "y"), server, deadline_seconds=0.7)
     assert [rollout.status for rollout in got] == ["ok", "error", "error"]
     assert got[0].reward == 0.5
     assert metrics["grading/failed_away"] == 2.0
@@ -375,9 +375,9 @@ def test_one_question_that_is_refused_costs_its_rollout() -> None:
         ({"lowest": 10.0}, "highest must be above lowest (10), got 10"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"concurrency": 0}, "concurrency must be at least 1"),
-        ({"timeout": 0.0}, "timeout must be above 0"),
-        ({"backoff": 0.0}, "backoff must be above 0"),
-        ({"deadline": float("inf")}, "deadline must be above 0"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
+        ({"backoff_seconds": 0.0}, "backoff_seconds must be above 0"),
+        ({"deadline_seconds": float("inf")}, "deadline_seconds must be above 0"),
         ({"retries": -1}, "retries must be at least 0"),
     ],
 )
@@ -389,4 +389,4 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) ->
 
 def test_inert_options() -> None:
     assert Judge(url="http://x", model="m").inert() == {}
-    assert set(Judge(url="http://x", model="m", retries=0).inert()) == {"backoff"}
+    assert set(Judge(url="http://x", model="m", retries=0).inert()) == {"backoff_seconds"}

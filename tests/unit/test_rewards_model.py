@@ -210,7 +210,12 @@ def test_no_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "first"),
-    [({"model": " "}, "model"), ({"label": -1}, "label"), ({"batch": 0}, "batch"), ({"timeout": 0.0}, "timeout")],
+    [
+        ({"model": " "}, "model"),
+        ({"label": -1}, "label"),
+        ({"batch": 0}, "batch"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds"),
+    ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], first: str) -> None:
     with pytest.raises(ConfigError, match=f"^{first} must be"):

@@ -100,16 +100,16 @@ def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[s
             delta = dict(choice["message"])
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-            said: dict[str, Json] = {"delta": delta}
+            start: dict[str, Json] = {"delta": delta}
             end: dict[str, Json] = {"delta": {}}
         else:
-            said, end = {"text": choice["text"]}, {"text": ""}
-        yield {"index": choice["index"], **said, "finish_reason": None, "logprobs": choice["logprobs"]}
+            start, end = {"text": choice["text"]}, {"text": ""}
+        yield {"index": choice["index"], **start, "finish_reason": None, "logprobs": choice["logprobs"]}
         yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
 
 
-def _ids(answer: Reply, asked: bool) -> dict[str, Json]:
-    return {"token_ids": list(answer.turn.completion.tokens)} if asked else {}
+def _ids(answer: Reply, include: bool) -> dict[str, Json]:
+    return {"token_ids": list(answer.turn.completion.tokens)} if include else {}
 
 
 def _message(answer: Reply) -> dict[str, Json]:

@@ -75,27 +75,27 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
             BadRequest: it is none, or asks for what cannot be done.
         """
         try:
-            given = msgspec.json.decode(body, type=dict[str, Any])
-            asked = msgspec.convert(given, cls, strict=False)
+            fields = msgspec.json.decode(body, type=dict[str, Any])
+            made = msgspec.convert(fields, cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadRequest(f"the body is no {cls.KIND}'s: {error}") from error
-        for name, value in given.items():
+        for name, value in fields.items():
             # Null, false and nothing in a list ask for nothing.
             if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
                 raise BadRequest(f"{name} is nothing that this server knows; leave it out", param=name)
         for name in cls.REFUSED:
-            if getattr(asked, name):
+            if getattr(made, name):
                 raise BadRequest(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
-        if asked.seed is not None:
+        if made.seed is not None:
             raise BadRequest(
                 "seed cannot be obeyed: every answer has a random stream of its own, or a task's answers would all be "
                 "the same; leave it out",
                 param="seed",
             )
-        if not 1 <= asked.answers <= MOST:
+        if not 1 <= made.answers <= MOST:
             raise BadRequest(f"n must be from 1 to {MOST}", param="n")
-        asked.check()
-        return asked
+        made.check()
+        return made
 
     def check(self) -> None:
         """Refuse what the route cannot do."""
@@ -121,13 +121,13 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         Raises:
             BadRequest: a number is out of range, or training would compute other logprobs than the engine.
         """
-        given: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
-        given |= {name: getattr(self, name) for name in OF_THE_RUN}
+        changes: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
+        changes |= {name: getattr(self, name) for name in OF_THE_RUN}
         if self.top_k == -1:  # as vLLM says it
-            given["top_k"] = 0
+            changes["top_k"] = 0
         if self.stop is not None:
-            given["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
-        made = replace(own, **{name: value for name, value in given.items() if value is not None})
+            changes["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
+        made = replace(own, **{name: value for name, value in changes.items() if value is not None})
         fine = {
             "max_tokens": made.max_tokens >= 1,
             "temperature": 0 <= made.temperature < math.inf,
@@ -228,7 +228,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
             )
         return ToolOffer(tools=self.tools, single=self.parallel_tool_calls is False)
 
-    def said(self) -> tuple[Message, ...]:
+    def conversation(self) -> tuple[Message, ...]:
         """The conversation in our words.
 
         Raises:
@@ -311,10 +311,10 @@ class TextRequest(CompletionRequest, kw_only=True):
         Raises:
             BadRequest: one is neither text nor token ids, or there are too many.
         """
-        given: Any = self.prompt
-        several = isinstance(given, list) and not all(isinstance(part, int) for part in given)
-        found = given if several else [given]
-        for prompt in found:
+        whole: Any = self.prompt
+        several = isinstance(whole, list) and not all(isinstance(part, int) for part in whole)
+        prompts = whole if several else [whole]
+        for prompt in prompts:
             fine = isinstance(prompt, str) or (
                 isinstance(prompt, list) and all(type(id) is int and 0 <= id < vocabulary for id in prompt)
             )
@@ -323,6 +323,6 @@ class TextRequest(CompletionRequest, kw_only=True):
                     f"prompt must be text or token ids from 0 to {vocabulary - 1}, or a list of such, and not empty",
                     param="prompt",
                 )
-        if len(found) * self.answers > MOST:
+        if len(prompts) * self.answers > MOST:
             raise BadRequest(f"prompts times n must be {MOST} at most", param="n")
-        return list(found)
+        return list(prompts)

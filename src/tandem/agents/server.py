@@ -68,7 +68,7 @@ class Session:
     failure: EngineError | Deadline | None = None
     """What the engine said instead of its last answer."""
     # By the tools that were offered, and the conversation as agents tell them apart.
-    _said: dict[tuple[str, tuple[Message, ...]], _Conversation] = field(default_factory=dict)
+    _conversations: dict[tuple[str, tuple[Message, ...]], _Conversation] = field(default_factory=dict)
     _written: dict[str, _Conversation] = field(default_factory=dict)  # by text
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -82,16 +82,16 @@ class Session:
                 differs from the session's in what a turn does not record.
             EngineError: the engine failed.
         """
-        said, sampling = tuple(messages), sampling or self.sampling
+        conversation, sampling = tuple(messages), sampling or self.sampling
         form = self.template.speech.form if offer.tools else None
         # A form whose calls end with a text of their own is kept to one call by ending there.
         ends = (form.stop,) if form is not None and form.stop and offer.single else ()
-        prompt, before = self._prompt(said, offer)
+        prompt, before = self._prompt(conversation, offer)
         turn = await self._sample(prompt, replace(sampling, stop=(*sampling.stop, *ends)))
         whole = self.template.decode(turn.completion.tokens)
         text, calls = read(form, offer, _cut(whole, sampling.stop))
-        key = (*said, ToolMessage(role="assistant", content=text, calls=calls))
-        self._said[offer.key, _alike(key)] = self._noted(turn, before, whole)
+        key = (*conversation, ToolMessage(role="assistant", content=text, calls=calls))
+        self._conversations[offer.key, _alike(key)] = self._noted(turn, before, whole)
         return Reply(text=text, calls=calls, turn=turn)
 
     async def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Reply:
@@ -154,11 +154,11 @@ class Session:
         """A conversation as token ids, those of the longest one that it extends and what is new; and for people."""
         same = _alike(messages)
         for cut in range(len(messages) - 1, 0, -1):
-            if (said := self._said.get((offer.key, same[:cut]))) is None:
+            if (earlier := self._conversations.get((offer.key, same[:cut]))) is None:
                 continue
             new = messages[cut:]
-            bridge = self.template.bridge(messages[: cut - 1], new, last=said.tokens[-1], tools=offer.tools)
-            return [*said.tokens, *bridge], self._answered(said, tuple(map(as_text, new)))
+            bridge = self.template.bridge(messages[: cut - 1], new, last=earlier.tokens[-1], tools=offer.tools)
+            return [*earlier.tokens, *bridge], self._answered(earlier, tuple(map(as_text, new)))
         return self.template.prompt(messages, offer.tools), tuple(map(as_text, messages))
 
     def _begun(self, text: str) -> tuple[list[int], tuple[Message, ...]]:
@@ -166,15 +166,15 @@ class Session:
         known = max((known for known in self._written if text.startswith(known)), key=len, default=None)
         if known is None:
             return self.template.text(text), _user(text)
-        said, new = self._written[known], text[len(known) :]
+        earlier, new = self._written[known], text[len(known) :]
         # An end token is no text: where the agent does not write it, it is not there.
-        tokens = said.tokens[:-1] if self.template.ends(said.tokens[-1]) else said.tokens
-        return [*tokens, *self.template.more(new)], self._answered(said, _user(new))
+        tokens = earlier.tokens[:-1] if self.template.ends(earlier.tokens[-1]) else earlier.tokens
+        return [*tokens, *self.template.more(new)], self._answered(earlier, _user(new))
 
-    def _answered(self, said: _Conversation, new: tuple[Message, ...]) -> tuple[Message, ...]:
+    def _answered(self, earlier: _Conversation, new: tuple[Message, ...]) -> tuple[Message, ...]:
         """Note what the agent said next; all that was said."""
-        self.turns[said.turn] = replace(self.turns[said.turn], reply=new)
-        return (*said.messages, *new)
+        self.turns[earlier.turn] = replace(self.turns[earlier.turn], reply=new)
+        return (*earlier.messages, *new)
 
     def nodes(self) -> Iterator[dict[str, Json]]:
         """Every conversation that nothing continues, as one sequence each, in the form that Atropos' clients know.
@@ -183,8 +183,8 @@ class Session:
         """
         whole = [((*turn.prompt, *turn.completion.tokens), turn) for turn in self.turns]
         for tokens, turn in whole:
-            alike = [(said, own) for said, own in whole if own.temperature == turn.temperature]
-            if any(len(said) > len(tokens) and said[: len(tokens)] == tokens for said, _ in alike):
+            alike = [(other, own) for other, own in whole if own.temperature == turn.temperature]
+            if any(len(other) > len(tokens) and other[: len(tokens)] == tokens for other, _ in alike):
                 continue
             masked, logprobs = [MASKED] * len(tokens), [NO_LOGPROB] * len(tokens)
             for part, own in alike:
@@ -278,8 +278,8 @@ class Proxy:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _list(self, request: web.Request) -> web.Response:
-        found = [{"uuid": name, "turns": len(session.turns)} for name, session in self._sessions.items()]
-        return web.json_response({"sessions": found})
+        sessions = [{"uuid": name, "turns": len(session.turns)} for name, session in self._sessions.items()]
+        return web.json_response({"sessions": sessions})
 
     async def _create(self, request: web.Request) -> web.Response:
         late = self._clock() - IDLE_SECONDS
@@ -302,27 +302,29 @@ class Proxy:
         self._heard.pop(name, None)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, asked = self._session(request), ChatRequest.read(await request.read())
-        sampling, messages = asked.sampling(self._sampling), asked.said()
-        offer = asked.offer(self._template.speech) if asked.tools else NONE
-        found = await asyncio.gather(*(session.reply(messages, sampling, offer) for _ in range(asked.answers)))
-        pieces = self._template.pieces if asked.logprobs else None
-        body = chat_body(self._model, found, int(time.time()), pieces, ids=bool(asked.return_token_ids))
-        return await self._told(request, asked, body)
+        session, options = self._session(request), ChatRequest.read(await request.read())
+        sampling, messages = options.sampling(self._sampling), options.conversation()
+        offer = options.offer(self._template.speech) if options.tools else NONE
+        replies = await asyncio.gather(*(session.reply(messages, sampling, offer) for _ in range(options.answers)))
+        pieces = self._template.pieces if options.logprobs else None
+        body = chat_body(self._model, replies, int(time.time()), pieces, ids=bool(options.return_token_ids))
+        return await self._respond(request, options, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, asked = self._session(request), TextRequest.read(await request.read())
-        sampling, prompts = asked.sampling(self._sampling), asked.prompts(self._template.vocabulary)
-        wanted = [prompt for prompt in prompts for _ in range(asked.answers)]
-        found = await asyncio.gather(*(session.complete(prompt, sampling) for prompt in wanted))
-        each = [found[at : at + asked.answers] for at in range(0, len(found), asked.answers)]
-        pieces = None if asked.logprobs is None else self._template.pieces
-        body = text_body(self._model, each, int(time.time()), pieces, ids=bool(asked.return_token_ids))
-        return await self._told(request, asked, body)
+        session, options = self._session(request), TextRequest.read(await request.read())
+        sampling, prompts = options.sampling(self._sampling), options.prompts(self._template.vocabulary)
+        wanted = [prompt for prompt in prompts for _ in range(options.answers)]
+        replies = await asyncio.gather(*(session.complete(prompt, sampling) for prompt in wanted))
+        each = [replies[at : at + options.answers] for at in range(0, len(replies), options.answers)]
+        pieces = None if options.logprobs is None else self._template.pieces
+        body = text_body(self._model, each, int(time.time()), pieces, ids=bool(options.return_token_ids))
+        return await self._respond(request, options, body)
 
-    async def _told(self, request: web.Request, asked: CompletionRequest, body: dict[str, Json]) -> web.StreamResponse:
-        if asked.stream:
-            return await streamed(request, body, counted=asked.counted)
+    async def _respond(
+        self, request: web.Request, options: CompletionRequest, body: dict[str, Json]
+    ) -> web.StreamResponse:
+        if options.stream:
+            return await streamed(request, body, counted=options.counted)
         return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:

@@ -90,11 +90,11 @@ class Tagged(Form):
     _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
     def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
-        thought, closed, said = text.rpartition("</think>")
-        calls = [_call(found) for found in self._CALL.findall(said)]
+        thought, closed, reply = text.rpartition("</think>")
+        calls = [_call(written) for written in self._CALL.findall(reply)]
         if not calls or None in calls:
             return text, ()
-        return (thought + closed + self._CALL.sub("", said)).strip(), tuple(call for call in calls if call)
+        return (thought + closed + self._CALL.sub("", reply)).strip(), tuple(call for call in calls if call)
 
 
 class Bare(Form):
@@ -158,12 +158,12 @@ def _form(text: str) -> Form | None:
     tagged, start = Tagged(), text.rfind("<tool_call>")
     if start >= 0 and _is_probe(tagged.read(text[start:], ())[1]):
         return tagged
-    for found in re.finditer(r'\{\s*"name":\s*"tandem_probe"', text):
+    for match in re.finditer(r'\{\s*"name":\s*"tandem_probe"', text):
         try:
-            _, end = json.JSONDecoder().raw_decode(text, found.start())
+            _, end = json.JSONDecoder().raw_decode(text, match.start())
         except ValueError:
             continue
-        call = text[found.start() : end]
+        call = text[match.start() : end]
         if '"parameters"' in call and _is_probe(Bare().read(call, {_PROBE.name})[1]):
             return Bare()
     return None
@@ -187,15 +187,15 @@ def read(form: Form | None, offer: ToolOffer, text: str) -> tuple[str, tuple[Too
 def _call(text: str) -> ToolCall | None:
     """A call as its model wrote it; None if it is none."""
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    given = found.get("arguments", found.get("parameters"))
-    if not isinstance(given, dict):
+    arguments = call.get("arguments", call.get("parameters"))
+    if not isinstance(arguments, dict):
         return None
-    return ToolCall(name=found["name"], arguments=json.dumps(given, ensure_ascii=False))
+    return ToolCall(name=call["name"], arguments=json.dumps(arguments, ensure_ascii=False))
 
 
 def as_template(message: Message) -> dict[str, Any]:

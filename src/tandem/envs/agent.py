@@ -57,7 +57,7 @@ class Agent(Dataset):
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         try:
             async with chat.serve() as url, asyncio.timeout(self.timeout_seconds):
-                said = await (self._call(task, url) if _FUNCTION.match(self.agent) else self._run(task, url))
+                last_message = await (self._call(task, url) if _FUNCTION.match(self.agent) else self._run(task, url))
         except TimeoutError:
             raise EnvError(
                 f"agent {self.agent!r} took longer than {self.timeout_seconds:g} s; raise timeout_seconds"
@@ -65,19 +65,19 @@ class Agent(Dataset):
         turns = sum(message.role == "assistant" for message in chat.messages)
         if not turns:
             raise EnvError(f"agent {self.agent!r} never asked the policy; it must use the base URL that it is given")
-        if said.strip():
-            chat.add(Message(role="assistant", content=said.strip()))
+        if last_message.strip():
+            chat.add(Message(role="assistant", content=last_message.strip()))
         return {"turns": float(turns)}
 
     async def _call(self, task: Task, url: str) -> str:
-        said = await _function(self.agent)(task, url)
-        if said is not None and not isinstance(said, str):
-            raise EnvError(f"agent {self.agent!r} returned {type(said).__name__}, expected text or None")
-        return said or ""
+        last_message = await _function(self.agent)(task, url)
+        if last_message is not None and not isinstance(last_message, str):
+            raise EnvError(f"agent {self.agent!r} returned {type(last_message).__name__}, expected text or None")
+        return last_message or ""
 
     async def _run(self, task: Task, url: str) -> str:
         messages = [{"role": message.role, "content": message.content} for message in task.prompt]
-        given = {"id": task.id, "messages": messages, "meta": task.meta}
+        task_json = {"id": task.id, "messages": messages, "meta": task.meta}
         child = await asyncio.create_subprocess_exec(
             *shlex.split(self.agent),
             stdin=subprocess.PIPE,
@@ -87,7 +87,7 @@ class Agent(Dataset):
             start_new_session=True,
         )
         try:
-            out, err = await child.communicate(json.dumps(given, default=str).encode())
+            out, err = await child.communicate(json.dumps(task_json, default=str).encode())
         finally:
             # With all that it started: nothing of it may ask the policy after its rollout has ended.
             with contextlib.suppress(ProcessLookupError):
@@ -108,7 +108,7 @@ def _function(path: str) -> Callable[[Task, str], Awaitable[Any]]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[[Task, str], Awaitable[Any]] = pkgutil.resolve_name(path)
+        function: Callable[[Task, str], Awaitable[Any]] = pkgutil.resolve_name(path)
     except Exception as error:  # user code may raise anything while it is imported; the message carries it
         raise EnvError(f"agent {path!r} cannot be imported: {error}; write pkg.module:function") from error
-    return found
+    return function

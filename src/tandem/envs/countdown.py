@@ -74,18 +74,18 @@ class Countdown(Environment):
     def _puzzles(self) -> dict[str, _Puzzle]:
         """Puzzles by a key that ignores the order of the numbers."""
         rng = random.Random(self.seed)
-        found: dict[str, _Puzzle] = {}
+        puzzles: dict[str, _Puzzle] = {}
         vain = 0
-        while len(found) < self.size and vain < _GIVE_UP_AFTER:
+        while len(puzzles) < self.size and vain < _GIVE_UP_AFTER:
             numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(self.min_numbers, self.max_numbers))]
             target, solution = _combine(numbers, self.operators, rng)
             key = f"{'+'.join(map(str, sorted(numbers)))}={target}"
-            if not 1 <= target <= self.max_target or key in found:
+            if not 1 <= target <= self.max_target or key in puzzles:
                 vain += 1
                 continue
             vain = 0
-            found[key] = (tuple(numbers), target, solution)
-        return found
+            puzzles[key] = (tuple(numbers), target, solution)
+        return puzzles
 
     def _task(self, key: str, puzzle: _Puzzle) -> Task:
         numbers, target, solution = puzzle

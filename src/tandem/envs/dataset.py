@@ -145,12 +145,12 @@ def _function(path: str) -> Callable[[dict[str, Json]], Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = pkgutil.resolve_name(path)
+        function = pkgutil.resolve_name(path)
     except Exception as error:  # user code may raise anything while it is imported; the message carries it
         raise EnvError(f"transform {path!r} cannot be imported: {error}; write pkg.module:function") from error
-    if not callable(found):
-        raise EnvError(f"transform {path!r} is a {type(found).__name__}, expected a function of a row's columns")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise EnvError(f"transform {path!r} is a {type(function).__name__}, expected a function of a row's columns")
+    return function  # type: ignore[no-any-return]
 
 
 def _changed(row: DataRow, change: Callable[[dict[str, Json]], Any], path: str) -> DataRow | None:

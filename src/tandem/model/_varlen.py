@@ -32,23 +32,23 @@ class Kernel:
         """Products of queries and keys can be scaled otherwise than by the root of the head's size."""
         self.windows = "window_size" in takes
         """A sliding window can be asked for."""
-        self.told = "enable_gqa" in takes
+        self.groups_on_request = "enable_gqa" in takes
         """It groups heads if it is told to, else unasked."""
 
     def options(self, scaling: float | None, window: int | None, grouped: bool) -> Mapping[str, Any]:
         """Keyword arguments for causal attention."""
-        found: dict[str, Any] = {"scale": scaling} if self.scales else {}
+        options: dict[str, Any] = {"scale": scaling} if self.scales else {}
         if self.windows:
             # Keys to the left of the query's own: all, or as many as fill a window that counts the query's too.
-            found["window_size"] = (-1 if window is None else window - 1, 0)
+            options["window_size"] = (-1 if window is None else window - 1, 0)
         else:
-            found["is_causal"] = True
-        if self.told:
-            found["enable_gqa"] = grouped
-        return found
+            options["is_causal"] = True
+        if self.groups_on_request:
+            options["enable_gqa"] = grouped
+        return options
 
 
-def _found() -> Kernel | None:
+def _installed_kernel() -> Kernel | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -56,7 +56,7 @@ def _found() -> Kernel | None:
     return Kernel(varlen_attn) if torch.backends.cuda.is_flash_attention_available() else None
 
 
-_KERNEL = _found()
+_KERNEL = _installed_kernel()
 
 
 def kernel() -> Kernel | None:
@@ -88,27 +88,27 @@ def misfit(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> str | None:
     """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
-    found, size = kernel(), query.shape[-1]
-    assert found is not None, "unfit() was not asked"
+    installed, size = kernel(), query.shape[-1]
+    assert installed is not None, "unfit() was not asked"
     if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
         return f"its kernel takes heads of up to {WIDEST} in steps of 8, not {size} with values of {value.shape[-1]}"
     if dropout > 0:
         return "its kernel has no dropout"
-    if not found.scales and scaling not in (None, size**-0.5):
+    if not installed.scales and scaling not in (None, size**-0.5):
         return f"its kernel in this torch cannot scale by {scaling}"
-    if window is not None and not found.windows:
+    if window is not None and not installed.windows:
         return "its kernel in this torch has no sliding window"
     return None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, at: Spans) -> Tensor:
     """One packed row. query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
-    found = kernel()
-    assert found is not None, "refusal() was not asked"
+    installed = kernel()
+    assert installed is not None, "refusal() was not asked"
     queries_THD, keys_TKD, values_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if at.keys is not None:
         keys_TKD, values_TKD = repeated(keys_TKD, at.keys), repeated(values_TKD, at.keys)
-    out: Tensor = found.function(
+    out: Tensor = installed.function(
         queries_THD,
         keys_TKD,
         values_TKD,
@@ -116,15 +116,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, win
         at.key_ends,
         at.most_queries,
         at.most_keys,
-        **found.options(scaling, window, grouped=query.shape[1] != key.shape[1]),
+        **installed.options(scaling, window, grouped=query.shape[1] != key.shape[1]),
     )
     return out[None]
 
 
 def repeated(rows: Tensor, index: Tensor) -> Tensor:
     """Rows by their index, (n, ...); what several copies of a row send back is added up in float32 at least."""
-    found: Tensor = _Repeated.apply(rows, index)  # type: ignore[no-untyped-call]
-    return found
+    repeated: Tensor = _Repeated.apply(rows, index)  # type: ignore[no-untyped-call]
+    return repeated
 
 
 class _Repeated(torch.autograd.Function):

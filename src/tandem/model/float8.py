@@ -34,9 +34,9 @@ def check() -> None:
         raise ConfigError("matmul: fp8 needs torchao; pip install 'tandem-rl[fp8]', or set matmul: dtype")
     if not torch.cuda.is_available():
         raise ConfigError("matmul: fp8 needs a GPU, and this machine shows none; set matmul: dtype")
-    found = torch.cuda.get_device_capability()
-    if found < CAPABILITY:
-        name, (major, minor) = torch.cuda.get_device_name(), found
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(), capability
         raise ConfigError(
             f"matmul: fp8 needs a GPU of compute capability 8.9 or above, and {name} has {major}.{minor}; "
             "set matmul: dtype"

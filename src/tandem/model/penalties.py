@@ -91,20 +91,20 @@ def penalise(
 
 
 def penalise_rows(
-    logits_NV: Tensor, asked: Sequence[Penalties | None], prompts: Sequence[Ints], answers: Sequence[Ints]
+    logits_NV: Tensor, of_rows: Sequence[Penalties | None], prompts: Sequence[Ints], answers: Sequence[Ints]
 ) -> None:
     """Apply each row's own penalties in place, -inf where a token would end an answer too early.
 
     Args:
         logits_NV: as the head gives them, in float32 or wider.
-        asked: of each row; None: it has none.
+        of_rows: of each row; None: it has none.
         prompts: tokens before the answer of each row.
         answers: tokens of it so far.
     """
-    rows = [row for row, penalties in enumerate(asked) if penalties is not None]
+    rows = [row for row, penalties in enumerate(of_rows) if penalties is not None]
     if not rows:
         return
-    some = [penalties for penalties in asked if penalties is not None]
+    some = [penalties for penalties in of_rows if penalties is not None]
     said_MV = _counted(logits_NV, [answers[row] for row in rows])
     seen_MV = said_MV + _counted(logits_NV, [prompts[row] for row in rows])
     repetition, presence, frequency = (
@@ -255,13 +255,13 @@ class TokenHistory:
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
         """What is done to some rows and columns of the logits."""
-        asked = self.penalties
+        penalties = self.penalties
         return Part(
-            seen_NW=self.seen.counts(rows, columns) if asked.repetition != 1.0 else None,
-            said_NW=self.said.counts(rows, columns) if asked.presence or asked.frequency else None,
-            repetition=asked.repetition,
-            presence=asked.presence,
-            frequency=asked.frequency,
+            seen_NW=self.seen.counts(rows, columns) if penalties.repetition != 1.0 else None,
+            said_NW=self.said.counts(rows, columns) if penalties.presence or penalties.frequency else None,
+            repetition=penalties.repetition,
+            presence=penalties.presence,
+            frequency=penalties.frequency,
         )
 
     def bar(self, logits_NW: Tensor, targets_N1: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> None:

@@ -122,13 +122,13 @@ class Policy:
         plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(sequential_positions(plan), device=self.device)
-        weight, bias, found = self.head.weight, self.head.bias, list[Tensor]()
+        weight, bias, logprobs_of_rows = self.head.weight, self.head.bias, list[Tensor]()
         with torch.no_grad():
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
             for temperature in temperatures:
                 logprobs, _ = token_logprobs(hidden, weight, ids[1:], temperature, bias=bias, compile=self.compile)
-                found.append(logprobs)
-            rows: list[list[float]] = torch.stack(found).tolist()
+                logprobs_of_rows.append(logprobs)
+            rows: list[list[float]] = torch.stack(logprobs_of_rows).tolist()
         return rows
 
     def close(self) -> None:

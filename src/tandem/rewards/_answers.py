@@ -35,5 +35,5 @@ def same_number(text: str, gold: str, tolerance: float) -> bool:
     return abs(value - expected) <= Decimal(tolerance) * max(Decimal(1), abs(expected))
 
 
-def _plain(found: re.Match[str]) -> str:
-    return ("-" if found["sign"] or found["inner"] else "") + found["digits"].replace(",", "")
+def _plain(match: re.Match[str]) -> str:
+    return ("-" if match["sign"] or match["inner"] else "") + match["digits"].replace(",", "")

@@ -105,8 +105,8 @@ class GroupReward(Reward):
         """One rollout as a group of its own; raises RewardError for a failure."""
 
         async def alone() -> Verdict:
-            found = self.scores([rollout])
-            return (await found if isinstance(found, Awaitable) else found)[0]
+            verdicts = self.scores([rollout])
+            return (await verdicts if isinstance(verdicts, Awaitable) else verdicts)[0]
 
         verdict = asyncio.run(alone())
         if isinstance(verdict, Failure):

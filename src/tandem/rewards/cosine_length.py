@@ -45,11 +45,11 @@ class CosineLength(Reward):
         self.accuracy.prepare()
 
     def __call__(self, rollout: Rollout) -> float | None:
-        given = self.accuracy(rollout)
-        if given is None:
+        reward = self.accuracy(rollout)
+        if reward is None:
             return None
         full = self.accuracy.full_marks
-        right = given >= (1.0 if full is None else full)
+        right = reward >= (1.0 if full is None else full)
         short, long = (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)
         share = min(rollout.num_tokens, self.max_tokens) / self.max_tokens
         return long + (short - long) * (1 + math.cos(math.pi * share)) / 2

@@ -38,13 +38,13 @@ class CountdownReward(Reward):
                 f"task {rollout.task.id} needs meta['numbers'] and meta['target']; it has: {', '.join(meta)}"
             )
         try:
-            found = evaluate(self._written(rollout.final_message), "+-*/")
+            expression = evaluate(self._written(rollout.final_message), "+-*/")
         except BadExpression:
             return 0.0
-        given, allowed = Counter(found.numbers), Counter(map(Fraction, meta["numbers"]))
-        if not (given == allowed if self.use == "all" else given <= allowed):
+        numbers, allowed = Counter(expression.numbers), Counter(map(Fraction, meta["numbers"]))
+        if not (numbers == allowed if self.use == "all" else numbers <= allowed):
             return 0.0
-        return 1.0 if found.value == meta["target"] else self.partial
+        return 1.0 if expression.value == meta["target"] else self.partial
 
     def _written(self, reply: str) -> str:
         """The expression as written; of an equation, the side before the equals sign."""

@@ -23,13 +23,13 @@ class ExactReward(Reward):
 
     def __call__(self, rollout: Rollout) -> float:
         reply = rollout.final_message
-        given = last_tag(reply, self.tag) if self.tag else reply
-        if given is None:
+        answer = last_tag(reply, self.tag) if self.tag else reply
+        if answer is None:
             return 0.0
-        given, gold = given.strip(), rollout.task.answer.strip()
+        answer, gold = answer.strip(), rollout.task.answer.strip()
         if self.ignore_case:
-            given, gold = given.casefold(), gold.casefold()
-        return float(given == gold)
+            answer, gold = answer.casefold(), gold.casefold()
+        return float(answer == gold)
 
     @property
     def full_marks(self) -> float | None:

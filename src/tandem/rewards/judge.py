@@ -124,15 +124,15 @@ class Judge(GroupReward):
                 async with gate:
                     return await server.ask(self._body(question))
 
-            asked = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
+            answers = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
             try:
-                await asyncio.wait(asked.values(), timeout=self.deadline_seconds)
+                await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
             finally:
-                late = [task for task in asked.values() if not task.done()]
+                late = [task for task in answers.values() if not task.done()]
                 for task in late:
                     task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
-        return [self._verdict(asked[question]) for question in questions]
+        return [self._verdict(answers[question]) for question in questions]
 
     @property
     def full_marks(self) -> None:
@@ -252,7 +252,7 @@ class JudgeServer:
         """The answer to a request."""
         for again in range(self._retries + 1):
             try:
-                return await self._asked(body)
+                return await self._request(body)
             except _RetryLater as error:
                 if again == self._retries:
                     times = f", asked {again + 1} times" if again else ""
@@ -261,11 +261,11 @@ class JudgeServer:
                 await asyncio.sleep(max(pause, error.seconds))
         raise AssertionError("the last time returns")
 
-    async def _asked(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def _request(self, body: Mapping[str, Any]) -> JudgeReply:
         """One request; raises _RetryLater."""
         try:
             async with self._session.post(self._url, json=body, timeout=self._timeout) as response:
-                said = await response.text(errors="replace")
+                text = await response.text(errors="replace")
                 status, later = response.status, response.headers.get("Retry-After", "")
         except TimeoutError as error:
             raise _RetryLater(f"no answer within {self._timeout.total:g} s") from error
@@ -275,17 +275,17 @@ class JudgeServer:
             raise _RetryLater(f"it said {status}", float(later) if later.isdecimal() else 0.0)
         if status != 200:
             costs: Literal["rollout", "run"] = "run" if status in _NEVER else "rollout"
-            return JudgeReply(error=f"was refused by {self._url}: {status} {' '.join(said.split())[:200]}", costs=costs)
-        return _read(said)
+            return JudgeReply(error=f"was refused by {self._url}: {status} {' '.join(text.split())[:200]}", costs=costs)
+        return _read(text)
 
 
-def _read(said: str) -> JudgeReply:
+def _read(body: str) -> JudgeReply:
     """A completion's text; raises _RetryLater if it is no completion at all, as a proxy's page."""
     try:
-        choice = json.loads(said)["choices"][0]
+        choice = json.loads(body)["choices"][0]
         text = choice["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
-        raise _RetryLater(f"it said what is no chat completion: {said[:80]!r}") from error
+        raise _RetryLater(f"it said what is no chat completion: {body[:80]!r}") from error
     if not isinstance(text, str) or not text.strip():
         why = f" (finish_reason {choice.get('finish_reason')}; max_tokens may be too small)"
         return JudgeReply(error=f"got an answer without text from the judge{why}")

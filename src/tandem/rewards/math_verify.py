@@ -88,10 +88,10 @@ class MathVerify(Reward):
 def _expected(gold: str, seconds: int | None) -> tuple[Any, ...]:
     """A gold answer as the library reads it, once for all siblings; raises LookupError if it cannot."""
     # It reads bare LaTeX only between dollars, and a gold answer is often written without.
-    found = ([] if "$" in gold else _parsed(f"${gold}$", seconds)) or _parsed(gold, seconds)
-    if not found:
+    parsed = ([] if "$" in gold else _parsed(f"${gold}$", seconds)) or _parsed(gold, seconds)
+    if not parsed:
         raise LookupError(f"math-verify cannot read the gold answer {gold!r}")
-    return tuple(found)
+    return tuple(parsed)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -35,5 +35,5 @@ class Number(Reward):
             _, marker, reply = reply.rpartition(self.after)
             if not marker:
                 return 0.0
-        given = last_number(reply)
-        return float(given is not None and same_number(given, gold, self.tolerance))
+        number = last_number(reply)
+        return float(number is not None and same_number(number, gold, self.tolerance))

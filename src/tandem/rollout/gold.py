@@ -107,14 +107,14 @@ async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) ->
 
 def failures_of(graded: Sequence[GradedPair], graders: Graders) -> list[GoldFailure]:
     """What is wrong with these grades: gold replies without full marks, and answers that could not be graded."""
-    found: list[GoldFailure] = []
+    failures: list[GoldFailure] = []
     for pair in graded:
-        found += _failures(pair.right, graders)
+        failures += _failures(pair.right, graders)
         if pair.wrong.status == "error" and pair.right.status != "error":
-            found += (
+            failures += (
                 replace(failure, error=f"a wrong answer: {failure.error}") for failure in _failures(pair.wrong, graders)
             )
-    return found
+    return failures
 
 
 def distinct(failures: Iterable[GoldFailure]) -> list[str]:

@@ -177,7 +177,7 @@ class LagControl:
     """What a controller may do; None: ``ahead`` stays as it is."""
     state: RateState | None = None
     """The controller's."""
-    changed: Changed = lambda told: None
+    changed: Changed = lambda fields: None
     """Told of every change."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
@@ -250,10 +250,10 @@ class LagControl:
         """
         now = self.clock()
         idle = self._idle + (0.0 if self._idle_since is None else now - self._idle_since)
-        found: dict[str, Value] = {"engine/idle_seconds": Sum(idle)} if self._ever else {}
+        values: dict[str, Value] = {"engine/idle_seconds": Sum(idle)} if self._ever else {}
         if self.budget is None or self.state is None:
-            return found
-        found |= {"lag_control/groups_ahead": Mean(self.ahead, 1), "lag_control/lag": Mean(self.lag, 1)}
+            return values
+        values |= {"lag_control/groups_ahead": Mean(self.ahead, 1), "lag_control/lag": Mean(self.lag, 1)}
         seconds = now - self._begun
         ess = {name: value for name, value in metrics.items() if name == "ess"}
         seen = StepTiming(seconds=seconds, waited=self._waited, idle=idle, ess=flatten(ess).get("ess"))
@@ -261,7 +261,7 @@ class LagControl:
         self.ahead = self.state.ahead
         if self.ahead != old.ahead:
             self._tell(step, old, seen)
-        return found
+        return values
 
     def _tell(self, step: int, old: RateState, seen: StepTiming) -> None:
         """Of the window that decided, the step that was seen included."""

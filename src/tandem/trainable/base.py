@@ -148,8 +148,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 
 def layer_of(name: str) -> int | None:
     """Index of the transformer layer that a parameter or module is in; None outside the layers."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def read_into(live: Sequence[tuple[str, Tensor]], files: Iterable[Path]) -> list[str]:

@@ -101,10 +101,10 @@ class Balance:
         low, high = sum(load.cost for load in best) / len(best), _highest(best)
         for _ in range(_TRIES):
             middle = (low + high) / 2
-            found = self._fill(range(len(self._families)), middle)
-            if len(found) <= len(best):
+            loads = self._fill(range(len(self._families)), middle)
+            if len(loads) <= len(best):
                 # A prompt more is worth what it takes off the highest.
-                best, high = min(best, found, key=lambda loads: _work(loads) + _highest(loads)), middle
+                best, high = min(best, loads, key=lambda loads: _work(loads) + _highest(loads)), middle
             else:
                 low = middle
         return best
@@ -131,8 +131,8 @@ class Balance:
     def _parts(self, group: int) -> Iterator[Sequence[int]]:
         """Its rollouts, the samples of each together if they fit the budget."""
         rollouts = self._families[group].rollouts
-        for _, found in groupby(range(len(rollouts)), key=rollouts.__getitem__):
-            samples = list(found)
+        for _, indices in groupby(range(len(rollouts)), key=rollouts.__getitem__):
+            samples = list(indices)
             if self._with(Load(), group, samples).tokens <= self._budget:
                 yield samples
             else:

@@ -24,8 +24,8 @@ _STEP = re.compile(r"[0-9]{6,}")
 
 def steps_in(folder: Path) -> dict[int, Path]:
     """The whole checkpoints in a run's ``checkpoints`` folder by step, oldest first; other names are let be."""
-    found = {int(path.name): path for path in folder.glob("*") if _STEP.fullmatch(path.name) and path.is_dir()}
-    return {step: found[step] for step in sorted(found) if found[step].name == f"{step:06d}"}
+    paths = {int(path.name): path for path in folder.glob("*") if _STEP.fullmatch(path.name) and path.is_dir()}
+    return {step: paths[step] for step in sorted(paths) if paths[step].name == f"{step:06d}"}
 
 
 def write(folder: Path) -> None:
@@ -40,8 +40,8 @@ def damage(folder: Path) -> str:
     One without digests, as Tandem made them before it had any, is taken as it is, which is logged.
     """
     try:
-        told = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
+        digests = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        if not isinstance(digests, dict):
             return f"{folder / NAME} is damaged (it holds no digests)"
     except FileNotFoundError:
         log.warning("%s has no %s, so its files are taken as they are, unchecked", folder, NAME)
@@ -49,7 +49,7 @@ def damage(folder: Path) -> str:
     except (OSError, ValueError) as error:
         return f"{folder / NAME} cannot be read ({error})"
     there = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    for name, digest in told.items():
+    for name, digest in digests.items():
         if name not in there:
             return f"{folder / name} is missing"
         try:
@@ -57,7 +57,7 @@ def damage(folder: Path) -> str:
                 return f"{folder / name} is damaged (its digest is not the one it was written with)"
         except OSError as error:
             return f"{folder / name} cannot be read ({error})"
-    foreign = [name for name in there if name.endswith(".safetensors") and name not in told]
+    foreign = [name for name in there if name.endswith(".safetensors") and name not in digests]
     return f"{folder / foreign[0]} is not of this checkpoint (it has no digest)" if foreign else ""
 
 

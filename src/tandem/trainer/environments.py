@@ -49,19 +49,23 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
     Raises:
         EnvError: one has none, or its data cannot be read.
     """
-    found = {}
+    by_name = {}
     for name, source in config.sources.items():
         with waits.blocking("trainer", f"{split} tasks", f"data of environment {name}", config.timeouts.wait_seconds):
-            found[name] = tasks_of(name, source, split)
-    return found
+            by_name[name] = tasks_of(name, source, split)
+    return by_name
 
 
 def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
     """Tasks of one environment; raises as ``tasks``."""
     try:
-        found: object = source.env.tasks(split)
-        fine = isinstance(found, Sized) and hasattr(found, "__getitem__") and not isinstance(found, (str, Mapping))
-        entries = cast(Sequence[object], found) if fine else ()
+        returned: object = source.env.tasks(split)
+        fine = (
+            isinstance(returned, Sized)
+            and hasattr(returned, "__getitem__")
+            and not isinstance(returned, (str, Mapping))
+        )
+        entries = cast(Sequence[object], returned) if fine else ()
         first = entries[0] if len(entries) else None
     except TandemError:
         raise
@@ -69,13 +73,13 @@ def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
         raise EnvError(f"environment {name}: tasks({split!r}) {raised(error)}") from error
     where = f"environment {name}: tasks({split!r}){defined_at(type(source.env).tasks)}"
     if not fine:
-        fix = "; write list(...) around it" if isinstance(found, Iterable) else ""
-        raise EnvError(f"{where} returned {_kind(found)}; expected a sequence of Task, such as a list{fix}")
+        fix = "; write list(...) around it" if isinstance(returned, Iterable) else ""
+        raise EnvError(f"{where} returned {_kind(returned)}; expected a sequence of Task, such as a list{fix}")
     if first is not None and not isinstance(first, Task):
         raise EnvError(f"{where} returned a sequence whose first entry is {_kind(first)}; expected Task")
     if first is None:
         raise EnvError(f"{name} has no {split} tasks; look at the options of {source.env.name}: tandem list envs")
-    return cast(Sequence[Task], found)
+    return cast(Sequence[Task], returned)
 
 
 def _kind(value: object) -> str:

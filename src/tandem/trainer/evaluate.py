@@ -52,14 +52,14 @@ class Evaluator:
     async def __call__(self, step: int) -> dict[str, Json]:
         """Evaluate now; an ``eval.jsonl`` record."""
         begun = time.time()
-        asked = [(runner, task) for runner in self.runners for task in runner.tasks]
-        shown = progress.under_way("evaluating", total=len(asked), unit="tasks")
+        pairs = [(runner, task) for runner in self.runners for task in runner.tasks]
+        shown = progress.under_way("evaluating", total=len(pairs), unit="tasks")
         with trace.span("seconds/evaluate"), shown as played:
             # Their waits are registered where they are played.
             groups = await asyncio.gather(
-                *(self._group(runner, task, i, played) for i, (runner, task) in enumerate(asked))
+                *(self._group(runner, task, i, played) for i, (runner, task) in enumerate(pairs))
             )
-        results = [_TaskResult(runner=runner, group=group) for (runner, _), group in zip(asked, groups, strict=True)]
+        results = [_TaskResult(runner=runner, group=group) for (runner, _), group in zip(pairs, groups, strict=True)]
         return self._record(step, results, time.time() - begun)
 
     async def _group(self, runner: EnvRunner, task: Task, index: int, played: progress.Progress) -> Group:
@@ -87,14 +87,14 @@ class Evaluator:
 
 def evaluator(config: RunConfig, runners: Sequence[EnvRunner], telemetry: Telemetry | None = None) -> Evaluator:
     """As the recipe asks; of a run it tells ``telemetry``, and evaluates no step twice."""
-    asked = config.evaluate
+    options = config.evaluate
 
     def due(step: int) -> bool:
         if telemetry is not None and telemetry.evaluated(step):
             return False
         if step == 0:
-            return asked.before
-        return (step == config.steps and asked.after) or (asked.every > 0 and step % asked.every == 0)
+            return options.before
+        return (step == config.steps and options.after) or (options.every > 0 and step % options.every == 0)
 
     def happened(name: str, step: int) -> None:
         if telemetry is not None:
@@ -102,8 +102,8 @@ def evaluator(config: RunConfig, runners: Sequence[EnvRunner], telemetry: Teleme
 
     return Evaluator(
         runners=runners,
-        samples=asked.samples,
-        sampling=asked.sampling(config.sampling),
+        samples=options.samples,
+        sampling=options.sampling(config.sampling),
         due=due,
         record=telemetry.evaluation if telemetry is not None else lambda record: None,
         happened=happened,

@@ -58,8 +58,8 @@ def _first(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[
     table = MixtureSchedule(runners, config.groups_per_step)
     names = itertools.chain.from_iterable(table.batch(batch) for batch in itertools.count())
     drawn: Counter[str] = Counter()
-    found = []
+    draws = []
     for name in itertools.islice(names, count):
-        found.append((by_name[name], drawn[name]))
+        draws.append((by_name[name], drawn[name]))
         drawn[name] += 1
-    return found
+    return draws

@@ -44,15 +44,15 @@ class Objective:
     """The penalty."""
 
     def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, PendingMetrics]:
-        """What each token costs, float32 and differentiable, and what is to be told of it."""
+        """What each token costs, float32 and differentiable, and the metrics of it."""
         micro = self.informed(batch, known)
         found = self.loss(logprobs_N, micro)
         metrics: dict[str, Value | Pending] = {**found.metrics, **mismatch(logprobs_N.detach(), micro)}
         cost_N = found.loss_N
         if self.corrections:
-            weights_N, told = self.weights(logprobs_N.detach(), micro)
+            weights_N, of_corrections = self.weights(logprobs_N.detach(), micro)
             cost_N = cost_N * weights_N
-            metrics |= told
+            metrics |= of_corrections
         if self.reference is not None:
             penalty_N, kl_N = self.reference.divergence(logprobs_N, micro)
             cost_N = cost_N + self.reference.beta * penalty_N

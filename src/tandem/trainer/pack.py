@@ -115,8 +115,8 @@ class Packer:
         for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
             mine: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
-                given = rollout.advantages
-                by_rollout[rollout.id] = value if given is None else math.fsum(given) / len(given)
+                own = rollout.advantages
+                by_rollout[rollout.id] = value if own is None else math.fsum(own) / len(own)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
                     mine.extend(samples_of(rollout, group, value, skip_forced=self.skip_forced))
             samples.append(mine)
@@ -267,7 +267,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
     advantages: tuple[float, ...] = ()
     begins: tuple[int, ...] = ()
     oldest, temperature, prompt_len = 0, 1.0, 0
-    given = None if rollout.advantages is None else iter(rollout.advantages)
+    own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
 
     def sample() -> Sample:
         return Sample(
@@ -299,7 +299,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         begins += (len(turn.prompt),)
         tokens += new + completion.tokens
         free = tuple(not skip_forced or logprob < _FORCED for logprob in completion.logprobs)
-        own = (advantage,) * count if given is None else tuple(islice(given, count))
+        own = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
         mask += (False,) * len(new) + free
         logprobs += none + tuple(p if it else 0.0 for p, it in zip(completion.logprobs, free, strict=True))
         advantages += none + tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))

@@ -65,11 +65,11 @@ def _prompts(rollout: Rollout) -> list[tuple[int, list[int]]]:
     A turn that continues the one before it keeps all of that, so that no id is written twice.
     """
     out: list[tuple[int, list[int]]] = []
-    said: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
     for turn in rollout.turns:
-        kept = shared(said, turn.prompt)
+        kept = shared(before, turn.prompt)
         out.append((kept, list(turn.prompt[kept:])))
-        said = (*turn.prompt, *turn.completion.tokens)
+        before = (*turn.prompt, *turn.completion.tokens)
     return out
 
 
@@ -91,9 +91,9 @@ def _tokens(
 
     None has one where only some of a rollout's sequences were computed: the others had no advantage.
     """
-    said = [turn.completion for turn in rollout.turns]
-    ids = [token for completion in said for token in completion.tokens]
-    sampled = _rounded([logprob for completion in said for logprob in completion.logprobs])
+    completions = [turn.completion for turn in rollout.turns]
+    ids = [token for completion in completions for token in completion.tokens]
+    sampled = _rounded([logprob for completion in completions for logprob in completion.logprobs])
     whole = trained is not None and len(trained) == len(ids)
     trainer: Iterable[float | None] = _rounded(trained or ()) if whole else repeat(None, len(ids))
     mask = int(trained is not None)

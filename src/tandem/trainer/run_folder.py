@@ -139,9 +139,9 @@ def failing(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
-        log.error("the run failed: %s", told, exc_info=True, extra=logs.FILE_ONLY)
-        row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": told}
+        message = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
+        row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
         with contextlib.suppress(OSError):  # of a full disk the error itself tells
             lines = json_lines.JsonLinesFile(folder / "events.jsonl")
             try:

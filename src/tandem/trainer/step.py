@@ -25,7 +25,7 @@ from tandem.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What forward and backward found."""
+    """What one forward and backward pass gave."""
 
     metrics: Mapping[str, Value]
     """Of the objective."""
@@ -83,15 +83,15 @@ class Step:
     ) -> StepStats:
         """Once over all micro-batches; the host waits for the device when all are queued, and not before."""
         self.hook()
-        found: list[tuple[PendingMetrics, Tensor]] = []
+        passes: list[tuple[PendingMetrics, Tensor]] = []
         kept: list[Known] = []
         for micro, before in zip(batch.micro, known or repeat(None), strict=bool(known)):
             # One call for each micro-batch: an engine on the same thread gets its turn in between.
-            told, logprobs_N, now = await self.policy.compute(self._micro, micro, before)
-            found.append((told, logprobs_N))
+            pending, logprobs_N, now = await self.policy.compute(self._micro, micro, before)
+            passes.append((pending, logprobs_N))
             kept.append(now)
         queued()
-        metrics, values = await self.policy.compute(self._settle, found)
+        metrics, values = await self.policy.compute(self._settle, passes)
         logprobs: dict[str, list[float]] = {}
         for micro, of_micro in zip(batch.micro, values, strict=True):
             at = 0
@@ -110,7 +110,7 @@ class Step:
         Args:
             step: which optimizer step, from 1; all its updates share its learning rate.
             batch: what ``forward_backward`` was given.
-            first: what it found.
+            first: what it returned.
         """
         lr = self.optimizer.rate(step, self.steps)
         queued = [await self.policy.compute(self._apply, lr)]
@@ -137,17 +137,17 @@ class Step:
 
     @trace.span("seconds/optimizer")
     def _norms(self, queued: Sequence[Tensor]) -> list[float]:
-        found = [norm for (norm,) in fetch(queued)]
+        norms = [norm for (norm,) in fetch(queued)]
         if self.policy.device.type == "cpu":  # activations and gradients are gone, and of other sizes the next time
             machine.trim()
-        return found
+        return norms
 
     @trace.span("seconds/forward_backward")
     def _settle(
-        self, found: Sequence[tuple[PendingMetrics, Tensor]]
+        self, passes: Sequence[tuple[PendingMetrics, Tensor]]
     ) -> tuple[list[dict[str, Value]], list[list[float]]]:
-        """Everything that a pass found, by one copy from the device."""
-        return settle([told for told, _ in found], [logprobs_N for _, logprobs_N in found])
+        """Everything that a pass measured, by one copy from the device."""
+        return settle([pending for pending, _ in passes], [logprobs_N for _, logprobs_N in passes])
 
     @trace.span("seconds/forward_backward")
     def _micro(self, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
@@ -197,7 +197,7 @@ class Step:
 def _never_clipped(batch: StepBatch, metrics: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
     """Trained tokens that are not computed, for none has an advantage: no bound holds them, and shares count them."""
     left_out = batch.num_loss_tokens - sum(len(micro.targets_N) for micro in batch.micro)
-    names = {name for found in metrics for name in found if name.startswith("clip_fraction")}
+    names = {name for values in metrics for name in values if name.startswith("clip_fraction")}
     return {name: Mean(0.0, left_out) for name in names} if left_out else {}
 
 

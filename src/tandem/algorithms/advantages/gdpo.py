@@ -39,8 +39,8 @@ class Gdpo:
         parts = [_parts(rollout, weights) for rollout in group.scored]
         sums: list[list[float]] = [[] for _ in parts]
         for name in sorted({name for each in parts for name in each}):
-            given = [each[name] for each in parts if name in each]
-            mean, std = math.fsum(given) / len(given), deviation(given)
+            values_of_group = [each[name] for each in parts if name in each]
+            mean, std = math.fsum(values_of_group) / len(values_of_group), deviation(values_of_group)
             for terms, each in zip(sums, parts, strict=True):
                 if name in each:
                     terms.append(weights.get(name, 1.0) * (each[name] - mean) / (std + self.eps))

@@ -130,10 +130,10 @@ class Called:
             name: [value] * count for name, value in task.meta.items() if name not in _NOT_COLUMNS
         }
         columns.setdefault("answer", [task.answer] * count)
-        told = [r.messages[len(task.prompt) :] for r in rollouts]
+        replies = [r.messages[len(task.prompt) :] for r in rollouts]
         text = self.text or any(message.role == TEXT for message in task.prompt)
         columns["prompts"] = [task.prompt[-1].content if text else _plain(task.prompt)] * count
-        columns["completions"] = [r.text for r in rollouts] if text else [_plain(messages) for messages in told]
+        columns["completions"] = [r.text for r in rollouts] if text else [_plain(messages) for messages in replies]
         columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
         turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
         newest = max((completion.version_max for completion in turns), default=0)

@@ -57,7 +57,7 @@ class GradingProcess:
         self._answers: deque[CallAnswer] = deque()
         self._early: dict[int, CallAnswer] = {}
         self._number = 0
-        self._told: asyncio.Task[bytes] | None = None
+        self._notice: asyncio.Task[bytes] | None = None
 
     @classmethod
     async def start(cls, order: Order, seconds: float, log: Path | None) -> tuple[GradingProcess, dict[str, Ability]]:
@@ -108,11 +108,11 @@ class GradingProcess:
         """
         while not self._answers and not self._drained():
             left = until - time.monotonic()
-            self._told = self._told or asyncio.ensure_future(self._frame())
+            self._notice = self._notice or asyncio.ensure_future(self._frame())
             with waits.blocking("grading", reason, self._name, max(0.0, left)) as wait:
-                done, _ = await asyncio.wait({self._told}, timeout=max(0.0, min(left, look)))
+                done, _ = await asyncio.wait({self._notice}, timeout=max(0.0, min(left, look)))
                 if not done and left <= look:
-                    done, _ = await asyncio.wait({self._told}, timeout=_GRACE_SECONDS)
+                    done, _ = await asyncio.wait({self._notice}, timeout=_GRACE_SECONDS)
                 if not done and left <= look and not self._drained():
                     await self.kill()
                     raise Died(Failure("timeout", "took too long and was stopped")) from wait.late()
@@ -126,11 +126,11 @@ class GradingProcess:
 
     async def _heard(self) -> None:
         """Take what the process told of, or what was left of it."""
-        told, self._told = self._told, None
-        assert told is not None
+        notice, self._notice = self._notice, None
+        assert notice is not None
         self._drained()
         try:
-            body = told.result()
+            body = notice.result()
         except (asyncio.IncompleteReadError, ConnectionError):
             if not self._answers:  # else they come first, and the next one who asks hears of it again
                 raise Died(Failure("crashed", await self._obituary())) from None
@@ -196,9 +196,9 @@ class GradingProcess:
     def _let_go(self) -> None:
         """Close what leads to the process."""
         self._stdin.close()
-        if self._told is not None:
-            self._told.cancel()
-            self._told = None
+        if self._notice is not None:
+            self._notice.cancel()
+            self._notice = None
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None

@@ -69,13 +69,13 @@ class Graders:
         self._seconds = 0.0
         self._under_way = 0
         self._busy, self._busy_since = 0.0, 0.0
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
         shared = [name for name in specs if name not in alone]
         packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
-        asked = [*([shared] if shared else []), *([name] for name in alone)]
+        pool_names = [*([shared] if shared else []), *([name] for name in alone)]
         pure = {name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.pure}
-        self._pure = [pure.issuperset(names) for names in asked]
+        self._pure = [pure.issuperset(names) for names in pool_names]
         self._pools = [
             Pool(
                 {name: specs[name][0] for name in names},
@@ -85,7 +85,7 @@ class Graders:
                 log=log,
                 counts=self._counts,
             )
-            for names in asked
+            for names in pool_names
         ]
 
     @property
@@ -138,12 +138,12 @@ class Graders:
         packed, group = pickle.dumps(tuple(rollouts)), rollouts[0].id.rpartition("/")[0]
         alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
         each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
-        asked = [pool.judge(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
+        judging = [pool.judge(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
         try:
-            answered = await _all(asked)
+            outcomes_of_pools = await _all(judging)
         finally:
             self._ended()
-        for outcomes, of in zip(answered, each, strict=True):
+        for outcomes, of in zip(outcomes_of_pools, each, strict=True):
             if len(of) < len(rows):
                 self._counts["reused"] += len(rows) - len(of)
             for call, outcome in outcomes.items():
@@ -184,8 +184,8 @@ class Graders:
         self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: RewardCall, outcome: Outcome
     ) -> None:
         each = outcome.verdicts
-        said = [each] * len(call.rows) if isinstance(each, Failure) else each
-        rows = [(at, row, verdict) for at, verdict in enumerate(said) for row in alike[call.rows[at]]]
+        verdicts = [each] * len(call.rows) if isinstance(each, Failure) else each
+        rows = [(at, row, verdict) for at, verdict in enumerate(verdicts) for row in alike[call.rows[at]]]
         for at, row, verdict in rows:
             mark = marks[row]
             mark.metrics |= outcome.metrics[at] if outcome.metrics else {}
@@ -203,21 +203,21 @@ class Graders:
 
     def _tell(self, name: str, failure: Failure, text: str) -> None:
         """Log a failure; the first of its kind as a warning."""
-        first = (name, failure.reason) not in self._told
-        self._told.add((name, failure.reason))
+        first = (name, failure.reason) not in self._warned
+        self._warned.add((name, failure.reason))
         where = f"; tracebacks are in {self._log}" if self._log else ""
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "%s; %s%s", text, _CONSEQUENCE[failure.costs], where)
 
     def _graded(self, rollout: Rollout, marks: _Marks) -> Rollout:
-        given = {name: value for name, value in marks.rewards.items() if value is not None}
-        given = {name: given[name] for name in self._weights if name in given}
+        rewards = {name: value for name, value in marks.rewards.items() if value is not None}
+        rewards = {name: rewards[name] for name in self._weights if name in rewards}
         metrics = {**rollout.metrics, **marks.metrics}
         if marks.failures:
             error = "; ".join(marks.failures)
-            return replace(rollout, status="error", error=error, rewards=given, reward=None, metrics=metrics)
-        total = sum(self._weights[name] * value for name, value in given.items()) if given else None
-        return replace(rollout, rewards=given, reward=total, metrics=metrics)
+            return replace(rollout, status="error", error=error, rewards=rewards, reward=None, metrics=metrics)
+        total = sum(self._weights[name] * value for name, value in rewards.items()) if rewards else None
+        return replace(rollout, rewards=rewards, reward=total, metrics=metrics)
 
 
 def _alike(rollouts: Iterable[tuple[int, Rollout]]) -> dict[int, list[int]]:

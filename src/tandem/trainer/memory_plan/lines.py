@@ -96,28 +96,28 @@ class Planner:
         prompt, answer = self.longest(config)
         budget = min(config.micro_batch_tokens, self.step_tokens(config))
         layout = Layout.of(tokens=budget, prompt=prompt, answer=answer, siblings=config.group_size)
-        found = self._pass(config, layout)
+        each_pass = self._pass(config, layout)
         kept = {"none": "all", "selective": "products and attention", "full": "each layer's input, and one layer"}
-        each = found.activations // layout.tokens
+        each = each_pass.activations // layout.tokens
         what = f"one micro-batch: {layout.tokens:,} tokens × {each:,} bytes, of {kept[config.checkpointing]}"
-        lines = [MemoryLine(name="activations", bytes=found.activations, why=what, when="training")]
+        lines = [MemoryLine(name="activations", bytes=each_pass.activations, why=what, when="training")]
         why = f"tiles of logits of {layout.trained:,} trained tokens, and what goes with them"
-        lines.append(MemoryLine(name="logprobs", bytes=found.logits, why=why, when="training"))
+        lines.append(MemoryLine(name="logprobs", bytes=each_pass.logits, why=why, when="training"))
         why = "the largest on their way at once; each weight's goes to the optimizer as soon as it is whole"
-        lines.append(MemoryLine(name="gradients", bytes=found.gradients, why=why, when="training"))
+        lines.append(MemoryLine(name="gradients", bytes=each_pass.gradients, why=why, when="training"))
         if self.machine.is_host:
-            lines.append(self._slack(config, layout, found))
+            lines.append(self._slack(config, layout, each_pass))
         return lines
 
-    def _slack(self, config: RunConfig, layout: Layout, found: Pass) -> MemoryLine:
+    def _slack(self, config: RunConfig, layout: Layout, each_pass: Pass) -> MemoryLine:
         """Holes that a pass on a CPU leaves."""
         why = f"{SLACK:.0%} of what is made and freed"
         remade = 0
         if config.checkpointing != "none":
-            remade = max(0, self._pass(replace(config, checkpointing="none"), layout).total - found.total)
+            remade = max(0, self._pass(replace(config, checkpointing="none"), layout).total - each_pass.total)
             why += f", {REMADE:.0%} of {readable(remade)} that are made again"
         why += ": holes that the allocator cannot use at once"
-        return MemoryLine(name="slack", bytes=int(SLACK * found.total + REMADE * remade), why=why, when="training")
+        return MemoryLine(name="slack", bytes=int(SLACK * each_pass.total + REMADE * remade), why=why, when="training")
 
     def _pass(self, config: RunConfig, layout: Layout) -> Pass:
         """What a forward and backward take, found once."""
@@ -183,9 +183,9 @@ def _width(config: RunConfig) -> int:
 
 def _rows(config: RunConfig) -> int:
     """Sequences the engine samples at once: its own limit, which sizes its cache, or all that may be asked for."""
-    asked = config.groups_per_step * config.group_size * (config.most_lag + 1)
+    rows = config.groups_per_step * config.group_size * (config.most_lag + 1)
     limit: int | None = getattr(config.engine, "max_rows", None)
-    return asked if limit is None else limit
+    return rows if limit is None else limit
 
 
 def _kv_cache(text: Any, rows: int, length: int, width: int) -> MemoryLine:
