@@ -86,7 +86,7 @@ def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width:
     assert by["KV cache"] == 16 * 150 * 2 * LAYERS * KEYS * HEAD * width
     assert by["logits"] == 16 * VOCAB * 12
     assert by["programs"] == memory.LIBRARIES + GRADERS
-    assert by["slack"] == int(memory.lines.SLACK * (by["activations"] + by["logprobs"] + by["gradients"]))
+    assert by["slack"] == int(memory.plan.SLACK * (by["activations"] + by["logprobs"] + by["gradients"]))
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_what_is_made_again_leaves_holes_too(model_config: Any, how: Any) -> Non
     kept, less = (lines(planned(config(checkpointing=each), model_config, LARGE)) for each in ("none", how))
     held, holds = (sum(by[name] for name in TRAINING[:-1]) for by in (kept, less))
     assert holds < held
-    assert less["slack"] == int(memory.lines.SLACK * holds + memory.lines.REMADE * (held - holds)) > kept["slack"]
+    assert less["slack"] == int(memory.plan.SLACK * holds + memory.plan.REMADE * (held - holds)) > kept["slack"]
     assert holds + less["slack"] < held + kept["slack"]
 
 

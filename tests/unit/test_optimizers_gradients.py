@@ -22,7 +22,7 @@ from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.optimizers.base import global_norm
 from tandem.trainer.memory_plan.live import LiveTensors
-from tandem.trainer.memory_plan.updates import update_bytes
+from tandem.trainer.memory_plan.plan import update_bytes
 
 KINDS: tuple[type[Precise], ...] = (AdamW, AdamW8bit, Adafactor)
 PRECISIONS: tuple[Literal["masters", "kahan", "stochastic"], ...] = ("masters", "kahan", "stochastic")

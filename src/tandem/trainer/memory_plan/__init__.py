@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from tandem.trainer.memory_plan.engines import ENGINE
 from tandem.trainer.memory_plan.fitting import Fitted, fit, settled
-from tandem.trainer.memory_plan.lines import (
+from tandem.trainer.memory_plan.plan import (
     DRIVER,
+    ENGINE,
     GRADER,
     LIBRARIES,
     TYPICAL_PROMPT,
+    MemoryLine,
+    MemoryPlan,
     Planner,
     context,
     planner,
 )
-from tandem.trainer.memory_plan.table import MemoryLine, MemoryPlan
 
 __all__ = [
     "DRIVER",

@@ -18,8 +18,7 @@ from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
 from tandem.machine import readable
 from tandem.optimizers.base import Optimizer
-from tandem.trainer.memory_plan.lines import TYPICAL_PROMPT, Planner, planner
-from tandem.trainer.memory_plan.table import MemoryPlan
+from tandem.trainer.memory_plan.plan import TYPICAL_PROMPT, MemoryPlan, Planner, planner
 
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")

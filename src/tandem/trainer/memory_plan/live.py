@@ -37,14 +37,6 @@ class LiveTensors(TorchDispatchMode):
         """Bytes alive."""
         return sum(self.bytes.values())
 
-    def disown(self, tensor: Tensor) -> None:
-        """Count a tensor no longer: somebody else's line has it."""
-        storage = tensor.untyped_storage()
-        if self._seen.get(storage._cdata) is not None:
-            self._gone(storage._cdata)
-            self._known.append(storage)
-            self._seen[storage._cdata] = None
-
     def _gone(self, key: int) -> None:
         _, kind, nbytes = self._seen.pop(key)
         self.bytes[kind] -= nbytes

@@ -82,8 +82,6 @@ class Pass:
     """Tiles of logits, and what goes with them."""
     gradients: int
     """Gradients of weights and activations on their way."""
-    saved: int
-    """What forward kept when it was over, whether or not that is the peak."""
 
     @property
     def total(self) -> int:
@@ -199,7 +197,7 @@ def run(
         live.stage = "activations"
         hidden_TH = policy.hidden(ids_T[None], positions_T[None], plan)[0]
         hidden_NH = hidden_TH.index_select(0, predict_N)
-        live.stage, saved = "logits", live.total
+        live.stage = "logits"
         logprobs_N, _ = token_logprobs(
             hidden_NH,
             policy.head.weight,
@@ -214,7 +212,7 @@ def run(
         del hidden_TH, hidden_NH  # a step has left the function that made them
         logprobs_N.sum().backward()
     further = sum(watched.kept[layer] * number for layer, number in (more or {}).items())
-    return _peak(live.peaks, saved + further, further)
+    return _peak(live.peaks, further)
 
 
 def _narrow(sampling: Sampling) -> float:
@@ -241,14 +239,13 @@ def _kind(stage: str, as_head: bool) -> str:
     return "gradients" if stage in ("backward", "end") or (stage == "logits" and as_head) else stage
 
 
-def _peak(peaks: Mapping[str, Mapping[str, int]], saved: int, further: int) -> Pass:
+def _peak(peaks: Mapping[str, Mapping[str, int]], further: int) -> Pass:
     """The largest stage. Activations of further layers are there until the last layer's backward is over."""
     found = [
         Pass(
             activations=by.get("activations", 0) + (further if stage != "end" else 0),
             logits=by.get("logits", 0),
             gradients=by.get("gradients", 0),
-            saved=saved,
         )
         for stage, by in peaks.items()
     ]

@@ -1,18 +1,305 @@
-"""What a run holds in memory, line by line."""
+"""The memory plan of a run: what it holds, line by line, held against what is free."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.engines.base import CanReceive
+from tandem.engines.base import CanAttest, CanLend, CanReceive
+from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
-from tandem.trainer.memory_plan.engines import ENGINE, Engines
+from tandem.optimizers.base import LARGE_PIECE, Optimizer
 from tandem.trainer.memory_plan.passes import Counts, FakeModel, Layout, Pass
-from tandem.trainer.memory_plan.table import MemoryLine, MemoryPlan
-from tandem.trainer.memory_plan.updates import update_bytes
+
+if TYPE_CHECKING:
+    from tandem.engines.vllm.spec import Vllm
+
+When = Literal["always", "starting", "running", "sampling", "training", "updating"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """One thing that takes memory."""
+
+    name: str
+    """What it is."""
+    bytes: int
+    """How much it takes at its largest."""
+    why: str
+    """How the number comes about."""
+    when: When = "always"
+    """starting is over before what is running is there; sampling, training and updating are parts of running and take
+    turns, unless max_lag lets sampling overlap the others."""
+    beside: bool = False
+    """It is in the host's memory, and the weights are on an accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """An estimate, and what it is held against."""
+
+    lines: tuple[MemoryLine, ...]
+    """Everything counted."""
+    overlap: bool
+    """True if sampling goes on while training does (max_lag above 0)."""
+    machine: Machine
+    """Where the weights have to fit."""
+    beside: Machine | None
+    """The host, where the weights are on an accelerator; it is held against its own lines."""
+    parameters: int
+    """Weights of the model, adapters included."""
+    trainable: int
+    """Those that are trained."""
+    fitted: bool = False
+    """What could be chosen was chosen already, so it is no remedy."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak, where the weights are."""
+        return self._peak(line for line in self.lines if not line.beside)
+
+    @property
+    def total_beside(self) -> int:
+        """Bytes at the peak on the host, where the weights are on an accelerator."""
+        return self._peak(line for line in self.lines if line.beside)
+
+    def _peak(self, lines: Iterable[MemoryLine]) -> int:
+        """What is always there, and the larger of the start and the run."""
+        by: dict[When, int] = dict.fromkeys(get_args(When), 0)
+        for line in lines:
+            by[line.when] += line.bytes
+        step = max(by["training"], by["updating"])
+        turns = by["sampling"] + step if self.overlap else max(by["sampling"], step)
+        return by["always"] + max(by["starting"], by["running"] + turns)
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak is within what is free, on the host too."""
+        return self.within(1.0)
+
+    def within(self, share: float) -> bool:
+        """Whether a share of what is free is enough, on the host too."""
+        there = self.beside is None or self.total_beside <= share * self.beside.free
+        return self.total <= share * self.machine.free and there
+
+    @property
+    def lack(self) -> int:
+        """Bytes by which the peaks exceed what is free."""
+        there = 0 if self.beside is None else max(0, self.total_beside - self.beside.free)
+        return max(0, self.total - self.machine.free) + there
+
+    def table(self) -> str:
+        """The plan as text."""
+        both = "both at once" if self.overlap else "sampling and training take turns"
+        both *= any(line.when == "sampling" for line in self.lines)  # else an engine samples in its own process
+        rows = self._rows(self.machine, [line for line in self.lines if not line.beside], self.total, both)
+        if self.beside is not None:
+            lines = [line for line in self.lines if line.beside]
+            rows += self._rows(self.beside, lines, self.total_beside, "on the host")
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            f"  {name:<{widths[0]}}  {amount:>{widths[1]}}  {when:<{widths[2]}}  {why}".rstrip()
+            for name, amount, when, why in rows
+        )
+
+    @staticmethod
+    def _rows(where: Machine, lines: list[MemoryLine], total: int, peak: str) -> list[tuple[str, str, str, str]]:
+        rows: list[tuple[str, str, str, str]] = [
+            (line.name, readable(line.bytes), line.when, line.why) for line in lines
+        ]
+        free = ("free", readable(where.free), "", f"of {readable(where.total)} on {where.name}")
+        return [*rows, ("at the peak", readable(total), "", peak), free]
+
+    def require(self) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            DoesNotFit: with the table and what to change.
+        """
+        if self.fits:
+            return
+        where, total = self.machine, self.total
+        if total <= where.free and self.beside is not None:
+            where, total = self.beside, self.total_beside
+        advice = "; ".join(self._remedies(where is self.beside, total)) or "use a smaller model"
+        raise DoesNotFit(
+            f"this run needs about {readable(total)}, and {where.name} has {readable(where.free)} free:\n"
+            f"{self.table()}\nto make it fit: {advice}"
+        )
+
+    def _remedies(self, beside: bool, total: int) -> list[str]:
+        """What would help most where it does not fit, largest line first."""
+        advicefor = {
+            "optimizer": self._smaller_states(beside),
+            "KV cache": "lower sampling.max_tokens, context or the engine's max_rows",
+            "activations": "lower sampling.max_tokens or context"
+            if self.fitted
+            else "lower micro_batch_tokens, set checkpointing: full, or let memory: fit choose",
+            "weights": "choose a smaller model, or dtype: bfloat16",
+            "logits": "lower the engine's max_rows",
+            "engine": "lower engine.gpu_memory_utilization, or engine.kv_cache_gb where it is set",
+            "engine's copy": "use sync: shared, which needs no copy",
+            "frozen base": "set trainable.merged: false, or trainable.base_on: host (weights on an accelerator)",
+            "buckets": "lower sync.bucket_mb",
+        }
+        largest = sorted((line for line in self.lines if line.beside is beside), key=lambda line: -line.bytes)
+        return [advicefor[line.name] for line in largest if line.name in advicefor and line.bytes > total // 10]
+
+    def _smaller_states(self, beside: bool) -> str:
+        """What makes an optimizer's states smaller, or brings them elsewhere."""
+        ways = ["train an adapter (trainable: lora)" if self.trainable == self.parameters else "lower trainable.rank"]
+        if not self.fitted:
+            ways.append("take optimizer: adamw8bit")
+            ways += ["or adamw_cpu, whose states are on the host"] if self.beside is not None and not beside else []
+        return ", ".join(ways)
+
+
+ENGINE = 1_700_000_000
+"""Bytes of one vLLM engine's processes without weights and cache, measured on Linux with its build for CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engines of a run. Those that run already took their memory before anybody asked what is free."""
+
+    apart: bool
+    """They sample in processes of their own."""
+    lent: bool
+    """The trainer's weights are those in an engine's memory."""
+    started: int = 0
+    """How many are started on this machine."""
+    near: int = 0
+    """How many of these are where the trainer's weights are: on its accelerator, or on the host."""
+    ranks: int = 1
+    """Into how many slices each of these cuts its weights."""
+    held: int = 1
+    """How many of the slices are where the trainer's weights are."""
+    share: float = 0.0
+    """Share of the accelerator that each near one fills, weights and cache; 0 where they are counted apart."""
+    sleeps: int = 0
+    """How deep they sleep while a step is trained."""
+    cache: int = 0
+    """Bytes of keys and values beside each slice, where they are counted apart."""
+
+    @classmethod
+    def of(cls, config: RunConfig, machine: Machine, resumed: Path | None) -> Engines:
+        """Those of a recipe, or those that the run in ``resumed`` left running."""
+        apart = CanAttest in config.engine.capabilities
+        lent = apart and config.sync.capability is CanLend
+        if not apart:
+            return cls(apart=False, lent=False)
+        from tandem.engines.vllm.spec import CPU_CACHE_GB, Vllm
+
+        engine = config.engine
+        left = resumed is not None and any(_runs(file) for file in resumed.glob("engine-*.json"))
+        if not isinstance(engine, Vllm) or engine.urls or left:
+            return cls(apart=True, lent=lent)
+        apart_from_share = machine.is_host or engine.kv_cache_gb > 0
+        return cls(
+            apart=True,
+            lent=lent,
+            started=engine.replicas,
+            near=engine.replicas if machine.is_host or lent else _on_our_card(engine),
+            ranks=engine.tensor_parallel_size,
+            held=engine.tensor_parallel_size if machine.is_host else 1,
+            sleeps=engine.sleep,
+            share=0.0 if apart_from_share else engine.gpu_memory_utilization,
+            cache=int((engine.kv_cache_gb or CPU_CACHE_GB) * 1e9) if apart_from_share else 0,
+        )
+
+    @property
+    def weights_counted(self) -> bool:
+        """True if what an engine lends is part of another line, or of what is not free."""
+        return not self.near or self.share > 0
+
+    def lines(self, weights: int, machine: Machine) -> list[MemoryLine]:
+        """What they take where the trainer's weights are.
+
+        Args:
+            weights: bytes of one whole copy of what they load.
+            machine: where that is.
+        """
+        if not self.apart:
+            return []
+        if not self.near:
+            why = "it runs already, or elsewhere: what it holds is not among what is free here"
+            return [MemoryLine(name="engine", bytes=0, why=why)]
+        when: When = "sampling" if self.sleeps else "always"
+        copy = weights * self.held // self.ranks
+        lines = []
+        if self.sleeps == 1:
+            why = _times(self.near, f"its weights of {readable(copy)} while it sleeps")
+            lines.append(MemoryLine(name="engine asleep", bytes=self.near * copy, why=why, beside=True))
+        if self.share:
+            why = f"gpu_memory_utilization {self.share:g} of {readable(machine.total)}, for its weights and cache"
+            held = int(self.near * self.share * machine.total)
+            return [MemoryLine(name="engine", bytes=held, why=_times(self.near, why), when=when), *lines]
+        slices = self.near * self.held
+        why = _times(slices, f"keys and values of {readable(self.cache)}")
+        lines.append(MemoryLine(name="engine", bytes=slices * self.cache, why=why, when=when))
+        if not self.lent:
+            why = _times(self.near, f"its own weights of {readable(copy)}, where new ones are sent to")
+            lines.append(MemoryLine(name="engine's copy", bytes=self.near * copy, why=why, when=when))
+        return lines
+
+
+def _times(number: int, what: str) -> str:
+    return f"{number} × {what}" if number > 1 else what
+
+
+def _on_our_card(engine: Vllm) -> int:
+    """How many replicas have the trainer's accelerator, which is the first that it sees."""
+    if not engine.devices:
+        return engine.replicas
+    ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
+    return sum(ours in [device.strip() for device in devices.split(",")] for devices in engine.devices)
+
+
+def _runs(file: Path) -> bool:
+    """Whether the engine of a record still runs."""
+    from tandem.engines.vllm.client.process import EngineRecord
+    from tandem.processes import alive_after
+
+    record = EngineRecord.read(file)
+    return record is not None and alive_after(record.pid, record.started)
+
+
+_PIECE = 1 << 22
+"""Numbers of a weight that are widened at once."""
+_BYTES = {"adamw": 0, "adamw8bit": 17, "adafactor": 0, "adamw_cpu": 0}
+"""Of each number that is updated at once, where weights are float32 or have a float32 master."""
+_WIDENED = {
+    "adamw": {"kahan": 18, "stochastic": 12},
+    "adamw8bit": {"kahan": 21, "stochastic": 21},
+    "adafactor": {"kahan": 18, "stochastic": 12},
+}
+"""The same by what keeps narrow weights precise."""
+
+
+def update_bytes(optimizer: Optimizer, largest: int, width: int, *, is_host: bool = True) -> int:
+    """Bytes at the peak of an update, beside what the optimizer keeps; 0 for a kind that is not Tandem's own.
+
+    Args:
+        optimizer: the recipe's.
+        largest: numbers in the largest trained tensor.
+        width: bytes of one of them.
+        is_host: weights are in the host's memory.
+    """
+    kind = resolve.kind_of("optimizers", optimizer)
+    precision = getattr(optimizer, "precision", "masters") if width < 4 else "masters"
+    each = _WIDENED.get(kind, {}).get(precision, _BYTES.get(kind, 0))
+    gradient = 4 if width < 4 and getattr(optimizer, "gradients", "float32") == "bfloat16" else 0  # widened to be read
+    piece = min(largest, _PIECE if is_host or kind != "adamw8bit" else LARGE_PIECE)
+    if kind == "adafactor":  # its means need all of a tensor; only what narrows it again goes by pieces
+        own = 0 if precision == "masters" else 4 * largest + (each - 4) * piece
+        return own + gradient * largest
+    return piece * (each + gradient)
+
 
 LIBRARIES = 700_000_000
 """Bytes of Python with torch and transformers imported, measured on Linux."""
