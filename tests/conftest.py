@@ -140,6 +140,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def template(tiny_model: Path):  # type: ignore[no-untyped-def]
+    """The tiny model's chat template."""
+    from transformers import AutoTokenizer
+
+    from tandem.rollout.template import Template
+
+    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Repeat what ``scripts/test`` found before the tests, so that it is not scrolled away."""
     if failed := os.environ.get("TANDEM_FAILED_CHECKS"):

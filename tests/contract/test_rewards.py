@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "format": ({"tags": ("think", "answer")}, "", {}, "<think>hm</think><answer>7</answer>"),
     "function": ({"path": "tandem.rewards.repetition.Repetition"}, "", {}, "7"),
     "length": ({"target": 4}, "", {}, "7"),
-    "math_verify": ({"timeout": 1}, "#### 18", {}, "So 9 + 9 = 18.\n#### 18"),
+    "math_verify": ({"timeout_seconds": 1}, "#### 18", {}, "So 9 + 9 = 18.\n#### 18"),
     "number": ({}, "18", {}, "It is 18."),
     "overlong": ({"max_tokens": 8, "cache": 4}, "", {}, "7"),
     "reasoning_gym": ({}, "7", CHAIN_SUM, "4 + 3 = 7"),

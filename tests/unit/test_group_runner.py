@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from tandem.errors import EngineError, EnvError
 from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.template import Template
 from tandem.types import Group, Message, Rollout, Sampling, Task
-
-
-@pytest.fixture(scope="module")
-def template(tiny_model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
 
 
 @dataclass(frozen=True, kw_only=True)

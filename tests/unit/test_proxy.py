@@ -27,13 +27,6 @@ A, B, C, SPACE, BREAK = 64, 65, 66, 220, 198
 """Token ids of letters in the tiny model's tokenizer."""
 
 
-@pytest.fixture(scope="module")
-def template(tiny_model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
-
-
 def test_a_longer_conversation_goes_on_with_the_very_tokens(template: Template) -> None:
     """Bytes that are no UTF-8 cannot be had back from the text; they are in the second prompt all the same."""
     engine = Scripted([200, 130, END], [B, END])

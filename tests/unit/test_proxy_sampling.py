@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,13 +24,6 @@ from tandem.types import Completion, Message, Sampling, Task
 A, B = 64, 65
 """Token ids of letters in the tiny model's tokenizer."""
 TASK = Task(id="t", env="agent", prompt=(Message(role="user", content="hello"),), answer="7")
-
-
-@pytest.fixture(scope="module")
-def template(tiny_model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(tiny_model), {})
 
 
 def test_a_sequence_has_one_temperature(template: Template) -> None:
@@ -176,7 +168,7 @@ def test_an_engine_that_fails_is_no_fault_of_the_agent(template: Template, swall
 
     fails = {1}
     if swallows:
-        asyncio.run(go(Broken([A, END])))  # asked again, it last_completion
+        asyncio.run(go(Broken([A, END])))  # asked again, it answers
     else:
         with pytest.raises(ValueError, match="200"):
             asyncio.run(go(Broken([A, END])))

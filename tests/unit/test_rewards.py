@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import threading
 from typing import Any
@@ -189,25 +188,6 @@ def test_repetition(reply: str, value: float) -> None:
     assert Repetition()(said(reply)) == pytest.approx(value)
 
 
-MS_SWIFT = r"(?s)^<think>.*?</think>\s*<answer>.*?</answer>\Z"
-
-
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        ("<think>a\nb</think>\n<answer>c</answer>", 1.0),
-        ("<think></think><answer></answer>", 1.0),
-        ("Well: <think>a</think><answer>c</answer>", 0.0),
-        ("<think>a</think><answer>c</answer> done", 0.0),
-        ("<think>a</think> so <answer>c</answer>", 0.0),
-        ("<answer>c</answer>", 0.0),
-    ],
-)
-def test_format_pattern_of_ms_swift(reply: str, value: float) -> None:
-    its_own = re.match(r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", reply, re.DOTALL | re.MULTILINE)
-    assert Format(pattern=MS_SWIFT)(said(reply)) == value == float(its_own is not None)
-
-
 def ms_swift_cosine(tokens: int, longest: int, right: bool, values: tuple[float, float, float, float]) -> float:
     """The formula as that project has it: what it calls smallest and largest is swapped."""
     right_short, right_long, wrong_short, wrong_long = values
@@ -216,20 +196,13 @@ def ms_swift_cosine(tokens: int, longest: int, right: bool, values: tuple[float,
 
 
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("tokens", [1, 7, 50, 99, 100])
+@pytest.mark.parametrize("tokens", [0, 7, 50, 100, 200])
 @pytest.mark.parametrize("values", [(1.0, 0.5, -0.5, 0.0), (2.0, 1.0, -10.0, -5.0)])
 def test_cosine_length_is_ms_swifts(tokens: int, right: bool, values: tuple[float, float, float, float]) -> None:
     names = ("right_short", "right_long", "wrong_short", "wrong_long")
     reward = CosineLength(accuracy=Number(), max_tokens=100, **dict(zip(names, values, strict=True)))
     got = reward(said("7" if right else "8", answer="7", tokens=tokens))
-    assert got == pytest.approx(ms_swift_cosine(tokens, 100, right, values), abs=1e-12)
-
-
-def test_cosine_length_ends() -> None:
-    """By hand: the defaults run from 1 to 0.5 if right, from -0.5 to 0 if wrong, half-way in the middle."""
-    reward = CosineLength(accuracy=Number(), max_tokens=100)
-    assert [reward(said("7", answer="7", tokens=n)) for n in (0, 50, 100, 200)] == pytest.approx([1, 0.75, 0.5, 0.5])
-    assert [reward(said("8", answer="7", tokens=n)) for n in (0, 50, 100, 200)] == pytest.approx([-0.5, -0.25, 0, 0])
+    assert got == pytest.approx(ms_swift_cosine(min(tokens, 100), 100, right, values), abs=1e-12)
 
 
 def test_cosine_length_asks_its_own_accuracy() -> None:
@@ -240,19 +213,6 @@ def test_cosine_length_asks_its_own_accuracy() -> None:
     assert reward.full_marks is None
     with pytest.raises(ConfigError, match="accuracy must be a reward of one rollout"):
         CosineLength(accuracy=RewardModel(model="m"), max_tokens=100)
-
-
-@pytest.mark.parametrize(("ngram", "reply"), [(1, "a b a"), (2, "x y x y x y"), (3, "so it is so it is"), (3, "a b")])
-def test_repetition_is_ms_swifts_with_its_default_penalty(ngram: int, reply: str) -> None:
-    words = reply.split()
-    grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
-    expected = (1 - len(set(grams)) / len(grams)) * -1.0 if grams else 0.0
-    assert Repetition(ngram=ngram)(said(reply)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 60, 61, 77, 99, 100])
-def test_overlong_is_ms_swifts_soft_overlong(tokens: int) -> None:
-    assert Overlong(max_tokens=100, cache=40)(said("x", tokens=tokens)) == pytest.approx(min(-(tokens - 60) / 40, 0))
 
 
 def test_options_out_of_range_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""How a run is told to end."""
+"""A run's folder has one trainer at a time, and signals end a run in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.errors import ConfigError
 from tandem.trainer import run_folder
+from tandem.trainer.run_folder import RunLock
 
 
 def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +46,14 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
                 os.kill(os.getpid(), signal.SIGINT)
 
     asyncio.run(scene())
+
+
+def test_a_folder_is_locked_for_one_trainer_until_it_lets_go(tmp_path: Path) -> None:
+    with RunLock() as first, RunLock() as second:
+        first.take(tmp_path)
+        first.take(tmp_path)
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()} on .* is at work"):
+            second.take(tmp_path)
+    with RunLock() as third:
+        third.take(tmp_path)
+        third.check()
