@@ -218,7 +218,7 @@ DEFECTS = (
         "src/tandem/trainer/run_folder.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
-        "tests/unit/test_lock.py",
+        "tests/unit/test_lock_and_signals.py",
     ),
     # rollout
     Defect(
