@@ -1,4 +1,4 @@
-"""How OpenAI's chat completions and completions answer."""
+"""Response bodies of OpenAI's chat completions and completions, plain or streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pieces = Callable[[Sequence[int]], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the policy answered."""
+    """One reply of the policy: text, tool calls and the sampled turn."""
 
     text: str
     """Its text, without calls of tools and without a stop text."""

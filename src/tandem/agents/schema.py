@@ -1,4 +1,4 @@
-"""What OpenAI's chat completions and completions ask, as far as a policy that speaks text can answer it."""
+"""Request bodies of OpenAI's chat completions and completions; what cannot be obeyed is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREAD = frozenset((
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered; ``status`` is HTTP's, ``param`` what is wrong in it."""
+    """An HTTP error: ``status``, and ``param``, the field that is wrong."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400):
         super().__init__(message)
@@ -36,7 +36,7 @@ class BadRequest(Exception):
 
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
-    """What both routes are asked. Fields that would change the answer and cannot be obeyed are refused."""
+    """Fields common to both routes. Fields that would change the answer and cannot be obeyed are refused."""
 
     KIND: ClassVar[str] = "request"
     REFUSED: ClassVar[tuple[str, ...]] = ("logit_bias",)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server whose chats are recorded as token-exact turns: for agents that know nothing else.
+"""OpenAI-compatible server for agents, whose chats are recorded as token-exact turns.
 
 A session is one agent's work on one task. A request whose messages extend an earlier conversation of its session goes
 on with the very tokens of that conversation: what was sampled is never tokenised again, calls of tools included, and an
@@ -51,7 +51,7 @@ class _Conversation:
 
 @dataclass(slots=True)
 class Session:
-    """One agent's work; ``turns`` is its record."""
+    """One agent's work on one task; ``turns`` is its record."""
 
     engine: Engine
     """Samples."""
@@ -214,7 +214,7 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 class Proxy:
-    """Sessions on one engine."""
+    """HTTP server of sessions on one engine."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calls of tools in chats: offered to the policy by its chat template, and read back out of what it said."""
+"""Tool calls: offered to the policy by its chat template, and parsed out of its replies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolMessage(Message):
-    """A message with what a chat of tools has beyond role and text."""
+    """A chat message with tool calls, or with the result of one."""
 
     calls: tuple[ToolCall, ...] = ()
     """What an assistant's message calls."""
@@ -66,7 +66,7 @@ class ToolOffer:
 
 
 class Form(ABC):
-    """How a model writes calls."""
+    """Syntax in which a model writes tool calls."""
 
     stop: str = ""
     """Text with which every call ends, if there is one."""
@@ -117,7 +117,7 @@ class Bare(Form):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speech:
-    """What a chat template knows of tools."""
+    """What a chat template supports of tools, found by probing it."""
 
     shown: bool
     """It writes the tools that are offered into the prompt."""

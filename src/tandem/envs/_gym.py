@@ -1,4 +1,4 @@
-"""Tasks of the reasoning-gym library: made once, unique by question, split by the question's hash."""
+"""reasoning-gym tasks: made once, unique by question, split by the question's hash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIVE_UP_AFTER = 500
 
 @dataclass(frozen=True, kw_only=True)
 class GymTasks(Environment):
-    """What every reasoning-gym environment shares."""
+    """Base of the reasoning-gym environments."""
 
     size: int = 1000
     """Most questions, both splits together; fewer if the task has no more. They are made when the run starts."""

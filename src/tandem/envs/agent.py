@@ -1,4 +1,4 @@
-"""An agent as an environment: a program that solves tasks of a data set and knows nothing but the OpenAI API."""
+"""Agent environment: a program that solves tasks of a data set over the OpenAI API."""
 
 from __future__ import annotations
 

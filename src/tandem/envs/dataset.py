@@ -1,4 +1,4 @@
-"""Any data set: JSONL, CSV or Parquet on disk, or a name on the hub. Bring rewards by name or import path."""
+"""Data set environment: JSONL, CSV or Parquet on disk, or a name on the hub."""
 
 from __future__ import annotations
 

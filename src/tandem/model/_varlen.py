@@ -1,4 +1,4 @@
-"""Attention of a whole packed row in one kernel: torch's variable-length flash attention.
+"""Variable-length flash attention of torch: a whole packed row in one kernel.
 
 Every segment is one sequence of the kernel: its queries are its own tokens, its keys those of its ancestors and then
 its own. The kernel's causal mask is aligned to the last query and the last key, so that a segment sees all of its
@@ -23,7 +23,7 @@ WIDEST = 256
 
 
 class Kernel:
-    """torch's function, by what its signature takes: that has changed from release to release."""
+    """torch's kernel function and the options its signature takes, which change between releases."""
 
     def __init__(self, function: Callable[..., Any]):
         takes = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""One attention for both sides of the loop, registered with transformers under the name ``tandem``.
+"""The attention of trainer and engine, registered with transformers under the name ``tandem``.
 
 The module is the same whether it trains or samples; what differs is the *plan* passed to its forward:
 

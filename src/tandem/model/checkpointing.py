@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass, and what is computed again there."""
+"""Activation checkpointing: what forward keeps, and what backward computes again."""
 
 from __future__ import annotations
 

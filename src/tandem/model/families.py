@@ -1,4 +1,4 @@
-"""Which architectures Tandem's attention computes right, said before weights are loaded.
+"""Supported architectures: those that Tandem's attention computes right, checked before weights are loaded.
 
 A packed row holds many sequences. An architecture is computed right if tokens meet in nothing but attention, and if all
 of its attention goes through transformers' interface with what it needs told there.

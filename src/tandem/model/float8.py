@@ -1,4 +1,4 @@
-"""Products of decoder layers in 8 bits, by torchao. The weights themselves stay what they are.
+"""8-bit matrix products of decoder layers, by torchao; the weights themselves keep their type.
 
 Both factors are rounded anew at each product, every row and column by a power of two of its own, and the product is
 summed wide. The gradient of a weight is computed in the weight's type: it is what the optimizer adds up, and its sum

@@ -1,4 +1,4 @@
-"""How the decoder layers of a policy are run: compiled or not, computed again in the backward pass or not.
+"""Decoder layers: compiled or not, checkpointed or not.
 
 Both are put around each layer's ``forward``: modules, names, parameters and what is saved stay as they are. Passes that
 sample (they read or write a key/value cache) stay eager: their shapes change with every token, and the compiler would

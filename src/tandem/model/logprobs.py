@@ -1,4 +1,4 @@
-"""Logprobs of given tokens from the last hidden states, without ever holding a full matrix of logits.
+"""Token logprobs from the last hidden states, in tiles: no full matrix of logits is ever held.
 
 The vocabulary is walked in tiles: a tile is [tokens, some of the vocabulary], a few million numbers however
 long the micro-batch and large the vocabulary, so that it stays in cache and peak memory does not grow with

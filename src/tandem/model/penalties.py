@@ -1,4 +1,4 @@
-"""What the tokens before it do to a token's logits: penalties of repetition, and answers that may not end yet.
+"""Sampling penalties: repetition, presence, frequency, and answers that may not end yet.
 
 In vLLM's order and by its definitions, on logits as the head gives them, before the temperature:
 
@@ -34,7 +34,7 @@ Number = float | Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """Options of a ``Sampling`` that look at the tokens before."""
+    """Penalty options of a ``Sampling``."""
 
     repetition: float = 1.0
     """``repetition_penalty``."""
@@ -129,7 +129,7 @@ def _counted(logits_NV: Tensor, tokens: Sequence[Ints]) -> Tensor:
 
 
 class Past(NamedTuple):
-    """What is before each row of some answers, as arrays: each event is a token that counts in some rows."""
+    """Tokens before each row of some answers, as arrays of events."""
 
     seen_column: Ints
     """Token id of each different token of a sequence."""
@@ -197,7 +197,7 @@ def joined(pasts: Sequence[Past]) -> Past:
 
 
 class Part(NamedTuple):
-    """What is done to some rows and columns of the logits: the arguments of ``penalise``."""
+    """Arguments of ``penalise`` for some rows and columns of the logits."""
 
     seen_NW: Tensor | None
     """See ``penalise``."""
@@ -237,7 +237,7 @@ class Events(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHistory:
-    """Penalties, and what is before each of N rows, on the device."""
+    """Penalties, and the tokens before each of N rows, on the device."""
 
     penalties: Penalties
     """What is done."""

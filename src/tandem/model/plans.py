@@ -1,4 +1,4 @@
-"""What attention is told about the tokens it is given: plain descriptions, and the tensors that follow from them.
+"""Attention plans: packed prefix trees, decoding with a KV cache, and their masks.
 
 Shapes: T tokens of a packed row, S segments of it, R cache rows, K key/value heads, D head size, L cached length.
 """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Compute:
-    """The one thread that touches tensors.
+    """The thread on which all tensor work runs.
 
     Engine steps and training passes take turns on it: on a CPU two threads of products would only fight for
     the same cores, and on one device nothing is ever sampled while weights are being written.

@@ -1,4 +1,4 @@
-"""How a token is drawn from logits. The engine draws with it; the trainer recomputes what it drew from.
+"""Sampling from logits: temperature and support. The engine draws with it; the trainer recomputes it.
 
 Everything here works row by row in float32 (sums over the vocabulary in float64), so a row's result does
 not depend on the rows beside it.

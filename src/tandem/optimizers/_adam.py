@@ -1,4 +1,4 @@
-"""What the optimizers of the Adam family share: options, and torch's update of whole tensors."""
+"""Base of the Adam family: options, and torch's update of whole tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam's moments in a byte each, scaled by blocks; computed in float32 by torch's own operations, compiled on CUDA."""
+"""8-bit Adam moments, scaled by blocks; computed in float32 by torch's own operations, compiled on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic on a piece of a weight as one kernel or two on a CUDA device, where each eager operation is a launch."""
+"""Fused arithmetic of an update on CUDA, where each eager operation is a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a bfloat16 weight takes an update that is smaller than its last bit.
+"""Kahan and stochastic rounding: bfloat16 weights take updates smaller than their last bit.
 
 A bfloat16 is the upper half of a float32, so both ways here are arithmetic on whole numbers:
 

@@ -1,4 +1,4 @@
-"""What optimizers do alike: add gradients up, clip, skip what is not finite, write weights, keep state."""
+"""Base of the optimizers: accumulate gradients, clip, skip non-finite ones, write weights, keep state."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Slot:
 
 
 class Slots(ABC):
-    """A ``Stepper`` but for the update itself."""
+    """A ``Stepper`` but for the update rule itself."""
 
     def __init__(self, slots: Iterable[Slot]):
         self.slots = list(slots)

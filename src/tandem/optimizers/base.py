@@ -1,4 +1,4 @@
-"""What an optimizer is, and how a learning rate moves."""
+"""The optimizer contract, and learning-rate schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a reply the answer stands, and what number a text means."""
+"""Answer extraction: tags, last numbers, and whether two numbers are the same."""
 
 from __future__ import annotations
 

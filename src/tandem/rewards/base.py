@@ -1,4 +1,4 @@
-"""What a reward is: a number for one finished rollout. Runs in a worker process that can be killed."""
+"""The reward contract: a number for one finished rollout, computed in a worker process that can be killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.types import Rollout
 
 
 class Failure(NamedTuple):
-    """Why there is no reward."""
+    """A reward that could not be computed: its kind, and what it costs."""
 
     reason: Literal["raised", "bad_value", "timeout", "crashed", "away"]
     """Its kind, to count by; away: a service that the reward asks gave no answer."""

@@ -1,4 +1,4 @@
-"""A reward for right and wrong answers that depends on their length: right ones had better be short."""
+"""Cosine length reward: right answers had better be short, by a reward that says which are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An expression over given numbers that must equal a target."""
+"""Countdown verifier: an expression over given numbers that must equal a target."""
 
 from __future__ import annotations
 

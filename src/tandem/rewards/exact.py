@@ -1,4 +1,4 @@
-"""The answer, letter for letter."""
+"""Exact match with the gold answer."""
 
 from __future__ import annotations
 

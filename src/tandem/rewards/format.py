@@ -1,4 +1,4 @@
-"""The shape of a reply: a regular expression, or tags in order."""
+"""Format reward: a regular expression, or tags in order."""
 
 from __future__ import annotations
 

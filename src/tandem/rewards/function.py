@@ -1,4 +1,4 @@
-"""Your own function by import path, as Axolotl and TRL call it."""
+"""Reward functions by import path, called as TRL and Axolotl call them."""
 
 from __future__ import annotations
 

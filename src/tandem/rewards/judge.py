@@ -1,4 +1,4 @@
-"""A language model as the judge, through any server with OpenAI's chat completions."""
+"""LLM judge: a score by a language model behind an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ _LATER = (408, 409, 425, 429)
 
 
 class JudgeReply(NamedTuple):
-    """What came of a question."""
+    """Reply of the judge to one question, or why there is none."""
 
     text: str | None = None
     """What the model said; None: nothing."""
@@ -229,7 +229,7 @@ class _RetryLater(Exception):
 
 
 class JudgeServer:
-    """Where questions go."""
+    """Client of the judge's server, with retries."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, seconds: float, retries: int, backoff: float):
         """Nothing is sent yet.

@@ -1,4 +1,4 @@
-"""How close the answer's length is to a target."""
+"""Length reward: how close the answer's length is to a target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last number of the reply against the gold answer's."""
+"""Numeric match: the last number of the reply against the gold answer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier that reasoning-gym brings for each of its tasks."""
+"""reasoning-gym verifiers: each task's own scoring function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A punishment for saying the same thing again and again."""
+"""Repetition penalty: the share of n-grams that were said before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A neural reward: what a sequence-classification model says of the prompt and the answer, in a process of its own."""
+"""Neural reward: a sequence-classification model, in a process of its own."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def loaded(name: str, label: int | None, device: str, dtype: str, chat_template:
 
 
 class Classifier:
-    """A loaded model with its tokenizer."""
+    """A loaded sequence-classification model with its tokenizer."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any, label: int, device: Any) -> None:
         self._name = name

@@ -112,7 +112,7 @@ TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An admitted task and what has become of it."""
+    """An admitted task, its state, and its group once it is scored."""
 
     index: int
     """Its place in the order of admission."""
@@ -167,7 +167,7 @@ class Entry:
 
 
 class BufferMetrics:
-    """What a rollout buffer counted since it was asked last."""
+    """Counters of a rollout buffer since its metrics were last collected."""
 
     def __init__(self, options: BufferOptions, runners: Mapping[str, EnvRunner]) -> None:
         self._options, self._runners = options, runners

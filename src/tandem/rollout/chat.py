@@ -1,4 +1,4 @@
-"""One conversation of an environment with the policy."""
+"""Chat: one conversation of an environment with the policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.types import Message, Sampling, Task, Turn
 
 
 class EngineChat:
-    """One conversation on an engine; the environment sees messages, the record holds tokens. An ``envs.base.Chat``."""
+    """A conversation on an engine: the environment sees messages, the record holds token ids. An ``envs.base.Chat``."""
 
     def __init__(
         self,

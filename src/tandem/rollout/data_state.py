@@ -13,7 +13,7 @@ from tandem.types import Group, Json
 
 
 class Draw(NamedTuple):
-    """A task of an environment: by its place in the shuffled epochs, or as a curriculum chose it."""
+    """A drawn task of an environment: by its place in the shuffled epochs, or as a curriculum chose it."""
 
     env: str
     """The environment's name in the run."""
@@ -26,7 +26,7 @@ class Draw(NamedTuple):
 
 
 class StoredGroup(NamedTuple):
-    """A group that was trained and may be trained again."""
+    """A trained group in the replay buffer."""
 
     draw: Draw
     """What it was drawn as."""

@@ -1,4 +1,4 @@
-"""Gold answers against graders: a reward that refuses the right answer is found before anything is trained."""
+"""Gold check: a reward that refuses the right answer is an error before anything is trained."""
 
 from __future__ import annotations
 

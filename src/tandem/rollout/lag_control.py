@@ -1,4 +1,4 @@
-"""How far sampling runs ahead of training: as far as ``max_lag`` says, or as measured waits ask for (``auto``).
+"""Lag control: how far sampling runs ahead of training, fixed by ``max_lag`` or measured (``auto``).
 
 The unit is groups: those that may be admitted beyond the batch that is trained on. ``ahead`` groups make the oldest
 token ``ceil(ahead / groups_per_step)`` steps old and are all that the engine is given to do at once, so this one
@@ -39,7 +39,7 @@ below its floor, or since more had not helped; as before since less made the tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateState:
-    """Where the controller stands: all of it that a resume needs."""
+    """State of the lag controller: all of it that a resume needs."""
 
     ahead: int
     """Groups that may be admitted beyond the batch that is trained on."""
@@ -78,7 +78,7 @@ class RateState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """One step."""
+    """Timing and effective sample size of one step."""
 
     seconds: float
     """From asking for its batch to the end of its update."""
@@ -92,7 +92,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagController:
-    """What it may do."""
+    """Decides how far sampling may be ahead, from measured waits and the effective sample size."""
 
     groups_per_step: int
     """Groups in a batch."""
@@ -167,7 +167,7 @@ Changed = Callable[[Mapping[str, Json]], None]
 
 @dataclass(slots=True, kw_only=True)
 class LagControl:
-    """How far sampling may be ahead now, and the stopwatch of who waits for whom."""
+    """How far sampling may be ahead now, and the stopwatch of the trainer's and the engine's waits."""
 
     groups_per_step: int
     """Groups in a batch."""

@@ -1,4 +1,4 @@
-"""What a set of groups says: rewards, lengths, failures. Over everything that was sampled, trained or not."""
+"""Metrics of sampled groups: rewards, lengths, failures, pass@k; over everything sampled, trained or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.types import Group, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """Which rollouts count as solved: those with full marks of the first reward of the recipe."""
+    """Predicate of solved rollouts: those with full marks of the recipe's first reward."""
 
     reward: str
     """Name of that reward."""

@@ -1,4 +1,4 @@
-"""How a batch is mixed from several environments: by their weights, without those that give nothing to train on."""
+"""Environment mixture: which environment each group of a batch comes from, by weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REST = 20
 
 
 class MixtureSchedule:
-    """Which environment each place of each batch belongs to: a matter of weights and the batch's number alone.
+    """The environment of each place of each batch: a function of the weights and the batch's number alone.
 
     Every batch credits each environment with its share of the places, and the places go to those with most credit; what
     a batch cannot divide evenly is made up for in the next. So shares hold over time to within one place or so, and an
@@ -81,7 +81,7 @@ def _shares(runners: Sequence[EnvRunner]) -> list[Fraction]:
 
 
 class EnvMixture:
-    """The schedule of those environments that give something to train on.
+    """The mixture schedule without environments that currently give nothing to train on.
 
     An environment whose groups are dropped one after the other is left out for ``REST`` batches, and its places go to
     the others by their shares. Then it is tried again: the first group of it that can be trained on brings it back, and

@@ -16,7 +16,7 @@ from tandem.types import Group
 
 
 class ReplayBuffer:
-    """The newest groups that were trained and had signal."""
+    """The newest trained groups that had signal."""
 
     def __init__(self, options: Replay) -> None:
         """As large as the recipe says."""

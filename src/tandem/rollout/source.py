@@ -1,4 +1,4 @@
-"""Where the training loop's groups come from, a batch at a time."""
+"""Rollout source: where the training loop's batches come from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Batch:
 
 
 class RolloutSource(Protocol):
-    """Groups that are sampled here (``feed.RolloutBuffer``) or elsewhere (``foreign.BrokerSource``)."""
+    """Batches of groups sampled here (``buffer.RolloutBuffer``) or elsewhere (``broker.source.BrokerSource``)."""
 
     def open(self, data_state: DataState) -> AbstractAsyncContextManager[RolloutSource]:
         """Go on where ``data_state`` stands."""

@@ -145,7 +145,7 @@ class CurriculumSchedule:
 
 
 class TaskSampler:
-    """The next task of each environment. What is drawn depends on the scored groups and their order alone."""
+    """The next task of each environment; what is drawn depends on the scored groups and their order alone."""
 
     def __init__(
         self,

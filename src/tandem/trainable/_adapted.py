@@ -1,4 +1,4 @@
-"""PEFT's low-rank layers with less traffic of activations: each pass writes its wide result once and adds to it there.
+"""PEFT's LoRA layers with less activation traffic: each pass writes its wide result once and adds to it.
 
 Dimensions: N positions, I inputs, O outputs, R rank; weights are W_OI, the adapter is A_RI and B_OR.
 """

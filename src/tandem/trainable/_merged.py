@@ -1,4 +1,4 @@
-"""Linear layers whose own weight is the sum of a frozen one and a low-rank adapter.
+"""Merged LoRA: linear layers whose weight is the sum of a frozen one and an adapter.
 
 Dimensions: N positions, I inputs, O outputs, R rank; weights are W_OI, the adapter is A_RI and B_OR.
 """

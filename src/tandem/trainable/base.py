@@ -1,4 +1,4 @@
-"""Axis 1: what is trained, and how it is named, saved and read back."""
+"""The trainable contract: which parameters are trained, and how they are named, saved and loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """What a receiver must know of a tensor before its bytes."""
+    """Name, shape and type of a tensor that is published."""
 
     name: str
     """Its name in the module that ``Trainable.prepare`` returned."""
@@ -38,7 +38,7 @@ class TensorMeta:
 
 
 class WeightSource:
-    """The tensors that travel by name, live and in one order, tied weights once.
+    """The published tensors by name, live and in one order, tied weights once.
 
     Every pass yields the storage that the parameters have at that time: an engine that lends its own may move them.
     """

@@ -1,4 +1,4 @@
-"""Every weight of the model, or every weight of some of its layers."""
+"""Full fine-tuning, of all layers or some."""
 
 from __future__ import annotations
 

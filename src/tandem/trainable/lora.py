@@ -1,4 +1,4 @@
-"""A low-rank adapter of the frozen linear layers (arXiv 2106.09685), by PEFT."""
+"""LoRA (arXiv 2106.09685): a low-rank adapter of frozen linear layers, by PEFT."""
 
 from __future__ import annotations
 

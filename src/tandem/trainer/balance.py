@@ -1,4 +1,4 @@
-"""Which samples are computed together: as few micro-batches as fit the budget, alike in cost.
+"""Micro-batch balancing: as few micro-batches as fit the token budget, alike in cost.
 
 Tokens are those that are computed: what a tree shares counts once. Cost is in tokens too, each with its attention.
 """
@@ -21,7 +21,7 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSamples:
-    """Samples of one group as the balance sees them."""
+    """The samples of one group as a prefix tree, and the rollout of each."""
 
     tree: PrefixTree
     """Their computed tokens."""
@@ -48,7 +48,7 @@ class Load:
 
 
 class Balance:
-    """Deals the samples of a step out.
+    """Assigns the samples of a step to micro-batches.
 
     Args:
         families: the groups, each of at least one sample.

@@ -36,7 +36,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Saves and restores one run."""
+    """Saves and restores the checkpoints of one run."""
 
     folder: Path
     """The run's ``checkpoints`` folder."""

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, beside them: what a resume reads is what was written, or it is refused.
+"""Checkpoint digests: a hash of every file beside it, so that a resume reads what was written or is refused.
 
 Without them a file of another step, or one that a disk gave back with other bits, would be another run in silence. A
 digest is xxh3 of 128 bits, about as fast as memory is read: it finds damage, not forgery.

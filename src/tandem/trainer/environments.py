@@ -1,4 +1,4 @@
-"""The environments of a run, live: their tasks, graders, environment runners and the rollout buffer that they fill."""
+"""Environments of a run: their tasks, graders, environment runners and the rollout buffer that they fill."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnvironments:
-    """The environments that are played in this process; none where all of them are elsewhere."""
+    """The environments that are played in this process; none where a broker serves all rollouts."""
 
     config: RunConfig
     """The run."""
@@ -181,7 +181,7 @@ def _solved(source: EnvSource, graders: Graders) -> Solved:
 
 @dataclass(slots=True)
 class StepCounter:
-    """The policy step that training has reached, from which lag is measured."""
+    """The policy step that training has reached; lag is measured from it."""
 
     step: int
     """Optimizer steps taken."""

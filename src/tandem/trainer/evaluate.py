@@ -1,4 +1,4 @@
-"""Measures the policy on held-out tasks."""
+"""Evaluation: mean@k and pass@k of the policy on held-out tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Held-out tasks and when to look at them."""
+    """Evaluates held-out tasks at the steps that are due."""
 
     runners: Sequence[EnvRunner]
     """Held-out tasks of each environment, and who plays them."""

@@ -1,4 +1,4 @@
-"""A look ahead: the groups that a run would begin with, played before anything is trained."""
+"""Signal forecast: the first groups of a run, sampled with the model as it is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Groups that were played with the model as it is loaded."""
+    """Groups sampled with the model as it is loaded."""
 
     groups: tuple[Group, ...]
     """In the order in which a run plays them."""

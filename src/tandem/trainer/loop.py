@@ -50,7 +50,7 @@ NUM_RECENT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The live parts of one run, as ``run.py`` put them together."""
+    """The live parts of one run, as ``assemble.py`` puts them together; one field for each, so more than fifteen."""
 
     steps: int
     """Optimizer steps of the whole run."""

@@ -1,4 +1,4 @@
-"""What a step minimises, token by token: the loss, weighed by corrections, plus the penalty of a reference."""
+"""The objective per token: the loss, weighed by corrections, plus the penalty of a reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Logprobs of a micro-batch that do not change with the updates of its step."""
+    """Logprobs of a micro-batch that stay the same over the updates of its step: old and reference logprobs."""
 
     first_N: Tensor
     """The policy's, when the step began."""
@@ -32,7 +32,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss and all that is put on it; it never reduces."""
+    """A loss with its corrections and its reference penalty; it never reduces."""
 
     loss: Loss
     """Per token."""

@@ -1,4 +1,4 @@
-"""Scored groups in, micro-batches out. The causal shift happens here and nowhere else.
+"""Packing: scored groups to micro-batches. The causal shift happens here and nowhere else.
 
 Turns that continue one another become one sequence. What sequences of a group begin with in common, be it the prompt of
 siblings or the history of a conversation, is computed once (``prefix_tree.py``); ``balance.py`` says which sequences
@@ -40,7 +40,7 @@ for each token seen and each of w channels, against 2 for each of a layer's 12 w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Micro:
-    """One forward and backward."""
+    """One micro-batch: the tensors of one forward and backward pass."""
 
     tokens_T: Tensor
     """int64; what sequences share once, before what follows it."""
@@ -66,7 +66,7 @@ class Micro:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Everything of one optimizer step."""
+    """The micro-batches of one optimizer step, and the groups they were made from."""
 
     micro: tuple[Micro, ...]
     """In no particular order: the step's result does not depend on it."""
@@ -84,7 +84,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packer:
-    """How groups become micro-batches."""
+    """Packs the groups of a step into micro-batches."""
 
     advantage: Advantage
     """Per group."""

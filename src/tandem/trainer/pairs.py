@@ -1,4 +1,4 @@
-"""Which parts of a recipe can work together, and on this machine: asked before anything is loaded."""
+"""Compatibility of a recipe's parts with each other and with this machine, checked before anything is loaded."""
 
 from __future__ import annotations
 

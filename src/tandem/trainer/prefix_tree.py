@@ -1,4 +1,4 @@
-"""Sequences that begin alike as one tree of segments, in which every shared token is there once.
+"""Prefix trees: sequences that begin alike, packed so that every shared token is computed once.
 
 Lengths and depths are in tokens. A depth is a place in a sequence: two sequences that part at depth d have d tokens in
 common.

@@ -1,4 +1,4 @@
-"""Rollouts of a step as lines: what was asked, said, earned, and every token's numbers.
+"""Rollout records: prompts, messages, rewards and every token's numbers of a step, one JSON line a rollout.
 
 People read them in the report; ``mismatch`` computes every token's logprob once more from them, so they hold all that
 the engine was given: the token ids before each turn, its temperature, and the version stamped on each token.

@@ -1,4 +1,4 @@
-"""A run's folder: made, locked by one trainer at a time, and how a run in it ends."""
+"""Run folder: made, locked by one trainer at a time, and how a run in it ends."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def lock_file(folder: Path) -> Path:
 
 
 class RunLock:
-    """A run's folder, while this process trains in it. The kernel ends a lock with its process, however that ends."""
+    """An exclusive lock on a run's folder. The kernel ends it with its process, however that ends."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None

@@ -1,4 +1,4 @@
-"""All of resume."""
+"""Trainer state: with the weights and the optimizer's tensors, everything a resume needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.types import Json, PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Where training stands; with the weights and the optimizer's tensors it is everything a resume needs."""
+    """Where training stands: step, published version, data state and random state."""
 
     step: int
     """Optimizer steps taken."""

@@ -1,4 +1,4 @@
-"""One step: per-token costs in, one gradient out, as often as the batch is used. The only place that divides."""
+"""Optimizer step: per-token costs in, one gradient out. The only place that divides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one forward and backward pass gave."""
+    """Metrics and logprobs of one forward and backward pass over a batch."""
 
     metrics: Mapping[str, Value]
     """Of the objective."""

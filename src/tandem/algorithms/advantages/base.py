@@ -1,4 +1,4 @@
-"""What an advantage is: how much better a sibling was than its group."""
+"""The advantage contract: how much better a rollout was than its group."""
 
 from __future__ import annotations
 

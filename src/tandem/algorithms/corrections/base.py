@@ -1,4 +1,4 @@
-"""What a correction is: a weight for every token, by how far its sampler was from the policy."""
+"""The correction contract: a weight for every token, by how far its sampler was from the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that were sampled by too different a policy are left out, whatever their length."""
+"""Geometric-mean masking: drops answers whose sampler was too different a policy, whatever their length."""
 
 from __future__ import annotations
 

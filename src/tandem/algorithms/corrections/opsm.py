@@ -1,4 +1,4 @@
-"""Bad answers of a policy that is gone are left out."""
+"""Off-policy sequence masking: drops negative-advantage samples whose KL to the sampler exceeds a threshold."""
 
 from __future__ import annotations
 

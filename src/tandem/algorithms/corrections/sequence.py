@@ -1,4 +1,4 @@
-"""Importance weights of whole answers, bounded."""
+"""Sequence-level importance weights, truncated or masked."""
 
 from __future__ import annotations
 

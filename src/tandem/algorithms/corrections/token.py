@@ -1,4 +1,4 @@
-"""Importance weights of single tokens, bounded."""
+"""Token-level importance weights, truncated or masked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a curriculum is: how often each task is drawn, by what came of it so far."""
+"""The curriculum contract: how often each task is drawn, by its history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RECENT = 4
 
 
 class SolveCount(NamedTuple):
-    """One play of a task."""
+    """Solved and scored answers of one play of a task."""
 
     solved: int
     """Right answers."""
@@ -20,7 +20,7 @@ class SolveCount(NamedTuple):
 
 
 class TaskHistory(NamedTuple):
-    """What came of a task so far."""
+    """History of a task: plays, recent solve counts, last draw."""
 
     played: int = 0
     """Groups of it that were judged."""

@@ -1,4 +1,4 @@
-"""Tasks that the policy solves now and then, before those that it always or never solves."""
+"""Solve-rate curriculum: tasks that are solved now and then come before those always or never solved."""
 
 from __future__ import annotations
 

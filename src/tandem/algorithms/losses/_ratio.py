@@ -1,4 +1,4 @@
-"""Ratios of probabilities, their clipping, and what is counted of both."""
+"""Importance ratios, their clipping, and the metrics of both."""
 
 from __future__ import annotations
 

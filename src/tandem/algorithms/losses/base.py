@@ -1,4 +1,4 @@
-"""What a loss is: one number per token, never reduced. ``trainer/step.py`` alone divides."""
+"""The loss contract: one number per token, never reduced. ``trainer/step.py`` alone divides."""
 
 from __future__ import annotations
 

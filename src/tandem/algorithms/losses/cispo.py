@@ -1,4 +1,4 @@
-"""A policy gradient whose importance weights are capped, so that no token loses its gradient."""
+"""CISPO: a policy gradient with capped importance weights, so that no token loses its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clipped policy gradient of PPO and GRPO, with separate clips and a dual clip."""
+"""GRPO and PPO: the clipped policy gradient, with separate clips and a dual clip."""
 
 from __future__ import annotations
 

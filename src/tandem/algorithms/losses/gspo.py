@@ -1,4 +1,4 @@
-"""The clipped policy gradient with one ratio for a whole answer."""
+"""GSPO: the clipped policy gradient with one ratio for a whole answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain policy gradient."""
+"""REINFORCE: the plain policy gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy gradient with a soft gate where others clip."""
+"""SAPO: a policy gradient with a soft gate where others clip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A moving average of the policy."""
+"""Moving-average reference (TR-DPO)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reference is: an older policy that the trained one must not leave far behind."""
+"""The reference contract: an older policy that a KL penalty keeps the trained one close to."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Reference(ABC):
 
 
 class ReferenceWeights:
-    """A reference's weights beside the live ones. The weights that training does not change are common to both."""
+    """The reference's weights beside the live ones; weights that training does not change are shared."""
 
     def __init__(self, live: Iterable[tuple[str, torch.nn.Parameter]]):
         self._live = dict(live)

@@ -1,4 +1,4 @@
-"""The policy that the run began with."""
+"""Initial-policy reference: the model as it was loaded."""
 
 from __future__ import annotations
 

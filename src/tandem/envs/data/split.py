@@ -1,4 +1,4 @@
-"""Which tasks are held out. A question's hash decides, so no option and no seed moves it into training."""
+"""Train and test split by a hash of the question, so no option and no seed moves a question into training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opening(question: str, system: str = "", instruction: str = "") -> tuple[Mes
 
 
 class Tasks(Sequence[Task], Generic[Row]):
-    """Tasks made from compact rows when they are asked for."""
+    """Lazy sequence of tasks, made from compact rows on access."""
 
     def __init__(self, rows: Sequence[Row], make: Callable[[Row], Task]) -> None:
         self._rows = rows

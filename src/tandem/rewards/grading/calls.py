@@ -1,4 +1,4 @@
-"""How a reward is called: a part, a function of a rollout, or one of completions and columns as TRL calls it."""
+"""Calling conventions of rewards: a part, ``f(rollout)``, or TRL's ``f(completions, **columns)``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 1e18
 
 
 class Outcome(NamedTuple):
-    """What a call gave."""
+    """Result of one reward call: verdicts, and the metrics that the function logged."""
 
     verdicts: list[Verdict] | Failure
     """One per rollout, or why the whole call failed."""
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class RewardTrainerState:
-    """What a reward function is told of the training, as attributes."""
+    """The ``trainer_state`` column: ``global_step`` and ``max_steps``, as attributes."""
 
     def __init__(self, step: int, steps: int | None) -> None:
         """What is known.
@@ -83,7 +83,7 @@ class _Log:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """A reward as it is called."""
+    """A reward with its calling convention."""
 
     call: Callable[..., Any]
     """Of a rollout, of rollouts, or of columns."""
@@ -144,7 +144,7 @@ class Called:
 
 
 class FunctionReward(Reward):
-    """A reward that is somebody's plain function."""
+    """A reward that calls a plain function."""
 
     @abstractmethod
     def called(self) -> Called:

@@ -1,4 +1,4 @@
-"""The process that rewards run in: reads jobs from its stdin, answers call by call, dies with its parent.
+"""Grading process: reads jobs from its stdin, answers call by call, dies with its parent.
 
 Everything happens in the main thread, where signals arrive (math-verify sets an alarm); a second thread only
 reads, so that the end of the parent is noticed while a grader hangs. Messages are pickles behind their length.
@@ -52,7 +52,7 @@ class RewardCall(NamedTuple):
 
 
 class Ability(NamedTuple):
-    """What the run must know of a reward to call it."""
+    """How a reward may be called: per group or per rollout, concurrently or one by one."""
 
     takes_groups: bool
     """True if one call is for all siblings."""
@@ -61,7 +61,7 @@ class Ability(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a process is told first."""
+    """First message to a grading process: the rewards to load."""
 
     specs: Sequence[tuple[str, str, str | bytes]]
     """Name of each reward, what messages call it, and its import path or its pickle."""
@@ -74,7 +74,7 @@ ROOM = 8 << 10
 
 
 class AnswerPipe:
-    """The way of answers to the parent."""
+    """The pipe on which a grading process sends its answers."""
 
     def __init__(self, pipe: int, wire: BinaryIO) -> None:
         self._pipe = pipe

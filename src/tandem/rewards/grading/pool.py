@@ -35,7 +35,7 @@ class _WorkerPlace:
 
 
 class Pool:
-    """Some rewards in worker processes."""
+    """Grading processes that share a set of rewards."""
 
     def __init__(
         self,

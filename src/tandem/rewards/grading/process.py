@@ -1,4 +1,4 @@
-"""One grading process, seen from the run: start it, hand it calls, await each answer up to a deadline, end it."""
+"""Handle of a grading process: start it, hand it calls, await each answer up to a deadline, end it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Died(Exception):
 
 
 class GradingProcess:
-    """One grading process."""
+    """A grading process, as the run sees it."""
 
     def __init__(self, process: asyncio.subprocess.Process, pipe: int) -> None:
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""Grading in processes of its own, so that a reward which hangs or crashes costs one rollout and not the run."""
+"""Grading in worker processes: a reward that hangs or crashes costs one rollout and not the run."""
 
 from __future__ import annotations
 

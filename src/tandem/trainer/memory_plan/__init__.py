@@ -1,4 +1,4 @@
-"""What a run needs in memory, line by line, before any weight is loaded."""
+"""Memory plan: what a run needs, line by line, before any weight is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memory: fit``: the fastest way to run that fits, by the memory plan.
+"""``memory: fit``: the fastest settings whose memory plan fits.
 
 What is tried, first what costs no time: the optimizer as it is, with smaller states, with narrower gradients, and on
 the host; for each of them all activations kept, then some, then those between layers alone; and for each of these the
@@ -33,7 +33,7 @@ ROOM = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A recipe with what was chosen."""
+    """A recipe with the settings that were chosen, its plan, and why."""
 
     config: RunConfig
     """To be run and saved: its memory is ``check``, for there is nothing left to choose."""

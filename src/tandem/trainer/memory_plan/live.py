@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, as they come and go."""
+"""Live tensor bytes, counted as tensors are made and freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """While it is entered, what every operation allocates is counted until it is freed, fake tensors like real ones.
+    """A dispatch mode that counts what every operation allocates until it is freed, fake tensors like real ones.
 
     A storage counts once, however many tensors look at it, under the name that ``kind`` had when it was made. Buffers
     within a kernel are no tensors and are not seen.

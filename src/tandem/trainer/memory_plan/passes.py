@@ -1,4 +1,4 @@
-"""What one forward and backward takes, found by running it on tensors that have no memory.
+"""Memory of one forward and backward pass, found by running it on fake tensors.
 
 The model's own modules run, with Tandem's attention, logprobs and adapters, on fake tensors: shapes, types and
 lifetimes are those of the real pass, and no weight is read or allocated. Layers that are alike take alike, so two of
@@ -30,7 +30,7 @@ that another layer begins after it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The fullest micro-batch that a run may have."""
+    """Segments of the fullest micro-batch that a run may have."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment: a prompt, then the answers that share it, then the next prompt."""
@@ -74,7 +74,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Bytes that a pass holds at its peak, beside weights and what the optimizer keeps."""
+    """Peak bytes of a forward and backward pass, beside weights and what the optimizer keeps."""
 
     activations: int
     """What forward kept for backward."""
@@ -91,7 +91,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Of a model as it is trained."""
+    """Parameter counts of a model as it is trained."""
 
     parameters: int
     """Numbers in its weights, tied ones once."""
@@ -108,7 +108,7 @@ class Counts:
 
 
 class FakeModel:
-    """A recipe's model without memory, ready to be counted and run."""
+    """A recipe's model on fake tensors, ready to be counted and run."""
 
     def __init__(self, config: RunConfig, model_config: Any, *, on_host: bool):
         """Build it as the run will: ``trainable`` prepares it, and where it goes decides how attention is computed.

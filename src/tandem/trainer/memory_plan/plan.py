@@ -1,4 +1,4 @@
-"""The memory plan of a run: what it holds, line by line, held against what is free."""
+"""Memory plan of a run: its lines, their peak, and whether that fits what is free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ When = Literal["always", "starting", "running", "sampling", "training", "updatin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLine:
-    """One thing that takes memory."""
+    """One line of the plan: a thing that takes memory, and why it takes so much."""
 
     name: str
     """What it is."""
@@ -41,7 +41,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """An estimate, and what it is held against."""
+    """The lines of a plan, and the free memory that they are held against."""
 
     lines: tuple[MemoryLine, ...]
     """Everything counted."""
@@ -165,7 +165,7 @@ ENGINE = 1_700_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """The engines of a run. Those that run already took their memory before anybody asked what is free."""
+    """The engines of a run, as the plan counts them; those that run already are not counted."""
 
     apart: bool
     """They sample in processes of their own."""
@@ -320,7 +320,7 @@ TYPICAL_PROMPT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Everything about a run that its memory depends on and ``fit`` does not choose."""
+    """Plans the memory of a recipe on a machine."""
 
     modelled: FakeModel
     """The model, built once without memory."""
