@@ -906,7 +906,10 @@ def test_doctor_looks_for_vllm_where_a_recipe_says(run: Run) -> None:
     assert "let engine.python name an interpreter that has vLLM, not ./has_none" in out
     code, out, _ = run("doctor", "recipe.yaml", "engine.python=./not_there")
     assert code == 1
-    assert "FileNotFoundError" in out
+    assert "there is no ./not_there; relative paths start at" in " ".join(out.split())
+    assert "FileNotFoundError" not in out
+    _, out, _ = run("doctor", "recipe.yaml", "engine.python=.venv-engine/bin/python")
+    assert "bash scripts/setup engine makes it" in " ".join(out.split())
     code, out, _ = run("doctor", "recipe.yaml", "engine=embedded")
     assert code == 0
     assert "the recipe starts none" in out

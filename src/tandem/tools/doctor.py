@@ -175,6 +175,12 @@ def _asked_engine(recipe: Path, overrides: Sequence[str]) -> Diagnosis:
     if not isinstance(engine, Vllm) or engine.urls:
         return Diagnosis(what="vLLM", state="ok", detail="the recipe starts none")
     python = engine.python or sys.executable
+    if "/" in python and not Path(python).exists():
+        where = "" if Path(python).is_absolute() else f"; relative paths start at {Path.cwd()}"
+        fix = "name an interpreter that has vLLM as engine.python"
+        if Path(python) == ENGINE_PYTHON:
+            fix = "in Tandem's folder, bash scripts/setup engine makes it, with vLLM for CPUs; or " + fix
+        return Diagnosis(what="vLLM", state="problem", detail=f"there is no {python}{where}", fix=fix)
     return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
 
 
