@@ -106,7 +106,7 @@ def sync(*arguments: str) -> Command:
 
 
 def faults(args: argparse.Namespace, out: Path) -> list[str]:
-    return python(str(HERE / "faults.py"), "--json", str(out / "faults.json"))
+    return python(str(ROOT / "tests" / "long" / "faults.py"), "--json", str(out / "faults.json"))
 
 
 def one_copy(args: argparse.Namespace, out: Path) -> list[str]:

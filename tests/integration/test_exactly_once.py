@@ -1,4 +1,4 @@
-"""Parts of a system are killed at random moments; everything is trained exactly once. A short ``benchmarks/kills.py``.
+"""Parts of a system are killed at random moments; everything is trained exactly once. A short ``tests/long/kills.py``.
 
 That its accounts can fail is seen by spoiling what a run wrote down.
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
 
-from _kills_account import Account, Expected, drawn, equals, foreign, played, still
+from kills_account import Account, Expected, drawn, equals, foreign, played, still
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+HARNESS = Path(__file__).parents[1] / "long" / "kills.py"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted and ended by Linux's means"),
@@ -35,7 +35,7 @@ KILLS = 4
 def trials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
     """The folder of all of them, and the rows of the table."""
     folder = tmp_path_factory.mktemp("kills")
-    command = [sys.executable, str(BENCHMARK), "--kills", str(KILLS), "--steps", str(STEPS)]
+    command = [sys.executable, str(HARNESS), "--kills", str(KILLS), "--steps", str(STEPS)]
     command += ["--pace", "1.5", "--seed", "3", "--keep", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -16,7 +16,7 @@ from integration.vllm_runs import REPOSITORY, engine, needs_engine
 @pytest.mark.long
 def test_every_fault_is_caught_within_one_publish(tmp_path: Path) -> None:
     found = tmp_path / "faults.jsonl"
-    bench = REPOSITORY / "benchmarks" / "faults.py"
+    bench = REPOSITORY / "tests" / "long" / "faults.py"
     # Rounding hides from a probe there what float32 would show.
     command = [
         sys.executable,

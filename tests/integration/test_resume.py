@@ -23,9 +23,9 @@ from tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
 
-from _stalls_fork import Nursery
+from stalls_fork import Nursery
 
 REWARD = '''
 import os, time

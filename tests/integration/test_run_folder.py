@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
 
-from _stalls_fork import Nursery
+from stalls_fork import Nursery
 
 REWARD = """
 import time

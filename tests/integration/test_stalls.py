@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tiers import long_but
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from _stalls_cases import CASES
-from _stalls_fork import Nursery
+sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
 from stalls import measure, nursery
+from stalls_cases import CASES
+from stalls_fork import Nursery
 
 QUICK = ("lost rollout", "compute thread in native code", "broker never answers", "engine ends as it starts")
 

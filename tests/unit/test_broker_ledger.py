@@ -308,7 +308,7 @@ def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def kill_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("broker_kill", ROOT / "benchmarks" / "_broker_kill.py")
+    spec = importlib.util.spec_from_file_location("broker_kills", ROOT / "tests" / "long" / "broker_kills.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,7 @@
 """Kills a system at random moments and compares what it trained with what it should have: exactly once?
 
-    .venv/bin/python benchmarks/kills.py [--kills 100] [--set-ups together apart] [--seed 0]
-    .venv/bin/python benchmarks/kills.py --soak MINUTES [--seed 0]
+    .venv/bin/python tests/long/kills.py [--kills 100] [--set-ups together apart] [--seed 0]
+    .venv/bin/python tests/long/kills.py --soak MINUTES [--seed 0]
 
 ``together``: one process trains, plays and scores, and has started an engine. ``apart``: trainer, broker, two
 environments and engine are processes of their own. Victims get SIGKILL, half of them some time after a SIGSTOP. Half
@@ -9,9 +9,9 @@ of the kills of ``together`` befall an on-policy run, which must then be bit for
 was trained is read from the run's folder and held against its cursor and the broker's ledger. Exits with 1 if a group
 is lost or trained twice, or anything else is not as it should be.
 
-The engine is Tandem's own without vLLM (``_kills_engine``); ``--vllm PYTHON`` takes a real one for ``together``,
+The engine is Tandem's own without vLLM (``kills_engine``); ``--vllm PYTHON`` takes a real one for ``together``,
 whose logprobs differ in their last bits with what else is sampled: then the tokens are compared and not the weights.
-``--soak`` is ``apart`` in bad weather of every kind (``_kills_soak``), on one core.
+``--soak`` is ``apart`` in bad weather of every kind (``kills_soak``), on one core.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from _kills_processes import Child, adopt_orphans, load
-from _kills_soak import soaked
-from _kills_systems import until
-from _kills_trials import Found, Lane
+from kills_processes import Child, adopt_orphans, load
+from kills_soak import soaked
+from kills_systems import until
+from kills_trials import Found, Lane
 
 LAGS = {"together": (0, 2), "apart": (1, 3)}
 """What max_lag is of either half of the kills; with a broker it cannot be 0."""

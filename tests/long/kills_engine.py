@@ -30,11 +30,11 @@ os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and 
 GONE_SECONDS = 0.05
 """Between two looks whether a client is still there."""
 FILES = {
-    "__init__.py": "from _kills_engine import SamplingParams\n",
-    "sampling_params.py": "from _kills_engine import RequestOutputKind\n",
+    "__init__.py": "from kills_engine import SamplingParams\n",
+    "sampling_params.py": "from kills_engine import RequestOutputKind\n",
     "entrypoints/__init__.py": "",
     "entrypoints/openai/__init__.py": "",
-    "entrypoints/openai/api_server.py": "import sys\nfrom _kills_engine import main\nmain(sys.argv[1:])\n",
+    "entrypoints/openai/api_server.py": "import sys\nfrom kills_engine import main\nmain(sys.argv[1:])\n",
 }
 """Of the folder that is found as ``vllm``."""
 

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _kills_account import equals
-from _kills_processes import children, end
-from _kills_systems import Apart, Broken, System, choose, kind
+from kills_account import equals
+from kills_processes import children, end
+from kills_systems import Apart, Broken, System, choose, kind
 
 QUIET_SECONDS = 240.0
 """A system that nobody disturbs must get on within this time."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _stalls_rewards import FOR_EVER, spell, strikes
+from stalls_rewards import FOR_EVER, spell, strikes
 from torch import Tensor, nn
 
 from tandem.algorithms.advantages.grpo import Grpo

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _kills_account import Account, Expected, foreign, played, remember, resumes, saved, steps, watch
-from _kills_engine import main as engine_main
-from _kills_engine import package
-from _kills_processes import Child, Stranger, tandem
+from kills_account import Account, Expected, foreign, played, remember, resumes, saved, steps, watch
+from kills_engine import main as engine_main
+from kills_engine import package
+from kills_processes import Child, Stranger, tandem
 
 from tandem.engines.vllm.client.process import free_port
 

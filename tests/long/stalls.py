@@ -1,6 +1,6 @@
 """Stalls runs in many ways and shows that each is told, who is to blame, and that the run recovers or ends.
 
-    .venv/bin/python benchmarks/stalls.py [NAME ...] [--at-once 2] [--json FILE] [--folder FOLDER]
+    .venv/bin/python tests/long/stalls.py [NAME ...] [--at-once 2] [--json FILE] [--folder FOLDER]
 
 Each case is a run of its own on a tiny model, with deadlines of seconds. Told within ten seconds of its deadline, ended
 with the right exit code, no process left behind, and, with the stall taken away, the same run goes on to its last step:
@@ -31,10 +31,10 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from _stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
-from _stalls_fork import Nursery
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import build_tiny_model  # type: ignore[import-not-found]
+from stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
+from stalls_fork import Nursery
 
 from tandem.engines.vllm.client.process import free_port
 
@@ -100,7 +100,7 @@ class Place:
         python = folder / "python"
         folder.mkdir(parents=True)
         looked = '[ "$1" = -c ] && echo True && exit'  # whether it has vLLM
-        python.write_text(f'#!/bin/sh\n{looked}\nexec {sys.executable} {HERE / "_stalls_server.py"} "$@"\n')
+        python.write_text(f'#!/bin/sh\n{looked}\nexec {sys.executable} {HERE / "stalls_server.py"} "$@"\n')
         python.chmod(0o755)
         recipe = RECIPE | {"model": str(model), "runs": str(folder), "name": "run"} | _filled(case.recipe, self)
         recipe = {name: value for name, value in recipe.items() if value is not None}

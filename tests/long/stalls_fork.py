@@ -28,7 +28,7 @@ class Nursery:
     def start(
         self, words: Sequence[str], *, out: Path, environment: Mapping[str, str], cwd: Path, limit: int = 0
     ) -> int:
-        """Start ``tandem`` with these words, or the server ``_stalls_server`` where the first is serve; its pid.
+        """Start ``tandem`` with these words, or the server ``stalls_server`` where the first is serve; its pid.
 
         Args:
             words: the command line.
@@ -91,10 +91,10 @@ def _become(said: Mapping[str, Any]) -> None:
     if said["limit"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (said["limit"], said["limit"]))
     if said["words"][0] == "serve":
-        import _stalls_server
+        import stalls_server
 
         sys.argv = said["words"]
-        _stalls_server.main()
+        stalls_server.main()
     else:
         from tandem.cli.app import main
 

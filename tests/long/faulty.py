@@ -1,6 +1,6 @@
 """An engine that misbehaves when it is told to: subclasses of Tandem's own two parts inside vLLM, for the fault bench.
 
-The engine is started with ``--worker-extension-cls _faulty.Worker --middleware _faulty.Routes``. One more route, POST
+The engine is started with ``--worker-extension-cls faulty.Worker --middleware faulty.Routes``. One more route, POST
 /fault, names what goes wrong from then on; it answers how often the last fault struck, so that one that never happened
 is not taken for one that was caught.
 """

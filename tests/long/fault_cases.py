@@ -56,7 +56,7 @@ class StartedAgain(Exception):
 
 
 def inside(fault: str, **options: Any) -> Inject:
-    """In the engine's processes, by the subclasses of ``_faulty``."""
+    """In the engine's processes, by the subclasses of ``faulty``."""
 
     @asynccontextmanager
     async def inject(bench: Any) -> AsyncIterator[None]:

@@ -49,9 +49,9 @@ class Case:
     """Seconds for which the trainer itself is stopped, once it has begun."""
 
 
-ENV = {"env": {"kind": "_stalls_parts:Playing"}}
-REWARD = {"rewards": {"graded": {"kind": "_stalls_rewards:graded", "weight": 1.0}}}
-AWAITED = {"rewards": {"awaited": {"kind": "_stalls_rewards:awaited", "weight": 1.0}}}
+ENV = {"env": {"kind": "stalls_parts:Playing"}}
+REWARD = {"rewards": {"graded": {"kind": "stalls_rewards:graded", "weight": 1.0}}}
+AWAITED = {"rewards": {"awaited": {"kind": "stalls_rewards:awaited", "weight": 1.0}}}
 JUDGE = {
     "rewards": {
         "judge": {
@@ -60,10 +60,10 @@ JUDGE = {
         }
     }
 }  # fmt: skip
-LOSS = {"loss": {"kind": "_stalls_parts:Losing"}}
-TRAINABLE = {"trainable": {"kind": "_stalls_parts:Saving"}}
-SINK = {"loggers": [{"kind": "_stalls_parts:Sinking"}]}
-ENGINE = {"engine": {"kind": "_stalls_parts:Stalling"}}
+LOSS = {"loss": {"kind": "stalls_parts:Losing"}}
+TRAINABLE = {"trainable": {"kind": "stalls_parts:Saving"}}
+SINK = {"loggers": [{"kind": "stalls_parts:Sinking"}]}
+ENGINE = {"engine": {"kind": "stalls_parts:Stalling"}}
 _SECONDS = {"request_seconds": REQUEST, "control_seconds": CONTROL, "start_seconds": START}
 _LORA = {"trainable": {"kind": "lora", "rank": 2}}
 _PATIENT = {"timeouts": {"wait_seconds": 60.0, "loop_seconds": LOOP, "end_seconds": END}}
@@ -88,7 +88,7 @@ CAST = {
 BROKER = {"env": None, "broker": {"url": "http://127.0.0.1:{port}"}, "max_lag": 1}
 EVALUATED = {**ENV, "evaluate": {"tasks": 2, "samples": 1, "after": False}}
 
-LOST = r"environment _stalls_parts \(.*/\d\)"
+LOST = r"environment stalls_parts \(.*/\d\)"
 HUNG = r"waited for grading process \(pid \d+\) \(reward \w+ of group|reward '\w+' took longer"
 RECEIVE = r"for engine http://127\.0\.0\.1:\d+ \(POST /nccl/receive\)"
 COMPUTE = r"for compute thread \(Step\._micro\)"
@@ -102,10 +102,10 @@ CASES = (
          recipe=ENV),
     Case(name="environment loops for ever", named=rf"held up .*Playing\.play.*{LOST}", deadline=LOOP, code=10,
          recipe=ENV),
-    Case(name="environment holds the interpreter", named=r"_stalls_parts\.py.* in play", deadline=LOOP + END, code=1,
+    Case(name="environment holds the interpreter", named=r"stalls_parts\.py.* in play", deadline=LOOP + END, code=1,
          recipe=ENV),
     Case(name="evaluation hangs", named=LOST, deadline=WAIT, code=0, recipe=EVALUATED),
-    Case(name="data set never loads", named="data of environment _stalls_parts", deadline=WAIT, code=10, recipe=ENV),
+    Case(name="data set never loads", named="data of environment stalls_parts", deadline=WAIT, code=10, recipe=ENV),
     # Grading
     Case(name="hung grader", named=HUNG, deadline=GRADING, code=0, recipe=REWARD),
     Case(name="deadlocked reward", named=HUNG, deadline=GRADING, code=0, recipe=REWARD),
@@ -121,10 +121,10 @@ CASES = (
     # The trainer's threads and disk
     Case(name="compute thread in native code", named=COMPUTE, deadline=WAIT, code=10, recipe=LOSS),
     Case(name="compute thread loops", named=COMPUTE, deadline=WAIT, code=10, recipe=LOSS),
-    Case(name="compute thread holds the interpreter", named=r"_stalls_parts\.py.* in __call__", deadline=LOOP + END,
+    Case(name="compute thread holds the interpreter", named=r"stalls_parts\.py.* in __call__", deadline=LOOP + END,
          code=1, recipe=LOSS),
     Case(name="call on the event loop", named="held up .*accept", deadline=LOOP, code=10,
-         recipe={"advantage": {"kind": "_stalls_parts:Advancing"}}),
+         recipe={"advantage": {"kind": "stalls_parts:Advancing"}}),
     Case(name="model never loads", named="model .*tiny", deadline=WAIT, code=10, recipe=TRAINABLE),
     Case(name="checkpoint on a hung disk", named="the checkpoint writer at", deadline=WAIT, code=10, recipe=TRAINABLE),
     Case(name="disk full at checkpoint", named=r"checkpoint of step 1 cannot be written to .*checkpoints", deadline=0,
@@ -132,9 +132,9 @@ CASES = (
     Case(name="disk full at events", named=r"events\.jsonl in .* cannot be written", deadline=0, code=0, begins=False,
          spoil="events-full", limit=FULL),
     Case(name="events on a hung disk", named="the disk of", deadline=LOOP, code=10, begins=False, spoil="events-hung"),
-    Case(name="logger never opens", named="logger _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
-    Case(name="logger hangs", named="logger _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
-    Case(name="logger never closes", named="logger _stalls_parts", deadline=WAIT, code=10, recipe=SINK),
+    Case(name="logger never opens", named="logger stalls_parts", deadline=WAIT, code=10, recipe=SINK),
+    Case(name="logger hangs", named="logger stalls_parts", deadline=WAIT, code=10, recipe=SINK),
+    Case(name="logger never closes", named="logger stalls_parts", deadline=WAIT, code=10, recipe=SINK),
     Case(name="chat template loops", named="chat template|model .*tiny", deadline=WAIT, code=10, begins=False,
          recipe={"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"}),
     # The engine in process

@@ -1,6 +1,6 @@
 """kill -9 of the broker at random moments under load: is anything accepted lost, anything acknowledged served again?
 
-    python benchmarks/_broker_kill.py [--kills 100] [--server]
+    python tests/long/broker_kills.py [--kills 100] [--server]
 
 Producers submit groups under idempotency keys and trust only answers; a trainer leases batches and acknowledges them.
 After the last kill the queue is emptied and what was answered is compared with what was served. By default the ledger

@@ -1,7 +1,7 @@
 """Injects faults into publishes to a real vLLM and shows that each is caught within one publish, and by what.
 
-    .venv/bin/python benchmarks/faults.py [--engine-python PYTHON] [--ways "shared full" ...] [--json FILE]
-    .venv/bin/python benchmarks/faults.py --model .cache/smollm2 --dtype bfloat16      # pretrained instead of random
+    .venv/bin/python tests/long/faults.py [--engine-python PYTHON] [--ways "shared full" ...] [--json FILE]
+    .venv/bin/python tests/long/faults.py --model .cache/smollm2 --dtype bfloat16      # pretrained instead of random
 
 One engine serves them all. After every fault the engine must either give out nothing or answer exactly as before it,
 and the next publish must succeed, be proven and be what tokens are sampled from. Exits with 1 if a fault was missed,
@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _faults import WAYS, Fault, NotInjected, caught_by
+from fault_cases import WAYS, Fault, NotInjected, caught_by
 
 from tandem.engines.base import CanReceive, Needs
 from tandem.engines.vllm.spec import Vllm
@@ -59,11 +59,11 @@ SAMPLING = Sampling(temperature=0.8, max_tokens=6)
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyVllm(Vllm):
-    """Tandem's engine with the subclasses of ``_faulty`` in place of its two own classes."""
+    """Tandem's engine with the subclasses of ``faulty`` in place of its two own classes."""
 
     def command(self, needs: Needs, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
         command = super().command(needs, context, model=model, port=port, number=number)
-        ours = {"--worker-extension-cls": "_faulty.Worker", "--middleware": "_faulty.Routes", "--max-loras": "5"}
+        ours = {"--worker-extension-cls": "faulty.Worker", "--middleware": "faulty.Routes", "--max-loras": "5"}
         for option, value in {**ours, "--max-cpu-loras": "5"}.items():
             command[command.index(option) + 1] = value
         return command
@@ -72,7 +72,7 @@ class FaultyVllm(Vllm):
         environment = super()._environment(needs, folder, index, key)
         alone = folder / "logs" / "faulty-path"  # that file and nothing else: an engine must not find the others here
         alone.mkdir(parents=True, exist_ok=True)
-        link = alone / "_faulty.py"
+        link = alone / "faulty.py"
         if not link.is_symlink():
             link.symlink_to(HERE / link.name)
         environment["PYTHONPATH"] += f"{os.pathsep}{alone}"
@@ -370,7 +370,7 @@ async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome]
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    local = HERE.parent / ".venv-engine" / "bin" / "python"
+    local = HERE.parents[1] / ".venv-engine" / "bin" / "python"
     parser.add_argument("--engine-python", default=None if CUDA or not local.exists() else str(local))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--only", default="", help="faults whose name has this")

@@ -1,9 +1,9 @@
 """An engine's or a broker's HTTP server without a model, which stalls when it is told to.
 
-python _stalls_server.py engine PORT [MODEL]      as engine.urls or sync want it; samples random tokens
-python _stalls_server.py broker PORT              as Atropos' run-api; every batch is there at once
-python _stalls_server.py judge PORT               a chat model that grades
-python _stalls_server.py ... --port PORT ...      an engine, by vLLM's command line
+python stalls_server.py engine PORT [MODEL]      as engine.urls or sync want it; samples random tokens
+python stalls_server.py broker PORT              as Atropos' run-api; every batch is there at once
+python stalls_server.py judge PORT               a chat model that grades
+python stalls_server.py ... --port PORT ...      an engine, by vLLM's command line
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _stalls_rewards import strikes
 from aiohttp import web
+from stalls_rewards import strikes
 
 if TYPE_CHECKING:  # torch is imported where it is needed: an engine is there at once
     from torch import Tensor

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _kills_processes import Child
-from _kills_systems import Apart, System, choose
-from _kills_trials import Found, Killer, run_once
+from kills_processes import Child
+from kills_systems import Apart, System, choose
+from kills_trials import Found, Killer, run_once
 
 from tandem.engines.vllm.client.process import free_port
 
