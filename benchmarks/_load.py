@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm import protocol as wire
 from tandem.errors import EngineError
 from tandem.model.policy import Compute
 from tandem.types import Completion, Sampling
@@ -220,7 +220,13 @@ class TimedCompute(Compute):
 
 def instrument(watch: Stopwatch, engine: Any, sync: Any) -> None:
     """Count the time of what a publish asks of an engine and of a way."""
-    phases = {"pause": "pause", "checksums": "sum there", "probe": "probe there", "stamp": "stamp", "resume": "resume"}
+    phases = {
+        "pause": "pause",
+        "checksums": "sum there",
+        "probe": "probe there",
+        "set_version": "stamp",
+        "resume": "resume",
+    }
     for method, name in phases.items():
         setattr(engine, method, watch.timed(name, getattr(engine, method)))
     object.__setattr__(sync, "transfer", watch.timed("move", sync.transfer))  # a frozen dataclass

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tandem.engines.base import Engine
-from tandem.engines.embedded import Embedded
+from tandem.engines.embedded.spec import Embedded
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.types import Sampling
 

@@ -272,7 +272,7 @@ def kernel(out: Path) -> int:
     """Checksums of as many bytes as a 3B model has, contiguous and in slices of fused tensors, against a copy."""
     import torch
 
-    from tandem.transport.checksums import Shard, Tally
+    from tandem.transport.checksums import ChecksumTally, Shard
 
     torch.manual_seed(0)
     fused = [torch.randn(2 * 11008, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(36)]
@@ -288,13 +288,13 @@ def kernel(out: Path) -> int:
     worst = float("inf")
     for name, named in cases.items():
         size = sum(t.nbytes for _, t in named)
-        tally = Tally(Shard(key, t) for key, t in named)
+        tally = ChecksumTally(Shard(key, t) for key, t in named)
         here = tally.take()
-        there = Tally(Shard(key, t.cpu()) for key, t in named[:2]).take()
+        there = ChecksumTally(Shard(key, t.cpu()) for key, t in named[:2]).take()
         assert all(here[key] == value for key, value in there.items()), f"{name}: CPU and CUDA disagree"
         tally.take()
         seconds = _best(tally.take)
-        fresh = _best(lambda named=named: Tally(Shard(key, t) for key, t in named).take())  # type: ignore[misc]
+        fresh = _best(lambda named=named: ChecksumTally(Shard(key, t) for key, t in named).take())  # type: ignore[misc]
         worst = min(worst, size / seconds / 1e12)
         _result(
             out,

@@ -43,7 +43,7 @@ import torch
 from _versus import aligned
 
 from tandem.config import loading as recipes
-from tandem.engines.base import CanLend
+from tandem.engines.base import ExportsWeights
 from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import Sum
 from tandem.model.policy import load_tokenizer
@@ -77,8 +77,8 @@ STAGES = {
 class Nowhere(WeightSync):
     """Weights that stay where they are: nothing is proven either."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"weights"})
-    capability: ClassVar[type] = CanLend
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights"})
+    capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
     async def transfer(self, link: WeightSyncSession, version: PolicyVersion) -> int:

@@ -39,18 +39,18 @@ from _versus import add_engine, aligned
 from versus_trl import awaited, ended, environment, lines_of
 
 from tandem.config import loading as recipes
-from tandem.engines.vllm.client.engine import Vllm
+from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import flatten, merge
 from tandem.observability.emit import Telemetry
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.step import Step
-from tandem.weight_sync.verify.trained import Trained
+from tandem.weight_sync.base import Trained
 
 SKIPPED = 2
 SETTINGS = ("short", "trivial", "graded")
-PARTS = {"pause": "pause", "checksums": "sums there", "probe": "probe", "stamp": "stamp", "resume": "resume"}
+PARTS = {"pause": "pause", "checksums": "sums there", "probe": "probe", "set_version": "stamp", "resume": "resume"}
 """What a publish asks of the engine, and what it is called here."""
 ROWS = (
     "step", "wait", "forward_backward", "pack", "sync", "stood still", *PARTS.values(), "optimizer", "sums here",
@@ -127,7 +127,7 @@ def one(args: argparse.Namespace) -> None:
 
     sums, emit = Trained.checksums, Telemetry.emit
     changed: dict[tuple[Any, str], Any] = {
-        **{(Vllm, method): timed(name, getattr(Vllm, method)) for method, name in PARTS.items()},
+        **{(VllmEngine, method): timed(name, getattr(VllmEngine, method)) for method, name in PARTS.items()},
         (Step, "apply"): timed("optimizer", Step.apply),
         (Trained, "checksums"): here,
         (Telemetry, "emit"): told,

@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from tandem.engines.base import CanLend, Needs
+from tandem.engines.base import EngineRequirements, ExportsWeights
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import StaleWeights
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
@@ -36,7 +36,7 @@ from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import WeightSyncSession
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.verify.probe import Reading
+from tandem.weight_sync.verify.probe import ProbeReading
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
@@ -87,13 +87,13 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     trainable, compute = WHAT[args.what](), Compute(args.threads)
     size = {"gpu_memory_utilization": 0.08} if CUDA else {"kv_cache_gb": 0.25, "args": {"block_size": 32}}
     spec = Vllm(python=args.engine_python, enforce_eager=args.eager, max_num_seqs=8, **size)
-    needs = Needs(
+    needs = EngineRequirements(
         model=str(args.model),
         dtype=args.dtype,
         folder=folder,
         travels=trainable.travels,
         rank=RANK if trainable.travels == "adapter" else 0,
-        port=CanLend,
+        capability=ExportsWeights,
     )
 
     def load() -> Any:
@@ -102,7 +102,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return trainable.prepare(load_model(str(args.model), dtype=getattr(torch, args.dtype), device=device)).eval()
 
     policy = Policy(await compute(load), load_tokenizer(str(args.model)), name=str(args.model), compute=compute)
-    doubts, readings, alarms, done = Doubts(), list[Reading](), 0, 0
+    doubts, readings, alarms, done = Doubts(), list[ProbeReading](), 0, 0
     logging.getLogger("tandem.weight_sync.verify.probe").addHandler(doubts)
     logging.getLogger("tandem.weight_sync.verify.probe").setLevel(logging.INFO)
     seconds, gaps = list[float](), list[float]()
@@ -148,19 +148,19 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def note(link: WeightSyncSession, readings: list[Reading]) -> None:
+def note(link: WeightSyncSession, readings: list[ProbeReading]) -> None:
     """Keep what the proof reads."""
     behaviour = link._behaviour
     read = behaviour._read
 
-    async def noted(*words: Any, **options: Any) -> Reading:
+    async def noted(*words: Any, **options: Any) -> ProbeReading:
         readings.append(await read(*words, **options))
         return readings[-1]
 
     vars(behaviour)["_read"] = noted
 
 
-def record(file: Path, args: argparse.Namespace, reading: Reading) -> None:
+def record(file: Path, args: argparse.Namespace, reading: ProbeReading) -> None:
     """One publish: logprobs of the probe, and of tokens sampled after it."""
     row = {"what": args.what, "dtype": args.dtype, "device": "cuda" if CUDA else "cpu"}
     answers = {"scored": reading.scored, **({"sampled": reading.sampled} if reading.sampled else {})}

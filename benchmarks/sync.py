@@ -43,7 +43,7 @@ from _options import WAYS, completed, options
 from _tables import PHASES, compare, report
 from torch import Tensor
 
-from tandem.engines.base import CanLend, Needs
+from tandem.engines.base import EngineRequirements, ExportsWeights
 from tandem.engines.vllm.spec import Vllm
 from tandem.model.policy import Policy, load_model, load_tokenizer
 from tandem.trainable.base import Trainable
@@ -183,16 +183,16 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
     found: dict[str, Any] = {"shape": args.shape, "requests": args.requests, "memory": {}}
     folder = Path(tempfile.mkdtemp(prefix=f"sync-{name}-", dir=bench.folder))
     found["memory"]["before"] = memory(None)
-    policy, compute = bench.policy(trainable, lent=sync.capability is CanLend)
+    policy, compute = bench.policy(trainable, lent=sync.capability is ExportsWeights)
     found["weights GB"] = round(sum(p.nbytes for p in trainable.base_names(policy.model).values()) / 1e9, 3)
     versions = args.versions
-    needs = Needs(
+    needs = EngineRequirements(
         model=str(bench.model),
         dtype=str(bench.dtype).removeprefix("torch."),
         folder=folder,
         travels=trainable.travels,
         rank=getattr(trainable, "rank", 0),
-        port=sync.capability if name != "plain" else None,
+        capability=sync.capability if name != "plain" else None,
         versions=versions,
     )
     try:

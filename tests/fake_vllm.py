@@ -117,9 +117,9 @@ class FakeClient:
             "tandem_info": [],
             "tandem_connection": [{"state": "idle", "reason": ""}],
             "tandem_map": ['{"w": []}'],
-            "tandem_lend": ['{"lent": {}, "map": {}}'],
-            "tandem_lend_slot": ['{"key": "k"}'],
-            "tandem_lent_slot": [False],
+            "tandem_export_weights": ['{"lent": {}, "map": {}}'],
+            "tandem_export_slot": ['{"key": "k"}'],
+            "tandem_is_exported": [False],
         }
         self.cache: set[str] = set()
         self.removed: list[int] = []

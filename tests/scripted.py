@@ -15,7 +15,7 @@ import torch
 from tiny import live_policy
 from torch import Tensor
 
-from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Probe
+from tandem.engines.base import PROBE_SAMPLES, Engine, Health, LoraAdapter, ProbeResult
 from tandem.errors import EngineError, TransportError
 from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable, read_into, safetensors_in
@@ -112,7 +112,7 @@ class Scripted(Engine):
     """False for one that was not started by us."""
     somebody_revives: bool = False
     """It is started again by whoever asked it something else when it died, before anybody asks it to recover."""
-    probed: Callable[[Probe], Probe] = lambda probe: probe
+    probed: Callable[[ProbeResult], ProbeResult] = lambda probe: probe
     """What becomes of its answer to a probe."""
     summed: Callable[[dict[str, int]], Mapping[str, Mapping[str, int]]] = lambda sums: {"engine one": sums}
     """What it says of its checksums."""
@@ -197,14 +197,14 @@ class Scripted(Engine):
     # An engine
 
     @property
-    def epoch(self) -> int:
+    def restart_count(self) -> int:
         return self._epoch
 
     @property
     def context(self) -> int:
         return 512
 
-    def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:
+    def on_restart(self, republish: Callable[[], Awaitable[None]]) -> None:
         self._republish = republish
 
     async def recover(self) -> bool:
@@ -221,7 +221,7 @@ class Scripted(Engine):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         raise AssertionError("a probe is asked for instead")
 
-    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         self._at("probe")
         drawn = (SAMPLED * samples)[:samples]
         logprobs = self.inner.score([*tokens, *drawn], 0.7)[len(tokens) - 1 :]
@@ -229,14 +229,14 @@ class Scripted(Engine):
         scored = tuple(self.inner.score(tokens))
         # As a prefix cache does that was filled since the publish: by the same weights, which is in order.
         again = len(tokens) * (self.events[::-1].index("checksums") > 1) if "checksums" in self.events else 0
-        told = Probe(name="engine one", scored=scored, sampled=sampled, temperature=0.7, cached=again)
+        told = ProbeResult(name="engine one", scored=scored, sampled=sampled, temperature=0.7, cached=again)
         return [self.probed(told)]
 
     def version(self) -> PolicyVersion:
         return self._version
 
-    async def stamp(self, version: PolicyVersion) -> None:
-        self._at("stamp")
+    async def set_version(self, version: PolicyVersion) -> None:
+        self._at("set_version")
         self._version, self._stamped = version, True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
@@ -280,15 +280,15 @@ class Scripted(Engine):
 
     # Its ports
 
-    async def lend(self) -> Mapping[str, Tensor]:
-        self._at("lend")
+    async def export_weights(self) -> Mapping[str, Tensor]:
+        self._at("export_weights")
         return {name: p.detach() for name, p in self._base().items()}
 
-    async def adapt(self, adapter: Adapter) -> int:
+    async def adapt(self, adapter: LoraAdapter) -> int:
         self._at("move")
         return self._take(adapter.tensors)
 
-    async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+    async def swap(self, folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         self._at("move")
         self._read(folder)
         return sum(t.nbytes for _, t in adapter.tensors)
@@ -302,7 +302,7 @@ class Scripted(Engine):
             self._started_on = {name: tensor.clone() for name, tensor in found.items()}
         self._start_again()
 
-    async def load(self, folder: Path, adapter: Adapter) -> None:
+    async def load(self, folder: Path, adapter: LoraAdapter) -> None:
         self._at("load")
         self._read(folder)
 
@@ -335,7 +335,7 @@ class Scripted(Engine):
         return True
 
     async def receive(
-        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
+        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         self._at("move")
         assert (adapter is not None) == (self.trainable.travels == "adapter")
@@ -370,7 +370,7 @@ class Scripted(Engine):
         assert travels == self.trainable.travels
         return self.summed(checksums(_stored(self.trainable.source(self.inner.model))))
 
-    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+    def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         return _stored(adapter.tensors)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tandem.cores import cores as cores
 from tandem.lazy import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -181,3 +180,8 @@ def _reclaimable(cgroup: Path) -> int:
     except OSError:
         return 0
     return int(rows.get("inactive_file", 0))
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

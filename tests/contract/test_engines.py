@@ -13,14 +13,14 @@ from tiny import live_policy
 
 from tandem.config.registry import find, names
 from tandem.engines.base import (
-    CanAdapt,
-    CanAttest,
-    CanLend,
-    CanReceive,
-    CanRelaunch,
-    CanSwap,
     Engine,
     EngineSpec,
+    ExportsWeights,
+    LoadsVersions,
+    ReceivesBroadcast,
+    Relaunches,
+    ReportsChecksums,
+    TakesAdapter,
 )
 from tandem.errors import EngineError
 from tandem.model.policy import Policy
@@ -216,7 +216,7 @@ def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) 
     async def work(engine: Engine) -> None:
         for step in (4, 9):
             version = PolicyVersion(step=step, digest="d")
-            await engine.stamp(version)
+            await engine.set_version(version)
             assert engine.version() == version
             assert {v for c in await together(engine, ASKED) for v in c.versions} == {step}
 
@@ -226,12 +226,12 @@ def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) 
 @pytest.mark.slow
 def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> list[Completion]:
-        await engine.stamp(PolicyVersion(step=1, digest=""))
+        await engine.set_version(PolicyVersion(step=1, digest=""))
         asked = await long_keys(engine, 3)
         tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
         await underway(engine)
         await engine.pause()
-        await engine.stamp(PolicyVersion(step=2, digest=""))
+        await engine.set_version(PolicyVersion(step=2, digest=""))
         await engine.resume()
         return list(await asyncio.gather(*tasks))
 
@@ -267,7 +267,7 @@ def test_every_other_engine_is_held_to_this() -> None:
 def test_a_pause_may_let_requests_end_first(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         asked = await long_keys(engine, 3)
-        await engine.stamp(PolicyVersion(step=1, digest=""))
+        await engine.set_version(PolicyVersion(step=1, digest=""))
         expected = await together(engine, asked)
         tasks = [asyncio.create_task(engine.generate(*request)) for request in asked[:2]]
         await underway(engine)
@@ -281,7 +281,7 @@ def test_a_pause_may_let_requests_end_first(run: Callable[[Work], Any]) -> None:
         health = await engine.health()
         assert (health.ok, health.running + health.waiting) == (True, 1)
         assert len(await engine.score([1, 2, 3])) == 2
-        await engine.stamp(PolicyVersion(step=2, digest=""))
+        await engine.set_version(PolicyVersion(step=2, digest=""))
         await engine.resume()
         assert same([task.result() for task in tasks], expected[:2])
         assert set((await late).versions) == {2}, "it began under the weights that it is sampled from"
@@ -383,12 +383,12 @@ def test_a_probe_sees_the_weights_during_a_pause(run: Callable[[Work], Any]) -> 
 
 def test_an_engine_in_process_has_one_life(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        epoch = engine.epoch
-        assert not engine.adopted
+        restart_count = engine.restart_count
+        assert not engine.started_elsewhere
         assert not await engine.recover()
         await engine.pause()
         await engine.resume()
-        assert engine.epoch == epoch
+        assert engine.restart_count == restart_count
 
     run(work)
 
@@ -496,10 +496,10 @@ def test_ports_are_kept(spec: EngineSpec, run: Callable[[Work], Any], policy: Po
     """What an engine's options promise, the engine does."""
 
     async def work(engine: Engine) -> None:
-        for port in (CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest):
-            assert isinstance(engine, port) == (port in spec.ports), port.__name__
-        if isinstance(engine, CanLend):
-            lent = {name: tensor.data_ptr() for name, tensor in (await engine.lend()).items()}
-            assert lent == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
+        for port in (ExportsWeights, TakesAdapter, LoadsVersions, Relaunches, ReceivesBroadcast, ReportsChecksums):
+            assert isinstance(engine, port) == (port in spec.capabilities), port.__name__
+        if isinstance(engine, ExportsWeights):
+            exported = {name: tensor.data_ptr() for name, tensor in (await engine.export_weights()).items()}
+            assert exported == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
 
     run(work)

@@ -19,7 +19,7 @@ from tiny import live_policy
 from tandem.config.loading import RunConfig
 from tandem.config.registry import find, names
 from tandem.config.sections import Evaluate
-from tandem.engines.base import CanAttest, CanLend, CanReceive, EngineSpec, Probe
+from tandem.engines.base import EngineSpec, ExportsWeights, ProbeResult, ReceivesBroadcast, ReportsChecksums
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.model.policy import Policy
@@ -30,16 +30,15 @@ from tandem.trainer import assemble as runs
 from tandem.transport import bridge, collective
 from tandem.transport.checksums import checksums, digest
 from tandem.types import PolicyVersion, Sampling
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import ATTEMPTS, WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
-from tandem.weight_sync.session.recovery import ATTEMPTS
 from tandem.weight_sync.shared import Shared
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)
-NET = Broadcast(timeout_seconds=20)
+NET = Broadcast(seconds=20)
 WAYS: dict[str, tuple[WeightSync, Trainable]] = {
     "shared weights": (Shared(), Full()),
     "shared merged": (Shared(), MERGED),
@@ -115,7 +114,7 @@ DEATHS = {
     "shared, requests end first": "drain",
     "restart weights": "checksums",
     "restart adapter": "load",
-    "hotswap": "stamp",
+    "hotswap": "set_version",
     "broadcast weights": "resume",
 }
 """One moment for each way in which an engine can die; every moment of every way is for --long."""
@@ -133,7 +132,7 @@ def deaths(*ways: str) -> list[Any]:
             WAYS[way], asked, id=f"{way}-{asked}", marks=[] if DEATHS.get(way) == asked else [pytest.mark.long]
         )
         for way in ways
-        for asked in ("pause", "drain", "move", "load", "checksums", "probe", "stamp", "resume")
+        for asked in ("pause", "drain", "move", "load", "checksums", "probe", "set_version", "resume")
         if mortal(*WAYS[way], asked)
     ]
 
@@ -268,10 +267,10 @@ def published_again(pair: Pair, asked: str) -> None:
     async def work() -> None:
         async with pair.open() as session:
             await pair.step(session, 1)
-            epoch = pair.engine.epoch
+            restart_count = pair.engine.restart_count
             pair.engine.dies[asked] = 1
             await pair.step(session, 2)
-            assert pair.engine.epoch > epoch
+            assert pair.engine.restart_count > restart_count
             await pair.step(session, 3)
             steps = [step for step, _ in pair.engine.given]
             assert steps == [0, 1, 2, 3], "nothing was given out in between, and nothing twice"
@@ -321,8 +320,8 @@ def test_an_engine_that_dies_in_the_first_publish(
 BINDS = [
     pytest.param(WAYS[way], asked, id=f"{way}-{asked}")
     for way, points in (
-        ("shared weights", ("pause", "lend")),
-        ("shared adapter", ("pause", "lend")),
+        ("shared weights", ("pause", "export_weights")),
+        ("shared adapter", ("pause", "export_weights")),
         ("broadcast weights", ("workers", "connect", "connected")),
     )
     for asked in points
@@ -341,7 +340,7 @@ def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
         async def work() -> None:
             pair.engine.dies[asked] = 1
             async with pair.open() as session:
-                assert pair.engine.epoch == 1
+                assert pair.engine.restart_count == 1
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
                 await pair.step(session, 1)
             assert [step for step, _ in pair.engine.given] == [0, 1]
@@ -477,7 +476,7 @@ def test_an_engine_that_dies_during_the_optimizers_step(
 # Proof
 
 
-def moved(probe: Probe) -> Probe:
+def moved(probe: ProbeResult) -> ProbeResult:
     return replace(probe, scored=tuple(logprob - 0.01 for logprob in probe.scored))
 
 
@@ -505,7 +504,7 @@ def test_a_failed_proof_stops_the_engine_for_good(
                 with pytest.raises(kind, match=r"engine (one|two)"):
                     await pair.step(session, 2)
             assert pair.engine.version() == served
-            assert not {"stamp", "resume", "recover"} & set(pair.engine.events)
+            assert not {"set_version", "resume", "recover"} & set(pair.engine.events)
             if sync.pause == "never":  # the last version lies beside the new one, untouched
                 assert "stop" not in pair.engine.events
                 assert pair.engine.serves
@@ -662,7 +661,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, engine: Scripted, asked: str, erro
 def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
     assert engine.serves
     assert engine.held() == held
-    assert not {"stop", "stamp", "resume"} & set(engine.events)
+    assert not {"stop", "set_version", "resume"} & set(engine.events)
 
 
 @pytest.mark.slow
@@ -670,8 +669,8 @@ def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        ("shared weights", "lend"),
-        ("shared adapter", "lend"),
+        ("shared weights", "export_weights"),
+        ("shared adapter", "export_weights"),
         ("broadcast weights", "workers"),
         ("broadcast weights", "connect"),
         ("broadcast weights", "connected"),
@@ -705,7 +704,7 @@ def test_an_engine_of_another_model_serves_on(
         with torch.no_grad():
             pair.engine._base()["model.norm.weight"] += 1
         held = checksums((n, p.detach()) for n, p in pair.engine._base().items())
-        lend = pair.engine.lend
+        lend = pair.engine.export_weights
 
         async def other() -> dict[str, Any]:
             found = dict(await lend())
@@ -716,11 +715,11 @@ def test_an_engine_of_another_model_serves_on(
             return {**found, "more": found[last]} if lie == "more" else {n: t for n, t in found.items() if n != last}
 
         async def work() -> None:
-            monkeypatch.setattr(pair.engine, "lend", other)
+            monkeypatch.setattr(pair.engine, "export_weights", other)
             with pytest.raises(UnsupportedPair):
                 async with entered(pair) as session:
                     await session.bind(fresh=False)
-            assert pair.engine.events == ["pause", "lend", "release"]
+            assert pair.engine.events == ["pause", "export_weights", "release"]
             assert pair.engine.serves
             assert checksums((n, p.detach()) for n, p in pair.engine._base().items()) == held
 
@@ -801,7 +800,7 @@ def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("asked", ["move", "checksums", "probe", "stamp"])
+@pytest.mark.parametrize("asked", ["move", "checksums", "probe", "set_version"])
 def test_a_first_publish_that_fails_serves_nothing_that_was_written(
     tiny_model: Path, tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -923,7 +922,7 @@ def test_an_engine_that_cannot_be_told_to_leave_holds_nothing_up(
 class Theirs(EngineSpec):
     """An engine of somebody else's, as a part of a recipe."""
 
-    capabilities: ClassVar[frozenset[type]] = frozenset({CanLend, CanReceive, CanAttest})
+    capabilities: ClassVar[frozenset[type]] = frozenset({ExportsWeights, ReceivesBroadcast, ReportsChecksums})
 
     engine: Scripted
 
@@ -935,7 +934,7 @@ class Theirs(EngineSpec):
 
 class Adopted(Scripted):
     @property
-    def adopted(self) -> bool:
+    def started_elsewhere(self) -> bool:
         return True
 
 
@@ -948,7 +947,7 @@ def test_a_run_that_cannot_begin_leaves_the_engine_serving(
 ) -> None:
     if (verb, fails) == ("eval", "optimizer"):
         pytest.skip("it has none")
-    asked = "lend" if isinstance(sync, Shared) else "connected"
+    asked = "export_weights" if isinstance(sync, Shared) else "connected"
 
     def full(*_: Any) -> None:
         raise MemoryError

@@ -18,7 +18,7 @@ REGISTERED = {"waits.waiting", "waits.blocking", "waits.wait", "asyncio.timeout"
 
 ALLOWED = {
     # Idle, not waiting: whoever wants something of them waits himself, and is registered.
-    "engines/_embedded_engine.py:_run": "the engine has nothing to sample",
+    "engines/embedded/engine.py:_run": "the engine has nothing to sample",
     "rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "cli/serve_broker.py:_serve": "a server serves until it is stopped",
     # Beside something that is registered.
@@ -45,7 +45,7 @@ ALLOWED = {
     "rewards/grading/process.py:_heard": "it is done",
     "broker/producer.py:_unless": "it is done",
     "transport/collective.py:connect": "it is done",
-    "transport/lane.py:behind": "on CUDA it queues; gloo's has the group's deadline",
+    "transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     # What tells of waits.
     "observability/watchdog.py:_see_off": "for the end of the main thread: it ends a process that hangs there",
     "observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",

@@ -176,8 +176,8 @@ def evaluated(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def orphans() -> set[Path]:
     """What engines that are gone still lend on a CPU."""
-    lent = Path("/dev/shm").glob("tandem-weights-*")
-    return {path for path in lent if not alive(int(path.name.rpartition("-")[2]))}
+    exported = Path("/dev/shm").glob("tandem-weights-*")
+    return {path for path in exported if not alive(int(path.name.rpartition("-")[2]))}
 
 
 def checked(folder: Path, options: dict[str, Any], *, steps: int, resumed: int = 0) -> None:

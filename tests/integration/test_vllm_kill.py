@@ -34,7 +34,7 @@ from integration.vllm_runs import (
 )
 from tiers import long_but
 
-from tandem.engines.base import Needs
+from tandem.engines.base import EngineRequirements
 from tandem.engines.vllm.spec import Vllm
 from tandem.processes import identity
 from tandem.types import PolicyVersion
@@ -154,10 +154,10 @@ def test_updated_engine_says_what_a_fresh_one_on_the_checkpoint_says(
 async def _fresh(model: Path, weights: Path, step: int, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Greedy tokens of ``weights`` by the library, as a check of the check, and by a fresh engine that is then left."""
     options = {name: value for name, value in engine(linger_seconds=1.0).items() if name != "kind"}
-    needs = Needs(model=str(model), weights=weights, dtype=DTYPE, folder=folder)
+    needs = EngineRequirements(model=str(model), weights=weights, dtype=DTYPE, folder=folder)
     before = _by_transformers(model)
     async with Vllm(**options).open(SimpleNamespace(end_tokens=()), context=256, needs=needs) as fresh:
-        await fresh.stamp(PolicyVersion(step=step, digest=""))
+        await fresh.set_version(PolicyVersion(step=step, digest=""))
         left = Left.of(folder)
         found = [(await asyncio.to_thread(left.greedy, prompt))["token_ids"][0] for prompt in PROMPTS]
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:

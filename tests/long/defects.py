@@ -288,14 +288,14 @@ DEFECTS = (
     # engines
     Defect(
         "min_tokens is off by one",
-        "src/tandem/engines/_embedded_engine.py",
+        "src/tandem/engines/embedded/engine.py",
         "len(request.tokens) > request.sampling.min_tokens",
         "len(request.tokens) > request.sampling.min_tokens + 1",
         "tests/unit/test_embedded.py tests/contract/test_engines.py",
     ),
     Defect(
         "an answer is one token long",
-        "src/tandem/engines/_embedded_engine.py",
+        "src/tandem/engines/embedded/engine.py",
         "len(request.tokens) >= request.limit",
         "len(request.tokens) > request.limit",
         "tests/unit/test_embedded.py tests/contract/test_engines.py",
@@ -309,14 +309,14 @@ DEFECTS = (
     ),
     Defect(
         "a pause's lease is not renewed",
-        "src/tandem/engines/vllm/server/pause_lease.py",
+        "src/tandem/engines/vllm/server/frontend.py",
         "self.hold()\n        loop, now",
         "if self.runs:\n            return\n        loop, now",
         "tests/unit/test_vllm_lease.py",
     ),
     Defect(
         "what somebody else paused goes on",
-        "src/tandem/engines/vllm/client/pauses.py",
+        "src/tandem/engines/vllm/client/engine.py",
         'state == "paused" and before == "serving"',
         'state == "paused"',
         "tests/unit/test_vllm_pauses.py",

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tandem.engines.base import Adapter
-from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.base import LoraAdapter
+from tandem.engines.vllm import protocol as wire
 from tandem.errors import EngineError, UnsupportedPair
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import WeightSyncSession
@@ -111,7 +111,7 @@ async def nothing(bench: Any) -> AsyncIterator[None]:
 # The trainer's side
 
 
-def _lent(change: Callable[[torch.Tensor], torch.Tensor]) -> Inject:
+def _exported(change: Callable[[torch.Tensor], torch.Tensor]) -> Inject:
     def make(bench: Any, lend: Any) -> Any:
         async def wrong() -> Mapping[str, Any]:
             found = dict(await lend())
@@ -119,7 +119,7 @@ def _lent(change: Callable[[torch.Tensor], torch.Tensor]) -> Inject:
 
         return wrong
 
-    return instead(_engine, "lend", make)
+    return instead(_engine, "export_weights", make)
 
 
 def _row_down(view: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ async def _bind(bench: Any) -> None:
 
 def _stamped_first(bench: Any, move: Any) -> Any:
     async def wrong(link: WeightSyncSession, version: PolicyVersion) -> int:
-        await link.engine.stamp(version)
+        await link.engine.set_version(version)
         return 0  # what was to follow comes after the proof
 
     return wrong
@@ -186,10 +186,10 @@ def _stalled(bench: Any, connected: Any) -> Any:
 
 async def _killed(bench: Any) -> None:
     """Tandem mends this itself: what is asked for is that it knows, and that the new engine is proven."""
-    epoch, seconds = bench.engine.epoch, time.monotonic()
+    restart_count, seconds = bench.engine.restart_count, time.monotonic()
     await bench.server.post("/fault", {"fault": "die", "options": {"after": 6}})
     await bench.publish()
-    if bench.engine.epoch != epoch + 1:
+    if bench.engine.restart_count != restart_count + 1:
         raise NotInjected("die")
     raise StartedAgain(f"after {time.monotonic() - seconds:.0f} s")
 
@@ -205,7 +205,7 @@ async def _replaced(bench: Any) -> AsyncIterator[None]:
 
 def _other_folder(change: Callable[[Any, Path, PolicyVersion], Path]) -> Inject:
     def make(bench: Any, swap: Any) -> Any:
-        async def wrong(folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+        async def wrong(folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
             return int(await swap(change(bench, folder, version), version, adapter))
 
         return wrong
@@ -267,7 +267,7 @@ def _adapter(**factors: float) -> Inject:
     """Its configuration says otherwise than the policy's."""
 
     def make(bench: Any, adapt: Any) -> Any:
-        async def wrong(adapter: Adapter) -> int:
+        async def wrong(adapter: LoraAdapter) -> int:
             config = {**adapter.config, **{name: int(adapter.config[name] * by) for name, by in factors.items()}}
             return int(await adapt(replace(adapter, config=config)))
 
@@ -277,7 +277,7 @@ def _adapter(**factors: float) -> Inject:
 
 
 def _not_loaded(bench: Any, swap: Any) -> Any:
-    async def wrong(folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+    async def wrong(folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         bench.engine._pending = bench.engine._swapped[-1]
         return 1  # "done", and it was the adapter of before that came
 
@@ -287,11 +287,11 @@ def _not_loaded(bench: Any, swap: Any) -> Any:
 SHARED = (
     Fault(name="engine keeps its weights elsewhere: writes reach nobody", by="checksum", inject=inside("moved")),
     Fault(name="one tensor lies elsewhere", by="checksum", inject=inside("moved", names=[NORM])),
-    Fault(name="lent view of q off by one row", by="refused", inject=_lent(_row_down), act=_bind, rebind=True),
+    Fault(name="lent view of q off by one row", by="refused", inject=_exported(_row_down), act=_bind, rebind=True),
     Fault(
         name="lent in another type",
         by="refused",
-        inject=_lent(lambda view: view.to(torch.float16)),
+        inject=_exported(lambda view: view.to(torch.float16)),
         act=_bind,
         rebind=True,
     ),

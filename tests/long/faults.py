@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_cases import WAYS, Fault, NotInjected, caught_by
 
-from tandem.engines.base import CanReceive, Needs
+from tandem.engines.base import EngineRequirements, ReceivesBroadcast
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
@@ -44,7 +44,7 @@ from tandem.weight_sync.base import WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.verify.noise import Answer, scale
+from tandem.weight_sync.verify.noise import LogprobComparison, scale
 
 HERE = Path(__file__).parent
 CUDA = torch.cuda.is_available()
@@ -61,14 +61,14 @@ SAMPLING = Sampling(temperature=0.8, max_tokens=6)
 class FaultyVllm(Vllm):
     """Tandem's engine with the subclasses of ``faulty`` in place of its two own classes."""
 
-    def command(self, needs: Needs, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
+    def command(self, needs: EngineRequirements, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
         command = super().command(needs, context, model=model, port=port, number=number)
         ours = {"--worker-extension-cls": "faulty.Worker", "--middleware": "faulty.Routes", "--max-loras": "5"}
         for option, value in {**ours, "--max-cpu-loras": "5"}.items():
             command[command.index(option) + 1] = value
         return command
 
-    def _environment(self, needs: Needs, folder: Path, index: int, key: str) -> dict[str, str]:
+    def _environment(self, needs: EngineRequirements, folder: Path, index: int, key: str) -> dict[str, str]:
         environment = super()._environment(needs, folder, index, key)
         alone = folder / "logs" / "faulty-path"  # that file and nothing else: an engine must not find the others here
         alone.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ class Bench:
             raise AssertionError(f"after a good publish of {self.step} tokens carry {found.versions}")
         whole = [*self._prompt, *found.tokens]
         ours = await self.policy.compute(self.policy.score, whole, SAMPLING.temperature)
-        answer = Answer(found.logprobs, tuple(ours[len(self._prompt) - 1 :]), SAMPLING.temperature)
+        answer = LogprobComparison(found.logprobs, tuple(ours[len(self._prompt) - 1 :]), SAMPLING.temperature)
         if not scale(answer.residuals()) < (NOISE if self.policy.dtype == torch.float32 else 0.3):
             raise AssertionError(f"after a good publish tokens are off by up to {answer.worst():g} nats")
 
@@ -232,7 +232,7 @@ class Bench:
                 pass
         finally:
             self.link = kept
-            self.engine.on_revival(kept.recover)
+            self.engine.on_restart(kept.recover)
 
     async def greet(self) -> None:
         """What a trainer asks of an engine that it finds."""
@@ -240,15 +240,15 @@ class Bench:
 
     async def replace_engine(self) -> None:
         """Somebody ends the engine and starts one like it on the same port."""
-        boot = self.server.boot
+        instance_id = self.server.instance_id
         await self.server.process.stop()
         await self.engine.fleet._spawn(0)
-        self.server.boot = boot  # we were not told
+        self.server.instance_id = instance_id  # we were not told
 
     async def find_engine(self) -> None:
         """What a resumed run does: it sees that this is another engine, and publishes to it."""
         await self.greet()
-        self.engine.fleet.epoch += 1
+        self.engine.fleet.restart_count += 1
         self.engine._swapped.clear()
 
 
@@ -343,13 +343,13 @@ async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome]
         seeded=True,
         args=alone,
     )
-    needs = Needs(
+    needs = EngineRequirements(
         model=str(model),
         dtype=args.dtype,
         folder=folder,
         travels="adapter",  # with room for adapters it can be published to in all ways
         rank=RANK,
-        port=CanReceive,
+        capability=ReceivesBroadcast,
     )
     outcomes = []
     policy = Policy(None, load_tokenizer(str(model)), name="", compute=Compute(1))  # type: ignore[arg-type]

@@ -21,12 +21,12 @@ from torch import Tensor
 from tandem.engines.vllm.server import routes
 from tandem.engines.vllm.server.frontend import Frontend
 from tandem.engines.vllm.worker import extension as worker
-from tandem.engines.vllm.worker.parameter_map import Place
+from tandem.engines.vllm.worker.parameter_map import Placement
 
 Named = Iterator[tuple[str, Tensor]]
 
 
-class Worker(worker.Worker):
+class Worker(worker.WorkerExtension):
     """Faults of the transport, of the map, of the memory, of adapters and of the sampler."""
 
     _tandem_fault = ""
@@ -165,7 +165,7 @@ class Worker(worker.Worker):
         forget()
         return forget
 
-    def tandem_places(self) -> dict[str, list[Place]]:
+    def tandem_places(self) -> dict[str, list[Placement]]:
         found, options = super().tandem_places(), self._tandem_options
         if self._tandem_fault == "map row":
             self._tandem_struck += 1
@@ -182,7 +182,7 @@ def _set(owners: list[Any], mode: str) -> None:
         owner.logprobs_mode = mode
 
 
-def _one_row_down(place: Place) -> Place:
+def _one_row_down(place: Placement) -> Placement:
     view = place.tensor
     moved = view.as_strided(view.shape, view.stride(), view.storage_offset() + view.stride(0))
     return dataclasses.replace(place, tensor=moved)

@@ -167,7 +167,7 @@ class Client:
     """What Tandem uses of vLLM's ``AsyncLLM``: one token for every request in each turn, while nobody pauses it."""
 
     def __init__(self, model: Any, options: argparse.Namespace):
-        from tandem.engines.vllm.worker.extension import Worker
+        from tandem.engines.vllm.worker.extension import WorkerExtension
 
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.vllm_config = SimpleNamespace(
@@ -183,7 +183,7 @@ class Client:
             scheduler_config=SimpleNamespace(max_num_seqs=256),
         )
         self._model = model
-        self._worker = Worker()
+        self._worker = WorkerExtension()
         self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config)
         self._requests: list[Request] = []
         self._there = asyncio.Event()

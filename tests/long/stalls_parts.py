@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tandem.algorithms.advantages.grpo import Grpo
 from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.reinforce import Reinforce
-from tandem.engines._embedded_engine import EmbeddedEngine
-from tandem.engines.base import Engine, Needs
-from tandem.engines.embedded import Embedded
+from tandem.engines.base import Engine, EngineRequirements
+from tandem.engines.embedded.engine import EmbeddedEngine
+from tandem.engines.embedded.spec import Embedded
 from tandem.envs.arithmetic import Arithmetic
 from tandem.envs.base import Split
 from tandem.model.policy import Policy
@@ -162,7 +162,9 @@ class Stalling(Embedded):
     """The embedded engine, with stalls."""
 
     @asynccontextmanager
-    async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
+    async def open(
+        self, policy: Policy, *, context: int, needs: EngineRequirements | None = None
+    ) -> AsyncIterator[Engine]:
         engine = _Stalling(policy, context, max_rows=self.max_rows, prefill_tokens=self.prefill_tokens)
         try:
             yield engine

@@ -40,7 +40,7 @@ class Engine:
     """What the routes of one engine share."""
 
     def __init__(self) -> None:
-        self.boot = f"boot {os.getpid()}"
+        self.instance_id = f"boot {os.getpid()}"
         self.step, self.digest = -1, ""
         self.adapters: dict[str, Path] = {}
         self.held: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ class Engine:
         answer = await getattr(self, f"on_{name}")(said)
         if answer is None:
             return web.json_response({"detail": "not here"}, status=404)
-        return web.json_response({"engine": self.boot, "step": self.step, "digest": self.digest, **answer})
+        return web.json_response({"engine": self.instance_id, "step": self.step, "digest": self.digest, **answer})
 
     async def _stall(self, request: web.Request) -> None:
         if strikes("dead engine", after=4) or strikes("engine dies again and again", after=0):
@@ -122,12 +122,12 @@ class Engine:
     async def on_bridge_checksums(self, said: Any) -> Any:
         from safetensors.torch import load_file
 
-        from tandem.engines.vllm.adapter_layout import Stored
+        from tandem.engines.vllm.adapters import StoredAdapter
         from tandem.transport.checksums import Shard, Standing
 
         if said.get("travels") == "adapter":
             folder = self.adapters[said["adapter"]]
-            stored = Stored().of(load_file(folder / "adapter_model.safetensors").items(), said["config"])
+            stored = StoredAdapter().of(load_file(folder / "adapter_model.safetensors").items(), said["config"])
         elif self.held:
             stored = list(self.held.items())
         else:
@@ -142,18 +142,18 @@ class Engine:
 
     def many(self, said: Any) -> bytes:
         """A frame for each answer."""
-        from tandem.engines.vllm.protocol.frames import Sampled, framed
+        from tandem.engines.vllm.protocol import Sampled, framed
 
         asked = [one["asked"]["max_tokens"] for one in said["prompts"] for _ in one["seeds"]]
         found = b""
         for number, count in enumerate(asked):
             tokens = tuple(random.randrange(32, 127) for _ in range(count))
             logprobs, versions = (LOGPROB,) * count, [(self.step, count)]
-            found += framed(Sampled(number, tokens, logprobs, versions, finish="length", engine=self.boot))
+            found += framed(Sampled(number, tokens, logprobs, versions, finish="length", engine=self.instance_id))
         return found
 
     async def on_nccl_start_receiver(self, said: Any) -> Any:
-        from tandem.engines.vllm.protocol.groups import StartReceiver
+        from tandem.engines.vllm.protocol import StartReceiver
         from tandem.transport.rendezvous import Rendezvous
 
         asked = StartReceiver(**said)

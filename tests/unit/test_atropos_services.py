@@ -56,10 +56,9 @@ def flags(port: int, mode: str = "lora_only", **given: Any) -> Reader:
 
 def lend(folder: Path, url: str, model: str = "m") -> str:
     """The file of an engine at ``url``; where it is."""
-    written = VllmBridge(
-        model=model, param_names=[], param_mappings={}, ipc_handles={"w": {}}, tandem={"places": {}, "url": url}
-    ).write(folder)
-    return str(written)
+    places = {"w": [{"device": "cpu"}]}
+    lent = {"kind": "host", "tensors": {"w": {"shape": [1], "dtype": "torch.float32"}}}
+    return str(VllmBridge.of_places(model, lent, places, url=url).write(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +122,7 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of an engine that serves m, not other"):
         running_engine(flags(9, "shared_vllm", model_name="other", vllm_config_path=file), {})
     Path(file).write_text("{")
-    with pytest.raises(ConfigError, match=r"--vllm-config-path: .* is not JSON"):
+    with pytest.raises(ConfigError, match=r"--vllm-config-path: .* is not as expected"):
         running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.transport import checksums as module
-from tandem.transport.checksums import Shard, Tally, checksum, checksums, digest
+from tandem.transport.checksums import ChecksumTally, Shard, checksum, checksums, digest
 
 ROOT = Path(__file__).parents[2]
 MASK = (1 << 64) - 1
@@ -92,9 +92,9 @@ def test_shards_add_up(rows: int, columns: int, cuts: tuple[list[int], list[int]
         for top, bottom in pairwise(across)
         for left, right in pairwise(down)
     ]
-    assert Tally(shards).take() == {"w": checksum(tensor)}
+    assert ChecksumTally(shards).take() == {"w": checksum(tensor)}
     if len(shards) > 1 and dtype is not torch.bool:
-        assert Tally(shards[1:]).take() != {"w": checksum(tensor)}
+        assert ChecksumTally(shards[1:]).take() != {"w": checksum(tensor)}
 
 
 def test_vectors_shard_by_rows() -> None:
@@ -160,7 +160,7 @@ def test_weights_do_not_change_as_their_table_grows() -> None:
 
 def test_a_tally_reads_what_is_there_now() -> None:
     weights = {"a": torch.randn(3, 4), "b": torch.nn.Parameter(torch.randn(5))}
-    tally = Tally(Shard(name, tensor) for name, tensor in weights.items())
+    tally = ChecksumTally(Shard(name, tensor) for name, tensor in weights.items())
     assert tally.take() == checksums(weights.items())
     weights["a"][1, 1] += 1
     assert tally.take()["a"] == reference(weights["a"])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.transport.buckets import Entry, Plan, manifest
+from tandem.transport.buckets import BucketPlan, TensorEntry, manifest
 from tandem.transport.collective import Member
 from tandem.transport.rendezvous import Rendezvous
 
@@ -344,21 +344,25 @@ def test_send_returns_when_the_last_tensor_was_copied_out() -> None:
 
 
 def test_buckets_are_a_function_of_the_manifest() -> None:
-    entries = [Entry("a", (10,), "int8"), Entry("b", (50,), "int8"), Entry("c", (500,), "bfloat16")]
-    entries += [Entry("d", (), "float32"), Entry("e", (30, 2), "bfloat16"), Entry("f", (1,), "float64")]
-    assert Plan(entries, 200).buckets[2].size == 200  # to the last byte
-    buckets = Plan(entries, 199).buckets
+    entries = [TensorEntry("a", (10,), "int8"), TensorEntry("b", (50,), "int8"), TensorEntry("c", (500,), "bfloat16")]
+    entries += [
+        TensorEntry("d", (), "float32"),
+        TensorEntry("e", (30, 2), "bfloat16"),
+        TensorEntry("f", (1,), "float64"),
+    ]
+    assert BucketPlan(entries, 200).buckets[2].size == 200  # to the last byte
+    buckets = BucketPlan(entries, 199).buckets
     assert [[part.name for part in bucket.parts] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
     assert [(part.start, part.stop) for part in buckets[0].parts] == [(0, 10), (64, 114)]
     assert buckets[1].size == 1000  # larger than a bucket: alone
-    assert len(Plan(entries, 10_000).buckets) == 1
-    assert len(Plan(entries, 1).buckets) == len(entries)
+    assert len(BucketPlan(entries, 10_000).buckets) == 1
+    assert len(BucketPlan(entries, 1).buckets) == len(entries)
 
 
 def test_large_tensors_need_no_room_in_a_bucket() -> None:
     large = {name: torch.empty(1 << 20) for name in ("b", "d")}
     named = {"a": torch.empty(3), "b": large["b"], "c": torch.empty(5), "d": large["d"]}
-    (bucket,) = Plan(manifest(named.items()), 1 << 30).buckets
+    (bucket,) = BucketPlan(manifest(named.items()), 1 << 30).buckets
     assert [part.alone for part in bucket.parts] == [False, True, False, True]
     assert bucket.packed == bucket.staged(large) == 64 + 20
     assert bucket.staged({}) == bucket.size == 128 + (2 << 22)
@@ -370,11 +374,11 @@ def test_large_tensors_need_no_room_in_a_bucket() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [Entry("none", (3, 0), "float32"), Entry("odd", (3,), "float7"), Entry("x", (3,), "nn")]
+    "entry", [TensorEntry("none", (3, 0), "float32"), TensorEntry("odd", (3,), "float7"), TensorEntry("x", (3,), "nn")]
 )
-def test_what_cannot_travel_is_named(entry: Entry) -> None:
+def test_what_cannot_travel_is_named(entry: TensorEntry) -> None:
     with pytest.raises(TransportError, match=entry.name):
-        Plan([Entry("fine", (3,), "int8"), entry], 100)
+        BucketPlan([TensorEntry("fine", (3,), "int8"), entry], 100)
 
 
 def test_who_never_joins_is_named_on_every_side(children: Children) -> None:

@@ -13,9 +13,9 @@ import torch
 from tiny import live_policy, logprobs_of, penalised, reference, support
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tandem.engines import _embedded_engine as embedded
 from tandem.engines.base import Engine
-from tandem.engines.embedded import Embedded
+from tandem.engines.embedded import engine as embedded
+from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model.policy import Policy
 from tandem.trainable.lora import Lora
@@ -293,11 +293,11 @@ def test_it_lends_the_policys_own_parameters(tiny_model: Path) -> None:
     with live_policy(tiny_model, trainable=Lora(rank=2)) as policy:
 
         async def work(engine: Any) -> dict[str, int]:
-            return {name: tensor.data_ptr() for name, tensor in (await engine.lend()).items()}
+            return {name: tensor.data_ptr() for name, tensor in (await engine.export_weights()).items()}
 
-        lent = run(policy, work)
-        assert lent == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
-        assert any("lora_A" in name for name in lent)
+        exported = run(policy, work)
+        assert exported == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
+        assert any("lora_A" in name for name in exported)
 
 
 def test_an_idle_engine_keeps_a_small_cache_and_gives_back_a_large_one(

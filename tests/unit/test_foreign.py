@@ -27,7 +27,7 @@ from tandem.broker.queue.store import Store
 from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
-from tandem.engines.vllm.client.engine import Vllm as Live
+from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.errors import BrokerError, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
@@ -287,7 +287,7 @@ def test_a_run_looks_at_its_own_engine(tmp_path: Path) -> None:
         ["sampling.top_k=5"],
         tmp_path / "r.yaml",
     ).config
-    engine, template = Live.__new__(Live), SimpleNamespace(decode=None)
+    engine, template = VllmEngine.__new__(VllmEngine), SimpleNamespace(decode=None)
     engine.fleet = SimpleNamespace(failure=None)  # type: ignore[assignment]
     parts: dict[str, Any] = {"folder": tmp_path, "template": template, "trained": StepCounter(0), "telemetry": None}
     source = broker_source(config, context=64, vocabulary=9, engine=engine, **parts)

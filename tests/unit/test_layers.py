@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.engines.embedded import Embedded
+from tandem.engines.embedded.spec import Embedded
 from tandem.errors import ConfigError
 from tandem.model import compilation, layers
 from tandem.model.attention import Packed

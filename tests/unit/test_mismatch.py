@@ -15,7 +15,7 @@ from mismatch_runs import STEPS, Engine, altered, exact, rows, told_by, trained
 
 from tandem.cli import app as cli
 from tandem.config import loading as config
-from tandem.engines._embedded_engine import EmbeddedEngine
+from tandem.engines.embedded.engine import EmbeddedEngine
 from tandem.errors import TandemError
 from tandem.tools.mismatch.look import Mismatch, look
 from tandem.tools.mismatch.recorded import spoken

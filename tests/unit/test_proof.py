@@ -16,7 +16,7 @@ import torch
 from scripted import Scripted, scripted
 from tiny import live_policy
 
-from tandem.engines.base import PROBE_SAMPLES, Probe
+from tandem.engines.base import PROBE_SAMPLES, ProbeResult
 from tandem.errors import StaleWeights
 from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
@@ -24,9 +24,8 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, Answer, Noise, drawn, nearer, scale
-from tandem.weight_sync.verify.probe import TESTS
-from tandem.weight_sync.verify.probe_text import PROBE
+from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, drawn, nearer, scale
+from tandem.weight_sync.verify.probe import PROBE, TESTS
 
 START = PolicyVersion(step=0, digest="")
 ALARM = FALSE_ALARMS / TESTS
@@ -41,7 +40,7 @@ def policy(tiny_model: Path) -> Iterator[Policy]:
 def answered(
     policy: Policy,
     model: Path,
-    change: Callable[[Probe], Probe],
+    change: Callable[[ProbeResult], ProbeResult],
     *,
     after: int = 1,
     trainable: Trainable | None = None,
@@ -57,7 +56,7 @@ def answered(
         model: folder that the engine starts on.
         change: what becomes of its answers from publish ``after`` on; 0 is the first.
         after: see change.
-        trains: what is trained.
+        trainable: what is trained.
         update: the optimizer's.
         folder: the run's.
         recent: rollouts.
@@ -89,21 +88,21 @@ def new_folder() -> Path:
     return Path(tempfile.mkdtemp())
 
 
-def sampled(probe: Probe, logprobs: Sequence[float]) -> Probe:
+def sampled(probe: ProbeResult, logprobs: Sequence[float]) -> ProbeResult:
     assert probe.sampled is not None
     return replace(probe, sampled=replace(probe.sampled, logprobs=tuple(logprobs)))
 
 
-def scored(probe: Probe, change: Callable[[int, float], float]) -> Probe:
+def scored(probe: ProbeResult, change: Callable[[int, float], float]) -> ProbeResult:
     return replace(probe, scored=tuple(change(i, x) for i, x in enumerate(probe.scored)))
 
 
-def text_of(policy: Policy, probe: Probe) -> list[int]:
+def text_of(policy: Policy, probe: ProbeResult) -> list[int]:
     """The tokens that were scored: the beginning of the text, as long as no rollouts are asked about."""
     return list(policy.tokenizer.encode(PROBE)[: len(probe.scored) + 1])
 
 
-def raw(policy: Policy, probe: Probe) -> Probe:
+def raw(policy: Policy, probe: ProbeResult) -> ProbeResult:
     """Logprobs of the distribution at temperature 1 of tokens that were drawn at 0.7."""
     assert probe.sampled is not None
     tokens = text_of(policy, probe)
@@ -114,9 +113,9 @@ def raw(policy: Policy, probe: Probe) -> Probe:
 
 
 def test_what_it_samples_is_compared_at_its_own_temperature(policy: Policy, tiny_model: Path) -> None:
-    asked: list[Probe] = []
+    asked: list[ProbeResult] = []
 
-    def noted(probe: Probe) -> Probe:
+    def noted(probe: ProbeResult) -> ProbeResult:
         asked.append(probe)
         return probe
 
@@ -132,7 +131,7 @@ def test_the_first_probe_measures_and_later_ones_are_short(
     asked: list[tuple[int, int]] = []
     probe = Scripted.probe
 
-    async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+    async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         asked.append((len(tokens), samples))
         return await probe(self, tokens, samples=samples)
 
@@ -147,10 +146,10 @@ def test_an_engine_that_was_started_again_is_measured_again(
     asked: list[int] = []
     probe = Scripted.probe
 
-    async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+    async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         asked.append(len(tokens))
         (found,) = await probe(self, tokens, samples=samples)
-        return [replace(found, name=f"engine of process {self.epoch}")]
+        return [replace(found, name=f"engine of process {self.restart_count}")]
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
@@ -201,7 +200,7 @@ def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_m
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
 def test_every_sampled_token_off_is_seen(policy: Policy, tiny_model: Path, after: int) -> None:
-    def lied(probe: Probe) -> Probe:
+    def lied(probe: ProbeResult) -> ProbeResult:
         assert probe.sampled is not None
         return sampled(probe, [x + 0.01 * (-1) ** i for i, x in enumerate(probe.sampled.logprobs)])
 
@@ -228,7 +227,7 @@ def test_what_is_no_number_is_refused_at_once(
 def test_a_sampled_token_that_the_model_does_not_have_is_no_lookup(policy: Policy, tiny_model: Path) -> None:
     """A GPU would end the process over it, and the run would end without a reason."""
 
-    def garbage(probe: Probe) -> Probe:
+    def garbage(probe: ProbeResult) -> ProbeResult:
         assert probe.sampled is not None
         tokens = (*probe.sampled.tokens[:-1], policy.head.weight.shape[0])
         return replace(probe, sampled=replace(probe.sampled, tokens=tokens))
@@ -257,7 +256,7 @@ def test_scores_of_other_weights_are_seen(
 
 @pytest.mark.slow
 def test_noise_above_the_tolerance_is_refused_and_the_recipe_may_allow_it(policy: Policy, tiny_model: Path) -> None:
-    def noisy(probe: Probe) -> Probe:
+    def noisy(probe: ProbeResult) -> ProbeResult:
         return scored(probe, lambda i, x: x + 0.5 * (-1) ** i)
 
     gap, _ = answered(policy, tiny_model, noisy, after=0, tolerance=1.0)
@@ -296,14 +295,14 @@ def grow(trainable: Trainable, policy: Policy) -> Callable[[], None]:
 )
 def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: Path, behind: int, said: str) -> None:
     """It answers as it did some publishes ago; the noise that is allowed would hide that."""
-    trainable, answers = Lora(rank=4, alpha=8), list[Probe]()
+    trainable, answers = Lora(rank=4, alpha=8), list[ProbeResult]()
 
     async def work(policy: Policy) -> None:
-        def noted(answer: Probe) -> Probe:
+        def noted(answer: ProbeResult) -> ProbeResult:
             answers.append(answer)
             return answer
 
-        def stale(probe: Probe) -> Probe:
+        def stale(probe: ProbeResult) -> ProbeResult:
             old = answers[-behind]
             return replace(probe, scored=(*old.scored, *probe.scored)[: len(probe.scored)])
 
@@ -327,7 +326,7 @@ def test_an_engine_that_leaves_the_adapter_out_is_seen(tiny_model: Path) -> None
     trainable = Lora(rank=4, alpha=8)
     with live_policy(tiny_model, trainable=trainable) as policy:
 
-        def bare(probe: Probe) -> Probe:
+        def bare(probe: ProbeResult) -> ProbeResult:
             tokens = text_of(policy, probe)
             off = trainable.untrained(policy.model)
             assert off is not None
@@ -342,7 +341,7 @@ def test_an_engine_that_leaves_the_adapter_out_is_seen(tiny_model: Path) -> None
 def test_each_of_several_engines_is_probed(policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Scripted.probe
 
-    async def both(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> list[Probe]:
+    async def both(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> list[ProbeResult]:
         (one,) = await probe(self, tokens, samples=samples)
         return [one, replace(scored(one, lambda i, x: x - 0.01), name="engine two")]
 
@@ -397,7 +396,7 @@ def test_residuals_are_errors_of_a_logit() -> None:
             bump[token] = 1e-6
             mine = float(torch.log_softmax(logits / temperature, 0)[token])
             engine = float(torch.log_softmax((logits + bump) / temperature, 0)[token])
-            (found,) = Answer((engine,), (mine,), temperature).residuals()
+            (found,) = LogprobComparison((engine,), (mine,), temperature).residuals()
             assert found == pytest.approx(1e-6, rel=1e-3)
 
 
@@ -431,11 +430,11 @@ def test_noise_is_rarely_doubted_and_never_refused(growth: float, tails: str) ->
     assert doubts <= 0.1 * 600 or growth > 1
 
 
-def answer_of(trainer: Sequence[float], residuals: Sequence[float]) -> Answer:
+def answer_of(trainer: Sequence[float], residuals: Sequence[float]) -> LogprobComparison:
     """An engine whose logits are off by these."""
-    exact = Answer(tuple(trainer), tuple(trainer))
+    exact = LogprobComparison(tuple(trainer), tuple(trainer))
     engine = tuple(t + r * f for t, r, f in zip(trainer, residuals, exact.scales(), strict=True))
-    return Answer(engine, tuple(trainer))
+    return LogprobComparison(engine, tuple(trainer))
 
 
 @pytest.mark.slow
@@ -457,7 +456,7 @@ def test_noise_is_mistaken_for_no_other_weights(effect: float, rounded: str, hea
         other, engine = sized(true, effect, 1), sized(true, 0.02, 2)
         if rounded == "all three":
             true, other = sized(true, 0.02, 3), sized(other, 0.02, 4)
-        least = min(least, nearer(Answer(tuple(engine), tuple(true)), other, 0.02))
+        least = min(least, nearer(LogprobComparison(tuple(engine), tuple(true)), other, 0.02))
     assert least > 1e-4  # of 400; what refuses is below 1e-9
 
 
@@ -466,13 +465,15 @@ def test_other_weights_that_are_apart_by_the_noise_are_seen(which: str) -> None:
     mine = [-abs(x) for x in noisy([-2.0] * 256, 1.0, 0)]
     others = {name: noisy(mine, 0.08, seed) for name, seed in (("one", 1), ("another", 2))}
     engine = noisy(others[which], 0.04, 3)
-    found = {name: nearer(Answer(tuple(engine), tuple(mine)), other, 0.04) for name, other in others.items()}
+    found = {name: nearer(LogprobComparison(tuple(engine), tuple(mine)), other, 0.04) for name, other in others.items()}
     assert {name for name, p in found.items() if p < ALARM} == {which}
     honest = noisy(mine, 0.04, 4)
-    assert all(nearer(Answer(tuple(honest), tuple(mine)), other, 0.04) > SUSPICION for other in others.values())
+    assert all(
+        nearer(LogprobComparison(tuple(honest), tuple(mine)), other, 0.04) > SUSPICION for other in others.values()
+    )
 
 
 def test_the_same_weights_are_nobody_elses() -> None:
     mine = noisy([-2.0] * 64, 0.5, 0)
-    assert nearer(Answer(tuple(mine), tuple(mine)), mine, 0.01) == 1.0
-    assert nearer(Answer(tuple(noisy(mine, 0.01, 1)), tuple(mine)), mine, 0.01) == 1.0
+    assert nearer(LogprobComparison(tuple(mine), tuple(mine)), mine, 0.01) == 1.0
+    assert nearer(LogprobComparison(tuple(noisy(mine, 0.01, 1)), tuple(mine)), mine, 0.01) == 1.0

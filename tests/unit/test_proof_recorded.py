@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
+from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, likelihood, nearer, scale
 from tandem.weight_sync.verify.probe import TESTS
 
 FILES = sorted((Path(__file__).parent.parent / "noise").glob("*.xz"))
@@ -27,8 +27,8 @@ ALARM = FALSE_ALARMS / TESTS
 class Publish:
     """What was answered after one."""
 
-    scored: Answer
-    sampled: Answer
+    scored: LogprobComparison
+    sampled: LogprobComparison
     untempered: list[float]
 
 
@@ -42,14 +42,14 @@ def read(file: Path) -> Iterator[Publish]:
         row = json.loads(line)
         engine, trainer, untempered = row["sampled"]
         yield Publish(
-            scored=Answer(*map(tuple, row["scored"])),
-            sampled=Answer(tuple(engine), tuple(trainer), 0.7),
+            scored=LogprobComparison(*map(tuple, row["scored"])),
+            sampled=LogprobComparison(tuple(engine), tuple(trainer), 0.7),
             untempered=untempered,
         )
 
 
-def first_of(answer: Answer, tokens: int) -> Answer:
-    return Answer(answer.engine[:tokens], answer.trainer[:tokens], answer.temperature)
+def first_of(answer: LogprobComparison, tokens: int) -> LogprobComparison:
+    return LogprobComparison(answer.engine[:tokens], answer.trainer[:tokens], answer.temperature)
 
 
 def measured(publish: Publish, floor: float) -> Noise:
@@ -123,8 +123,10 @@ def test_of_halves_of_one_publish_neither_has_more_noise(recorded: list[Publish]
         half = len(publish.scored.engine) // 2
         noise = Noise(floor=1e-9)
         noise.learn([first_of(publish.scored, half)])
-        rest = Answer(publish.scored.engine[half:], publish.scored.trainer[half:])
-        doubled = Answer(tuple(t + 2 * (e - t) for e, t in zip(rest.engine, rest.trainer, strict=True)), rest.trainer)
+        rest = LogprobComparison(publish.scored.engine[half:], publish.scored.trainer[half:])
+        doubled = LogprobComparison(
+            tuple(t + 2 * (e - t) for e, t in zip(rest.engine, rest.trainer, strict=True)), rest.trainer
+        )
         chances.append(noise.excess(doubled))  # twice the noise is the limit
     assert min(chances) > 1e-6
     assert sorted(chances)[len(chances) // 2] > 0.05
@@ -140,14 +142,14 @@ def test_logprobs_without_the_temperature_are_doubted_by_four_tokens_and_refused
         good = publish.sampled
         rounding = [e - t for e, t in zip(good.engine, good.trainer, strict=True)]
         raw = tuple(u + r for u, r in zip(publish.untempered, rounding, strict=True))
-        wrong = Answer(raw, good.trainer, 0.7)
+        wrong = LogprobComparison(raw, good.trainer, 0.7)
         assert min(noise.excess(wrong), nearer(wrong, publish.untempered, noise.scale)) < ALARM
         for at in range(0, len(raw), 4):
             few = slice(at, at + 4)
-            of_four = Answer(raw[few], good.trainer[few], 0.7)
+            of_four = LogprobComparison(raw[few], good.trainer[few], 0.7)
             doubted += likelihood(of_four, publish.untempered[few], noise.scale) < SUSPICION
             seen += 1
-            healthy = Answer(good.engine[few], good.trainer[few], 0.7)
+            healthy = LogprobComparison(good.engine[few], good.trainer[few], 0.7)
             assert likelihood(healthy, publish.untempered[few], noise.scale) > SUSPICION
     assert doubted > 0.98 * seen
 
@@ -165,4 +167,4 @@ def test_other_weights_are_refused_where_they_differ_by_the_noise(recorded: list
             t + s * (-1) ** (hash((seed, i)) % 2) for i, (t, s) in enumerate(zip(answer.trainer, size, strict=True))
         ]
         engine = [o + e - t for o, e, t in zip(other, answer.engine, answer.trainer, strict=True)]
-        assert nearer(Answer(tuple(engine), answer.trainer), other, noise.scale) < ALARM
+        assert nearer(LogprobComparison(tuple(engine), answer.trainer), other, noise.scale) < ALARM

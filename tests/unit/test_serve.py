@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -17,12 +18,12 @@ import yaml
 
 from tandem.cli.serve import serve
 from tandem.config import loading as config
-from tandem.engines.embedded import Embedded
+from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm.client.process import EngineProcess, environment
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.assemble import engine_needs
+from tandem.trainer.assemble import engine_requirements
 from tandem.transport import sharing
 from tandem.transport.bridge import VLLM_FILE, VllmBridge
 from tandem.weight_sync.shared import Shared
@@ -118,7 +119,7 @@ def test_the_file_is_for_engines_that_run_already() -> None:
 
 def test_weights_are_found_by_the_file_under_their_own_names(tmp_path: Path) -> None:
     fused = torch.arange(24.0).view(6, 4)
-    lent = sharing.lend_host({"qkv.weight": fused, "norm.weight": torch.ones(4)}, tmp_path / "weights")
+    exported = sharing.export_host({"qkv.weight": fused, "norm.weight": torch.ones(4)}, tmp_path / "weights")
 
     def place(name: str, first: int, shape: list[int]) -> list[dict[str, Any]]:
         stride = [4, 1][-len(shape) :]
@@ -129,7 +130,7 @@ def test_weights_are_found_by_the_file_under_their_own_names(tmp_path: Path) -> 
         "k": place("qkv.weight", 16, [2, 4]),
         "n": place("norm.weight", 0, [4]),
     }
-    written = VllmBridge.lending("m", lent.description, places, url="http://x:1").write(tmp_path)
+    written = VllmBridge.of_places("m", exported.description, places, url="http://x:1").write(tmp_path)
     assert written == tmp_path / VLLM_FILE
     found = VllmBridge.read(tmp_path)
     assert found.param_names == ["norm.weight", "qkv.weight"]
@@ -138,18 +139,21 @@ def test_weights_are_found_by_the_file_under_their_own_names(tmp_path: Path) -> 
     attached = found.attach()
     assert torch.equal(attached["k"], fused[4:])
     attached["k"].fill_(7)
-    assert lent.tensors["qkv.weight"][4:].eq(7).all(), "it is the lender's memory"
-    assert torch.equal(lent.tensors["qkv.weight"][:4], fused[:4])
-    lent.close()
+    assert exported.tensors["qkv.weight"][4:].eq(7).all(), "it is the lender's memory"
+    assert torch.equal(exported.tensors["qkv.weight"][:4], fused[:4])
+    exported.close()
     with pytest.raises(TransportError, match="restarted"):
         found.attach()
 
 
 def test_a_file_that_does_not_say_where_names_lie_is_refused(tmp_path: Path) -> None:
-    lent = sharing.lend_host({"w": torch.ones(2)}, tmp_path / "weights")
+    exported = sharing.export_host({"w": torch.ones(2)}, tmp_path / "weights")
+    path = VllmBridge.of_places("m", exported.description, {"w": [{"device": "cpu"}]}).write(tmp_path)
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "tandem": {"lent": fields["tandem"]["lent"]}}))
     with pytest.raises(TransportError, match="tandem serve engine"):
-        VllmBridge.describing("m", lent.description, {}).attach()
-    lent.close()
+        VllmBridge.read(path).attach()
+    exported.close()
 
 
 def test_an_engine_wraps_the_layers_that_are_adapted_and_never_the_head(tmp_path: Path, tiny_model: Path) -> None:
@@ -161,9 +165,9 @@ def test_an_engine_wraps_the_layers_that_are_adapted_and_never_the_head(tmp_path
         path = recipe(tmp_path, model=str(tiny_model), trainable={"kind": "lora", **options}, sync="hotswap")
         found = config.load(path).config
         assert isinstance(found.engine, Vllm)
-        command = found.engine.command(engine_needs(found, tmp_path), 64, model="m", port=1)
+        command = found.engine.command(engine_requirements(found, tmp_path), 64, model="m", port=1)
         first = command.index("--lora-target-modules") + 1
         assert command[first : first + len(names.split())] == names.split()
         assert not {"lm_head", "embed_tokens"} & set(command)
     plain = config.load(recipe(tmp_path, model=str(tiny_model))).config
-    assert engine_needs(plain, tmp_path).targets == ()
+    assert engine_requirements(plain, tmp_path).targets == ()

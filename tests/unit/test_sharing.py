@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.transport import cuda_ipc as _cuda_ipc
 from tandem.transport import sharing
-from tandem.transport.sharing import attach, lend_cuda, lend_host, remove_orphans
+from tandem.transport.sharing import attach, export_cuda, export_host, remove_orphans
 
 CHILD = """
 import json, sys
@@ -54,7 +53,7 @@ for line in sys.stdin:
         elif job["do"] == "allocated":
             out = torch.cuda.memory_allocated()
         elif job["do"] == "lend":
-            lent = sharing.lend_host({"w": torch.arange(6.0)}, Path(job["path"]))
+            lent = sharing.export_host({"w": torch.arange(6.0)}, Path(job["path"]))
             out = lent.description
         elif job["do"] == "forget":
             held = {}
@@ -133,35 +132,35 @@ def bits(tensor: Tensor) -> bytes:
 @pytest.mark.slow
 def test_each_side_sees_the_others_writes(folder: Path) -> None:
     given = weights()
-    lent = lend_host(given, folder / "w")
+    exported = export_host(given, folder / "w")
     with second_process() as peer:
-        assert peer("attach", description=lent.description) is None
+        assert peer("attach", description=exported.description) is None
         for name, tensor in given.items():
             if name != "nan":
                 assert peer("read", name=name) == tensor.double().tolist()
-        lent.tensors["k"].fill_(-3)
+        exported.tensors["k"].fill_(-3)
         assert peer("read", name="k") == [[-3.0] * 4] * 2
         peer("fill", name="embed", value=7)
-    assert lent.tensors["head"].eq(7).all()
-    assert torch.equal(lent.tensors["q"], given["q"])
+    assert exported.tensors["head"].eq(7).all()
+    assert torch.equal(exported.tensors["q"], given["q"])
 
 
 def test_tensors_come_back_as_they_were(folder: Path) -> None:
     given = weights()
-    lent = lend_host(given, folder / "w")
-    attached = attach(json.loads(json.dumps(lent.description)))
+    exported = export_host(given, folder / "w")
+    attached = attach(json.loads(json.dumps(exported.description)))
     for name, tensor in given.items():
-        for found in (lent.tensors[name], attached[name]):
+        for found in (exported.tensors[name], attached[name]):
             assert (found.shape, found.dtype, found.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
             assert bits(found) == bits(tensor)
             assert found.data_ptr() != tensor.data_ptr()
-    assert list(lent.tensors) == list(attached) == list(given)
+    assert list(exported.tensors) == list(attached) == list(given)
 
 
 @pytest.mark.parametrize("side", ["lender", "borrower"])
 def test_aliases_stay_aliases_and_others_stay_apart(folder: Path, side: str) -> None:
-    lent = lend_host(weights(), folder / "w")
-    found = lent.tensors if side == "lender" else attach(lent.description)
+    exported = export_host(weights(), folder / "w")
+    found = exported.tensors if side == "lender" else attach(exported.description)
     storage = {name: tensor.untyped_storage() for name, tensor in found.items()}
     assert found["embed"].data_ptr() == found["head"].data_ptr()
     assert storage["q"].data_ptr() == storage["k"].data_ptr()
@@ -174,34 +173,34 @@ def test_aliases_stay_aliases_and_others_stay_apart(folder: Path, side: str) -> 
 
 def test_tied_tensors_take_their_memory_once(folder: Path) -> None:
     tied = torch.zeros(1 << 16)
-    lent = lend_host({"a": tied, "b": tied, "c": tied[10:]}, folder / "w")
+    exported = export_host({"a": tied, "b": tied, "c": tied[10:]}, folder / "w")
     assert (folder / "w").stat().st_size == 64 + 4 * (1 << 16)
-    lent.tensors["c"][0] = 5
-    assert lent.tensors["a"][10] == lent.tensors["b"][10] == 5
+    exported.tensors["c"][0] = 5
+    assert exported.tensors["a"][10] == exported.tensors["b"][10] == 5
 
 
 def test_only_the_part_of_a_storage_that_is_named_is_copied(folder: Path) -> None:
     whole = torch.arange(10_000.0)
-    lent = lend_host({"part": whole[1003:1103]}, folder / "w")
+    exported = export_host({"part": whole[1003:1103]}, folder / "w")
     assert (folder / "w").stat().st_size < 64 + 400 + 128
-    assert torch.equal(lent.tensors["part"], whole[1003:1103])
+    assert torch.equal(exported.tensors["part"], whole[1003:1103])
     # 1003 elements of 4 bytes into its storage: relative to the alignment, it lies as before.
-    assert lent.tensors["part"].data_ptr() % 64 == whole[1003:].data_ptr() % 64
+    assert exported.tensors["part"].data_ptr() % 64 == whole[1003:].data_ptr() % 64
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_parts_of_one_storage_are_copied_together(folder: Path, order: str) -> None:
     whole = torch.arange(1000.0)
     parts = {"a": whole[100:200], "b": whole[700:900]}
-    lent = lend_host({name: parts[name] for name in order}, folder / "w")
+    exported = export_host({name: parts[name] for name in order}, folder / "w")
     for name in order:
-        assert torch.equal(lent.tensors[name], parts[name])
-    assert lent.tensors["b"].data_ptr() - lent.tensors["a"].data_ptr() == 600 * 4
+        assert torch.equal(exported.tensors[name], parts[name])
+    assert exported.tensors["b"].data_ptr() - exported.tensors["a"].data_ptr() == 600 * 4
 
 
 def test_every_storage_is_aligned(folder: Path) -> None:
-    lent = lend_host({str(n): torch.zeros(n, dtype=torch.int8) for n in (1, 3, 64, 65, 130)}, folder / "w")
-    for tensor in [*lent.tensors.values(), *attach(lent.description).values()]:
+    exported = export_host({str(n): torch.zeros(n, dtype=torch.int8) for n in (1, 3, 64, 65, 130)}, folder / "w")
+    for tensor in [*exported.tensors.values(), *attach(exported.description).values()]:
         assert tensor.data_ptr() % 64 == 0
 
 
@@ -209,16 +208,16 @@ def test_every_storage_is_aligned(folder: Path) -> None:
 def test_there_is_no_second_copy() -> None:
     size = 64 << 20
     path = sharing.SHARED_MEMORY / f"tandem-test-{os.getpid()}"
-    lent = lend_host({"w": torch.zeros(size, dtype=torch.uint8)}, path)
+    exported = export_host({"w": torch.zeros(size, dtype=torch.uint8)}, path)
     try:
         with second_process() as peer:
-            peer("attach", description=lent.description)
+            peer("attach", description=exported.description)
             grown = peer("add everywhere")
         assert grown["RssShmem"] >= size
         assert grown["RssAnon"] < size / 8
-        assert lent.tensors["w"].eq(1).all()
+        assert exported.tensors["w"].eq(1).all()
     finally:
-        lent.close()
+        exported.close()
 
 
 @pytest.mark.slow
@@ -240,14 +239,14 @@ def test_memory_survives_its_lender(folder: Path) -> None:
 
 
 def test_closing_takes_the_name_and_leaves_the_memory(folder: Path) -> None:
-    lent = lend_host({"w": torch.ones(3)}, folder / "w")
-    attached = attach(lent.description)
+    exported = export_host({"w": torch.ones(3)}, folder / "w")
+    attached = attach(exported.description)
     assert (folder / "w").stat().st_mode & 0o777 == 0o600
-    lent.close()
-    lent.close()
+    exported.close()
+    exported.close()
     assert list(folder.iterdir()) == []
     attached["w"].fill_(4)
-    assert lent.tensors["w"].tolist() == [4, 4, 4]
+    assert exported.tensors["w"].tolist() == [4, 4, 4]
 
 
 @pytest.mark.slow
@@ -265,9 +264,9 @@ def test_a_lender_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
 def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
     code = (
         "import os, pathlib, sys, torch\n"
-        "from tandem.transport.sharing import lend_host\n"
+        "from tandem.transport.sharing import export_host\n"
         "path = pathlib.Path(sys.argv[1])\n"
-        "lent = lend_host({'w': torch.ones(3)}, path)\n"
+        "lent = export_host({'w': torch.ones(3)}, path)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    lent.close()\n"
@@ -282,10 +281,10 @@ def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
 
 
 def test_closing_leaves_another_file_of_that_name(folder: Path) -> None:
-    lent = lend_host({"w": torch.ones(3)}, folder / "w")
+    exported = export_host({"w": torch.ones(3)}, folder / "w")
     (folder / "w").unlink()
     (folder / "w").write_text("mine")
-    lent.close()
+    exported.close()
     assert (folder / "w").read_text() == "mine"
 
 
@@ -294,7 +293,7 @@ def test_orphans_are_only_our_own(folder: Path) -> None:
     (folder / "folder").mkdir()
     os.mkfifo(folder / "pipe")
     (folder / "link").symlink_to(folder / "theirs")
-    live = lend_host({"w": torch.ones(3)}, folder / "live")
+    live = export_host({"w": torch.ones(3)}, folder / "live")
     assert remove_orphans(folder) == []
     assert attach(live.description)["w"].tolist() == [1, 1, 1]
 
@@ -309,14 +308,14 @@ def test_orphans_are_only_our_own(folder: Path) -> None:
 )
 def test_what_cannot_be_lent_is_named(folder: Path, tensor: Tensor, why: str) -> None:
     with pytest.raises(TransportError, match=f"bad.*{why}"):
-        lend_host({"good": torch.ones(1), "bad": tensor}, folder / "w")
+        export_host({"good": torch.ones(1), "bad": tensor}, folder / "w")
     assert list(folder.iterdir()) == []
 
 
 def test_a_file_that_exists_is_left_alone(folder: Path) -> None:
     (folder / "w").write_text("mine")
     with pytest.raises(TransportError, match=r"File exists.*remove_orphans"):
-        lend_host({"w": torch.ones(1)}, folder / "w")
+        export_host({"w": torch.ones(1)}, folder / "w")
     assert (folder / "w").read_text() == "mine"
 
 
@@ -326,7 +325,7 @@ def test_too_little_memory_is_said_before_anything_is_written(folder: Path, monk
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(TransportError, match=r"MiB free, but 0 MiB are to be lent.*shm-size"):
-        lend_host({"w": torch.ones(1)}, folder / "w")
+        export_host({"w": torch.ones(1)}, folder / "w")
     assert list(folder.iterdir()) == []
 
 
@@ -336,15 +335,15 @@ def test_a_failure_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "frombuffer", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lend_host({"w": torch.ones(1)}, folder / "w")
+        export_host({"w": torch.ones(1)}, folder / "w")
     assert list(folder.iterdir()) == []
 
 
 def test_the_file_of_a_restarted_lender_is_not_mistaken(folder: Path) -> None:
-    first = lend_host({"w": torch.ones(3)}, folder / "w")
+    first = export_host({"w": torch.ones(3)}, folder / "w")
     stale = first.description
     first.close()
-    second = lend_host({"w": torch.zeros(3)}, folder / "w")
+    second = export_host({"w": torch.zeros(3)}, folder / "w")
     with pytest.raises(TransportError, match=r"not the file that was described.*new description"):
         attach(stale)
     assert attach(second.description)["w"].tolist() == [0, 0, 0]
@@ -369,8 +368,8 @@ def test_the_file_of_a_restarted_lender_is_not_mistaken(folder: Path) -> None:
     ],
 )
 def test_a_wrong_description_of_a_tensor_is_refused(folder: Path, change: dict[str, Any], why: str) -> None:
-    lent = lend_host({"w": torch.ones(3, 4)}, folder / "w")
-    wrong = copy.deepcopy(lent.description)
+    exported = export_host({"w": torch.ones(3, 4)}, folder / "w")
+    wrong = copy.deepcopy(exported.description)
     wrong["tensors"]["w"].update(change)
     with pytest.raises(TransportError, match=why):
         attach(wrong)
@@ -378,17 +377,17 @@ def test_a_wrong_description_of_a_tensor_is_refused(folder: Path, change: dict[s
 
 @pytest.mark.parametrize("field", ["kind", "tensors", "path", "size", "token"])
 def test_a_field_that_lacks_is_named(folder: Path, field: str) -> None:
-    lent = lend_host({"w": torch.ones(3)}, folder / "w")
+    exported = export_host({"w": torch.ones(3)}, folder / "w")
     with pytest.raises(TransportError, match=field):
-        attach({key: value for key, value in lent.description.items() if key != field})
+        attach({key: value for key, value in exported.description.items() if key != field})
 
 
 @pytest.mark.parametrize("field", ["storage_size", "storage_offset", "shape", "dtype"])
 def test_a_field_of_a_tensor_that_lacks_is_named(folder: Path, field: str) -> None:
-    lent = lend_host({"w": torch.ones(3)}, folder / "w")
-    del lent.description["tensors"]["w"][field]
+    exported = export_host({"w": torch.ones(3)}, folder / "w")
+    del exported.description["tensors"]["w"][field]
     with pytest.raises(TransportError, match=field):
-        attach(lent.description)
+        attach(exported.description)
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -397,12 +396,12 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 def test_what_is_expected_must_be_lent(folder: Path) -> None:
-    lent = lend_host({"w": torch.ones(3, dtype=torch.bfloat16)}, folder / "w")
+    exported = export_host({"w": torch.ones(3, dtype=torch.bfloat16)}, folder / "w")
     good = torch.empty(3, dtype=torch.bfloat16, device="meta")
-    attach(lent.description, expect={"w": good})
+    attach(exported.description, expect={"w": good})
     for name, wrong in (("w", good.float()), ("w", good[:2]), ("v", good)):
         with pytest.raises(TransportError, match=rf"^{name}: expected torch"):
-            attach(lent.description, expect={name: wrong})
+            attach(exported.description, expect={name: wrong})
 
 
 # --- CUDA: what is told, without a GPU; what is true, with one ---
@@ -412,7 +411,7 @@ class FakeGpus:
     """Exports host storages under handles, and opens them as the driver would in the other process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lent: dict[bytes, torch.UntypedStorage] = {}
+        self.exported: dict[bytes, torch.UntypedStorage] = {}
         self.opened: list[tuple[Any, ...]] = []
         self.visible = ["GPU-a", "GPU-b"]
         self.letter = b"c"
@@ -420,22 +419,22 @@ class FakeGpus:
         monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", self.open, raising=False)
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.visible))
-        monkeypatch.setattr(_cuda_ipc, "_uuid", lambda index: self.visible[index])
+        monkeypatch.setattr(sharing, "gpu_uuid", lambda index: self.visible[index])
         monkeypatch.setattr(sharing, "_refuse", lambda *_: None)
 
     def share(self) -> Any:
         def _share_cuda_(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-            handle = b"\x02" + self.letter + bytes([len(self.lent)]) * (64 if self.letter == b"c" else 40)
-            self.lent[handle] = storage
+            handle = b"\x02" + self.letter + bytes([len(self.exported)]) * (64 if self.letter == b"c" else 40)
+            self.exported[handle] = storage
             return 1, handle, storage.nbytes(), 512, b"/counter", 3, b"\xff\x00event", True
 
         return _share_cuda_
 
     def open(self, *arguments: Any) -> torch.UntypedStorage:
         self.opened.append(arguments)
-        if arguments[1] not in self.lent:
+        if arguments[1] not in self.exported:
             raise RuntimeError("CUDA error: invalid resource handle\nand a page of advice")
-        return self.lent[arguments[1]]
+        return self.exported[arguments[1]]
 
 
 @pytest.fixture
@@ -445,13 +444,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 
 def test_cuda_handles_travel_as_json(gpus: FakeGpus) -> None:
     given = weights()
-    description = json.loads(json.dumps(lend_cuda(given)))
+    description = json.loads(json.dumps(export_cuda(given)))
     assert set(description["tensors"]["k"]) == {
         "device_index", "device_uuid", "ipc_handle_b64", "storage_size", "storage_offset", "ref_counter_handle_b64",
         "ref_counter_offset", "event_handle_b64", "event_sync_required", "shape", "dtype", "stride",
         "tensor_storage_offset",
     }  # fmt: skip
-    assert len(gpus.lent) == 6  # a handle for each storage, not for each tensor
+    assert len(gpus.exported) == 6  # a handle for each storage, not for each tensor
     gpus.visible = ["GPU-c", "GPU-d", "GPU-b"]  # numbered otherwise here
     attached = attach(description)
     assert len(gpus.opened) == 6
@@ -465,7 +464,7 @@ def test_cuda_handles_travel_as_json(gpus: FakeGpus) -> None:
 
 def test_a_description_of_atropos_is_understood(gpus: FakeGpus) -> None:
     weight = torch.randn(3, 4)
-    entry = lend_cuda({"w": weight})["tensors"]["w"]
+    entry = export_cuda({"w": weight})["tensors"]["w"]
     entry["storage_offset_orig"] = entry.pop("storage_offset")
     for key in ("device_uuid", "stride", "tensor_storage_offset"):
         del entry[key]
@@ -475,15 +474,15 @@ def test_a_description_of_atropos_is_understood(gpus: FakeGpus) -> None:
 
 
 def test_a_gpu_that_is_not_visible_is_named(gpus: FakeGpus) -> None:
-    description = lend_cuda({"w": torch.ones(2)})
+    description = export_cuda({"w": torch.ones(2)})
     gpus.visible = ["GPU-c"]
     with pytest.raises(TransportError, match=r"GPU-b, but this process sees GPU-c.*CUDA_VISIBLE_DEVICES"):
         attach(description)
 
 
 def test_a_stale_cuda_handle_says_what_to_do(gpus: FakeGpus) -> None:
-    description = lend_cuda({"w": torch.ones(2)})
-    gpus.lent.clear()
+    description = export_cuda({"w": torch.ones(2)})
+    gpus.exported.clear()
     with pytest.raises(TransportError, match=r"invalid resource handle\);.*new description$"):
         attach(description)
 
@@ -491,19 +490,19 @@ def test_a_stale_cuda_handle_says_what_to_do(gpus: FakeGpus) -> None:
 def test_expandable_segments_are_refused(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.letter = b"e"
     with pytest.raises(TransportError, match=r"w lies in an expandable segment.*PYTORCH_CUDA_ALLOC_CONF"):
-        lend_cuda({"w": torch.ones(2)})
+        export_cuda({"w": torch.ones(2)})
 
     def fails(_: torch.UntypedStorage) -> None:
         raise RuntimeError("invalid argument")
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", fails, raising=False)
     with pytest.raises(TransportError, match=r"w cannot be exported.*sleep mode"):
-        lend_cuda({"w": torch.ones(2)})
+        export_cuda({"w": torch.ones(2)})
 
 
 def test_host_tensors_have_no_cuda_handle() -> None:
-    with pytest.raises(TransportError, match="w is on cpu; lend_cuda lends cuda"):
-        lend_cuda({"w": torch.ones(2)})
+    with pytest.raises(TransportError, match="w is on cpu; export_cuda lends cuda"):
+        export_cuda({"w": torch.ones(2)})
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -513,7 +512,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 def test_gpu_memory_is_one_for_both() -> None:
     fused = torch.randn(1 << 20, 16, dtype=torch.bfloat16, device="cuda")
     given = {"q": fused[: 1 << 19], "k": fused[1 << 19 :], "scale": torch.tensor(2.5, device="cuda")}
-    description = lend_cuda(given)
+    description = export_cuda(given)
     with pytest.raises(TransportError, match="cannot be attached"):
         attach(description)  # the driver opens a handle in another process only
     with second_process() as peer:
@@ -536,8 +535,8 @@ def test_gpu_memory_is_one_for_both() -> None:
 @needs_gpu
 def test_expandable_segments_are_refused_on_a_gpu() -> None:
     code = (
-        "import torch\nfrom tandem.transport.sharing import lend_cuda\n"
-        "lend_cuda({'w': torch.zeros(1 << 24, device='cuda')})\n"
+        "import torch\nfrom tandem.transport.sharing import export_cuda\n"
+        "export_cuda({'w': torch.zeros(1 << 24, device='cuda')})\n"
     )
     done = run(code, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert "TransportError: w " in done.stderr

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.loading import RunConfig
-from tandem.engines.base import Adapter, CanLend, Engine, EngineSpec, Health
-from tandem.engines.embedded import Embedded
+from tandem.engines.base import Engine, EngineSpec, ExportsWeights, Health, LoraAdapter
+from tandem.engines.embedded.spec import Embedded
 from tandem.engines.fake import Fake
 from tandem.engines.vllm.spec import Vllm
 from tandem.envs.arithmetic import Arithmetic
@@ -41,8 +41,7 @@ from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import SPARE, Hotswap
 from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.verify.probe import Checksums, differing
-from tandem.weight_sync.verify.probe_text import PROBE
+from tandem.weight_sync.verify.probe import PROBE, Checksums, differing
 
 START = PolicyVersion(step=0, digest="")
 
@@ -60,7 +59,7 @@ class Watched(Engine):
     inner: Any
     events: list[str] = field(default_factory=list)
     comes: list[int | None] = field(default_factory=list)
-    lent: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    exported: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     scored: Callable[[list[float]], list[float]] = lambda logprobs: logprobs
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
@@ -73,9 +72,9 @@ class Watched(Engine):
     def version(self) -> PolicyVersion:
         return self.inner.version()  # type: ignore[no-any-return]
 
-    async def stamp(self, version: PolicyVersion) -> None:
-        self.events.append("stamp")
-        await self.inner.stamp(version)
+    async def set_version(self, version: PolicyVersion) -> None:
+        self.events.append("set_version")
+        await self.inner.set_version(version)
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         self.events.append("drain" if finish else "pause")
@@ -96,8 +95,8 @@ class Watched(Engine):
     def context(self) -> int:
         return self.inner.context  # type: ignore[no-any-return]
 
-    async def lend(self) -> dict[str, Tensor]:
-        return {name: self.lent(name, tensor) for name, tensor in (await self.inner.lend()).items()}
+    async def export_weights(self) -> dict[str, Tensor]:
+        return {name: self.exported(name, tensor) for name, tensor in (await self.inner.export_weights()).items()}
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Attesting(Watched):
         self.events.append("compare")
         return {"the engine": checksums(self.held.items())}
 
-    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Tensor]]:
+    def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Tensor]]:
         return adapter.tensors
 
 
@@ -118,8 +117,8 @@ class Attesting(Watched):
 class Copied(WeightSync):
     """A way that copies to what the engine is said to hold; ``fault`` changes it on arrival."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"weights"})
-    capability: ClassVar[type] = CanLend
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights"})
+    capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     fault: Callable[[dict[str, Tensor]], None] = lambda held: None
@@ -180,7 +179,7 @@ def refused(
                 raise AssertionError("it must not open")
         assert type(caught.value) is kind
         assert await is_paused(engine)
-        assert "stamp" not in engine.events
+        assert "set_version" not in engine.events
         assert "resume" not in engine.events
         return str(caught.value)
 
@@ -228,7 +227,7 @@ def test_an_adapter_is_published(tiny_model: Path) -> None:
 def test_another_tensor_than_the_trainers_is_refused(policy: Policy) -> None:
     """Equal bytes are not enough for shared: the next optimizer step would not reach them."""
     name = "model.layers.1.mlp.up_proj.weight"
-    said = refused(policy, Shared(), UnsupportedPair, lent=lambda n, t: t.clone() if n == name else t)
+    said = refused(policy, Shared(), UnsupportedPair, exported=lambda n, t: t.clone() if n == name else t)
     assert name in said
 
 
@@ -319,10 +318,10 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("sync", "order"),
     [
-        (CopiedAtRest, ["pause", "release", "optimizer", "pause", "move", "compare", "score", "stamp", "resume"]),
-        (Copied, ["optimizer", "pause", "release", "move", "compare", "score", "stamp", "resume"]),
-        (CopiedDrained, ["optimizer", "drain", "move", "compare", "score", "stamp", "resume", "release"]),
-        (CopiedLive, ["optimizer", "move", "compare", "score", "stamp", "resume", "release"]),
+        (CopiedAtRest, ["pause", "release", "optimizer", "pause", "move", "compare", "score", "set_version", "resume"]),
+        (Copied, ["optimizer", "pause", "release", "move", "compare", "score", "set_version", "resume"]),
+        (CopiedDrained, ["optimizer", "drain", "move", "compare", "score", "set_version", "resume", "release"]),
+        (CopiedLive, ["optimizer", "move", "compare", "score", "set_version", "resume", "release"]),
     ],
 )
 def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[str]) -> None:
@@ -399,10 +398,10 @@ CAN: list[tuple[WeightSync, Trainable, EngineSpec]] = [
     (Restart(), Full(), Vllm(replicas=2)),
 ]
 CANNOT: list[tuple[WeightSync, Trainable, EngineSpec, str]] = [
-    (Shared(), Full(), Fake(), "sync: shared .*CanLend.*engine: fake has none.*embedded"),
-    (Restart(), Full(), Embedded(), "sync: restart .*CanRelaunch.*engine: embedded has CanLend.*sync: shared"),
-    (Broadcast(), Lora(), Embedded(), "sync: broadcast .*CanReceive"),
-    (Hotswap(), Lora(), Embedded(), "sync: hotswap .*CanSwap"),
+    (Shared(), Full(), Fake(), "sync: shared .*ExportsWeights.*engine: fake has none.*embedded"),
+    (Restart(), Full(), Embedded(), "sync: restart .*Relaunches.*engine: embedded has ExportsWeights.*sync: shared"),
+    (Broadcast(), Lora(), Embedded(), "sync: broadcast .*ReceivesBroadcast"),
+    (Hotswap(), Lora(), Embedded(), "sync: hotswap .*LoadsVersions"),
     (Hotswap(), Full(), Vllm(), "hotswap carries adapters alone.*trainable: full.*shared, broadcast or restart"),
     (Hotswap(), Lora(merged=True), Vllm(), "hotswap carries adapters alone.*trainable: lora changes whole weights"),
     (Shared(), Full(), Vllm(tensor_parallel_size=2), "tensor_parallel_size is 2.*broadcast"),
@@ -479,7 +478,7 @@ def test_requests_for_the_next_policy_are_taken_where_the_engine_stays_and_gets_
 ) -> None:
     took: list[int] = []
     released: list[int] = []
-    engine = SimpleNamespace(sleeps=sleeps, ahead=lambda step: not took.append(step))  # type: ignore[func-returns-value]
+    engine = SimpleNamespace(sleeps=sleeps, accept_requests_for=lambda step: not took.append(step))  # type: ignore[func-returns-value]
     session: Any = SimpleNamespace(sync=sync, engine=engine)
     for step in (3, 4):
         WeightSyncSession.accept_requests_for(session, step, partial(released.append, step))
@@ -544,7 +543,9 @@ def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None
     assert set(run(policy, work).versions) == {0, 1}
 
 
-def test_an_engine_that_was_started_again_is_proven_whatever_prove_every_says(policy: Policy, tiny_model: Path) -> None:
+def test_an_engine_that_was_started_again_is_proven_whatever_verify_every_says(
+    policy: Policy, tiny_model: Path
+) -> None:
     async def work() -> list[bool]:
         with scripted(tiny_model) as engine:
             proven = []
@@ -771,7 +772,7 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
                     assert len(AutoTokenizer.from_pretrained(folder)) == len(policy.tokenizer)
                     assert commit.published is not None
                     assert commit.published.bytes == sum(t.nbytes for _, t in trainable.source(policy.model))
-            assert engine.epoch == 2
+            assert engine.restart_count == 2
 
     asyncio.run(work())
 
@@ -786,13 +787,13 @@ def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew
         with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
             async with Restart(every=1).open(policy, engine, START, trainable, tmp_path) as session:
                 assert engine.adapted
-                assert engine.epoch == 0, "the base that it was started on is the policy's own"
+                assert engine.restart_count == 0, "the base that it was started on is the policy's own"
                 assert [event for event in engine.events if event in ("move", "load")] == ["load"]
                 engine.events.clear()
                 async with session.commit(1):
                     with torch.no_grad():
                         policy.model.get_parameter(trainable.parameters(policy.model)[1][0]).add_(0.5)
-                assert engine.epoch == 1
+                assert engine.restart_count == 1
                 assert [event for event in engine.events if event in ("move", "load")] == ["move", "load"]
                 folder = tmp_path / "weights" / "step-000001"
                 assert list((tmp_path / "weights").iterdir()) == [folder]
@@ -812,7 +813,7 @@ def test_restart_does_not_take_an_engine_for_fresh_that_was_started_by_others(ti
             )
             await session.bind(fresh=False)
             async with session.open(START):
-                assert engine.epoch == 1
+                assert engine.restart_count == 1
                 assert engine.serves
 
     asyncio.run(work())
@@ -888,7 +889,7 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
             monkeypatch.setattr(engine, "workers", workers)
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(EngineError, match="enough"):
-                async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()):
+                async with Broadcast(seconds=5).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
 
     async def workers() -> list[list[str]]:
@@ -944,7 +945,7 @@ def test_a_group_that_does_not_form_says_where_it_was_to_meet(
 
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(TransportError, match=r"meet the trainer at 127\.0\.0\.1:\d+; .*sync\.host"):
-                async with Broadcast(timeout_seconds=1).open(policy, engine, START, Full()):
+                async with Broadcast(seconds=1).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
             await engine.close()
 
@@ -958,7 +959,7 @@ def test_a_broadcast_that_breaks_off_says_why(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()) as session:
+            async with Broadcast(seconds=5).open(policy, engine, START, Full()) as session:
                 receive = engine.receive
 
                 async def other(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:

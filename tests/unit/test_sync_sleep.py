@@ -15,7 +15,14 @@ from scripted import Scripted
 from tiny import live_policy
 
 from tandem.config.loading import RunConfig, from_options
-from tandem.engines.base import CanLend, CanReceive, CanRelaunch, CanSwap, Needs, Probe
+from tandem.engines.base import (
+    EngineRequirements,
+    ExportsWeights,
+    LoadsVersions,
+    ProbeResult,
+    ReceivesBroadcast,
+    Relaunches,
+)
 from tandem.engines.vllm import spec as engines
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, StaleWeights, TornWeights, UnsupportedPair
@@ -71,8 +78,8 @@ class Sleepy(Scripted):
 class Sent(WeightSync):
     """A way that writes into the engine, all that is trained or ``some`` of it."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"weights"})
-    capability: ClassVar[type] = CanReceive
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights"})
+    capability: ClassVar[type] = ReceivesBroadcast
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     some: Callable[[str], bool] = lambda name: True
@@ -109,7 +116,7 @@ async def steps(
 def test_it_sleeps_from_the_batch_to_the_publish_which_brings_what_it_forgot(tiny_model: Path, depth: int) -> None:
     with pair(tiny_model, Full(), depth=depth) as (policy, engine):
         asyncio.run(steps(policy, engine, Sent(), Full()))
-        step = ["drain", "sleep", "pause", "wake", "move", "checksums", "probe", "stamp", "resume"]
+        step = ["drain", "sleep", "pause", "wake", "move", "checksums", "probe", "set_version", "resume"]
         assert engine.events[-18:] == [*step, *step]
         assert [step for step, _ in engine.given] == [0, 1, 2]
         assert engine.held() == checksums(Full().source(policy.model))
@@ -150,8 +157,8 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
     """Buffers and the like, which a sleep may lose as well."""
     slept = False
 
-    def lost(probe: Probe) -> Probe:
-        return Probe(scored=tuple(2 * x for x in probe.scored), sampled=probe.sampled) if slept else probe
+    def lost(probe: ProbeResult) -> ProbeResult:
+        return ProbeResult(scored=tuple(2 * x for x in probe.scored), sampled=probe.sampled) if slept else probe
 
     with pair(tiny_model, Full(), probed=lost) as (policy, engine):
 
@@ -192,7 +199,7 @@ def test_one_that_dies_in_its_sleep_is_started_and_published_to(tiny_model: Path
 
         asyncio.run(work())
         assert [step for step, _ in engine.given] == [0, 1]
-        assert engine.epoch == 1
+        assert engine.restart_count == 1
 
 
 def test_one_that_cannot_wake_serves_nothing(tiny_model: Path) -> None:
@@ -223,7 +230,7 @@ def asleep(depth: int = 1, **options: Any) -> Mapping[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "one copy": ({"engine": asleep(), "sync": "shared"}, "memory that is lent must stay"),
+    "one copy": ({"engine": asleep(), "sync": "shared"}, "exported memory must stay"),
     "by name": ({"engine": asleep(), "sync": "hotswap", "trainable": "lora"}, "requests never wait"),
     "ended anyway": ({"engine": asleep(), "sync": "restart", "max_lag": 2}, "ends the engine itself"),
     "beside training": ({"engine": asleep(), "max_lag": 1}, "set max_lag to 0"),
@@ -274,10 +281,10 @@ def test_a_sleep_that_nobody_could_give_is_no_option(engine: Mapping[str, Any], 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_the_server_is_started_with_sleep_mode_if_it_is_to_sleep(depth: Literal[0, 1, 2]) -> None:
-    needs = Needs(model="m", dtype="bfloat16", port=CanReceive)
+    needs = EngineRequirements(model="m", dtype="bfloat16", capability=ReceivesBroadcast)
     command = Vllm(sleep=depth).command(needs, 64, model="m", port=1)
     assert ("--enable-sleep-mode" in command) == bool(depth)
 
 
 def test_ports_that_do_not_sleep_are_all_named() -> None:
-    assert {CanLend, CanSwap, CanRelaunch, CanReceive} < Vllm.ports
+    assert {ExportsWeights, LoadsVersions, Relaunches, ReceivesBroadcast} < Vllm.capabilities

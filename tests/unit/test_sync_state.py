@@ -13,9 +13,9 @@ from tiny import live_policy
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
+from tandem.weight_sync.base import TRANSITIONS, SyncState, SyncStateMachine
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
-from tandem.weight_sync.session.state import TRANSITIONS, SyncState, SyncStateMachine
 
 START = PolicyVersion(step=0, digest="")
 

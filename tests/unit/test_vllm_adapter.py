@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engines.base import Adapter, Needs
-from tandem.engines.vllm.adapter_layout import Stored, scale_, scaled, scaling
-from tandem.engines.vllm.adapter_slot import SHARED_NAME, Borrowed
-from tandem.engines.vllm.client.engine import Vllm
-from tandem.engines.vllm.worker.adapter import AdapterSlots, Held
+from tandem.engines.base import EngineRequirements, LoraAdapter
+from tandem.engines.vllm.adapters import SHARED_NAME, AttachedSlot, StoredAdapter, scale_, scaled, scaling
+from tandem.engines.vllm.client.engine import VllmEngine
+from tandem.engines.vllm.worker.adapter import AdapterSlots, SlotTensor
 from tandem.errors import EngineError
 from tandem.types import PolicyVersion
 
@@ -246,7 +245,7 @@ def test_parts_of_all_workers_make_the_whole_once(world: int) -> None:
         assert bool((counts[name] == 1).all()), name
 
 
-def part_of(h: Held, whole: Tensor) -> Tensor:
+def part_of(h: SlotTensor, whole: Tensor) -> Tensor:
     (row, column), (rows, columns) = h.first, h.tensor.shape
     return whole[row : row + rows, column : column + columns]
 
@@ -452,7 +451,7 @@ def test_whatever_multiplies_b_gives_the_bits_of_one_float32_product(
     want = [(t.float() * torch.tensor(factor, dtype=torch.float32, device=device)).to(dtype) for t in tensors]
     one_by_one = [tensor * factor for tensor in tensors]  # what vLLM does when it loads a file
     config = {"r": 1, "lora_alpha": factor}
-    stored = Stored().of([(f"{n}.lora_B.default.weight", t.view(1, -1)) for n, t in enumerate(tensors)], config)
+    stored = StoredAdapter().of([(f"{n}.lora_B.default.weight", t.view(1, -1)) for n, t in enumerate(tensors)], config)
     scale_(tensors, factor)
     for n, expected in enumerate(want):
         for found in (one_by_one[n], tensors[n], stored[n][1].flatten()):
@@ -460,7 +459,7 @@ def test_whatever_multiplies_b_gives_the_bits_of_one_float32_product(
 
 
 def test_what_the_trainer_stores_follows_its_tensors_and_stays_in_its_place() -> None:
-    given, keeper = adapter(), Stored()
+    given, keeper = adapter(), StoredAdapter()
     before = {name: tensor.clone() for name, tensor in given.items()}
     first = keeper.of(given.items(), CONFIG)
     where = [tensor.data_ptr() for _, tensor in first]
@@ -485,9 +484,9 @@ def test_a_lent_slot_is_written_by_its_borrower(tmp_path: Path) -> None:
     slots, manager = engine()
     slots.put(8, CONFIG, adapter(5))  # beside it
     slots.put(7, CONFIG, adapter(4))  # as a broadcast does; its values move with the slot
-    keeper = Stored()
-    answer = json.loads(json.dumps(slots.lend(7, CONFIG, meta(adapter()), tmp_path)))
-    borrowed = Borrowed(answer, keeper.of(adapter().items(), CONFIG))
+    keeper = StoredAdapter()
+    answer = json.loads(json.dumps(slots.export(7, CONFIG, meta(adapter()), tmp_path)))
+    borrowed = AttachedSlot(answer, keeper.of(adapter().items(), CONFIG))
     assert all(torch.equal(h.tensor, expected(adapter(4))[h.name]) for h in slots.stored(7))
     for seed in (0, 1):
         stored = keeper.of(adapter(seed).items(), CONFIG)
@@ -506,26 +505,26 @@ def test_a_lent_slot_is_written_by_its_borrower(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_slot_has_one_borrower_and_leaves_no_file(tmp_path: Path) -> None:
     slots, _ = engine()
-    first = slots.lend(7, CONFIG, meta(adapter()), tmp_path)["key"]
-    assert slots.lent(7, first)
-    second = slots.lend(7, CONFIG, meta(adapter()), tmp_path)["key"]
-    assert [slots.lent(7, key) for key in (first, second, "")] == [False, True, False]
+    first = slots.export(7, CONFIG, meta(adapter()), tmp_path)["key"]
+    assert slots.exported(7, first)
+    second = slots.export(7, CONFIG, meta(adapter()), tmp_path)["key"]
+    assert [slots.exported(7, key) for key in (first, second, "")] == [False, True, False]
     assert [path.name.startswith(SHARED_NAME) for path in tmp_path.iterdir()] == [True], "one file for both"
     slots.remove(7)
     gc.collect()
-    assert not slots.lent(7, second)
+    assert not slots.exported(7, second)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_does_not_fit_is_not_lent(tmp_path: Path) -> None:
     slots, manager = engine()
     with pytest.raises(EngineError, match=r"takes floating-point \(4, 16\)"):
-        slots.lend(7, CONFIG | {"r": 4}, meta(adapter()), tmp_path)
+        slots.export(7, CONFIG | {"r": 4}, meta(adapter()), tmp_path)
     assert not manager.registered
     wide = adapter(dtype=torch.float32)
-    answer = slots.lend(7, CONFIG, meta(wide), tmp_path)
+    answer = slots.export(7, CONFIG, meta(wide), tmp_path)
     with pytest.raises(EngineError, match=r"q_proj.lora_A.weight as torch.bfloat16.*the trainer has torch.float32"):
-        Borrowed(answer, Stored().of(wide.items(), CONFIG))
+        AttachedSlot(answer, StoredAdapter().of(wide.items(), CONFIG))
     assert filled(manager) == 0
 
 
@@ -543,9 +542,9 @@ class Server:
     async def post(self, path: str, body: Any) -> Any:
         self.asked.append(path.rpartition("/")[2])
         if path == "/bridge/adapt":
-            return {"held": self.slots.lent(7, body.key) and not self.stolen}
+            return {"held": self.slots.exported(7, body.key) and not self.stolen}
         tensors = {name: torch.empty(shape, dtype=getattr(torch, t), device="meta") for name, shape, t in body.tensors}
-        return {"ranks": [self.slots.lend(7, body.config, tensors, self.folder)]}
+        return {"ranks": [self.slots.export(7, body.config, tensors, self.folder)]}
 
     def held(self) -> dict[str, Tensor]:
         return {h.name: h.tensor for h in self.slots.stored(7)}
@@ -553,12 +552,14 @@ class Server:
 
 def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    fleet: Any = SimpleNamespace(servers=[server], epoch=0, context=64)
-    live = Vllm(fleet, seeded=False, context=64, ends=[], needs=Needs(model="", dtype="bfloat16"), patience=1.0)
+    fleet: Any = SimpleNamespace(servers=[server], restart_count=0, context=64)
+    live = VllmEngine(
+        fleet, seeded=False, context=64, ends=[], needs=EngineRequirements(model="", dtype="bfloat16"), patience=1.0
+    )
 
     def publish(seed: int) -> list[str]:
         server.asked.clear()
-        given = Adapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
+        given = LoraAdapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
         assert asyncio.run(live.adapt(given)) == sum(tensor.nbytes for tensor in adapter().values())
         want = expected(adapter(seed))
         assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
@@ -568,10 +569,10 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
     assert publish(1) == ["adapt"]
     server.slots.remove(7)  # unloaded by somebody
     assert publish(2) == ["adapt", "lend_slot", "adapt"]
-    fleet.epoch += 1  # started again
+    fleet.restart_count += 1  # started again
     server.slots, server.manager = engine()
     assert publish(3) == ["lend_slot", "adapt"]
-    server.slots.lend(7, CONFIG, meta(adapter()), tmp_path)  # another trainer's, by now
+    server.slots.export(7, CONFIG, meta(adapter()), tmp_path)  # another trainer's, by now
     assert publish(4) == ["adapt", "lend_slot", "adapt"]
     server.stolen = True
     with pytest.raises(EngineError, match="another trainer publishes to it"):
@@ -588,10 +589,10 @@ def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, 
     async def every(path: str, body: Any) -> None:
         asked.append((path, body.served))
 
-    needs = Needs(model="m", dtype="float32", travels="adapter")
-    fleet: Any = SimpleNamespace(servers=[], all=every, epoch=0)
-    engine = Vllm(fleet, seeded=True, context=8, ends=[], needs=needs, patience=1.0)
-    adapter = Adapter(config=CONFIG, tensors=())
+    needs = EngineRequirements(model="m", dtype="float32", travels="adapter")
+    fleet: Any = SimpleNamespace(servers=[], all=every, restart_count=0)
+    engine = VllmEngine(fleet, seeded=True, context=8, ends=[], needs=needs, patience=1.0)
+    adapter = LoraAdapter(config=CONFIG, tensors=())
     version = PolicyVersion(step=0, digest="")
     asyncio.run(engine.swap(tmp_path, version, adapter) if way == "swap" else engine.load(tmp_path, adapter))
     assert asked == [("/lora/load", False)]

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tandem.engines.base import Needs
+from tandem.engines.base import EngineRequirements
+from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client import fleet as _vllm_fleet
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import Server
+from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import free_port
-from tandem.engines.vllm.protocol import messages as wire
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
 
@@ -33,12 +33,12 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 def fleet(port: int, seconds: float = 20.0) -> Fleet:
     url = f"http://127.0.0.1:{port}"
-    server = Server(url, "", control_seconds=5.0, request_seconds=5.0)
+    server = EngineServer(url, "", control_seconds=5.0, request_seconds=5.0)
     return Fleet(
         [server],
         launch=None,
         options=Vllm(urls=(url,), start_seconds=seconds),
-        needs=Needs(model="m", dtype="bfloat16"),
+        needs=EngineRequirements(model="m", dtype="bfloat16"),
     )
 
 
@@ -55,7 +55,7 @@ async def serving(port: int, **changes: Any) -> AsyncIterator[None]:
     async def info(request: web.Request) -> web.Response:
         if changes.get("engine") == "locked":
             return web.json_response({"detail": "this engine wants its API key"}, status=401)
-        return web.Response(body=msgspec.json.encode(wire.Info(**about)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(wire.EngineInfo(**about)), content_type="application/json")
 
     app = web.Application()
     if changes.get("engine") != "stock":

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
-from tandem.engines.vllm.core.scheduler import ASKED
-from tandem.engines.vllm.protocol.messages import IN_PLACE, Refused
-from tandem.engines.vllm.server.answers import Answer, Answers
-from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, Stopped
+from tandem.engines.vllm.protocol import IN_PLACE, Refusal
+from tandem.engines.vllm.scheduler import ASKED
+from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, PartialCompletion, RequestRecord, Stopped
 from tandem.engines.vllm.server.pausing import AT_ONCE
-from tandem.engines.vllm.server.probe import probe as question
+from tandem.engines.vllm.server.routes import probe as question
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
@@ -39,11 +38,11 @@ def run(body: Body) -> None:
     asyncio.run(main())
 
 
-def asked(front: Frontend, tokens: int, **more: Any) -> asyncio.Task[Answers]:
+def asked(front: Frontend, tokens: int, **more: Any) -> asyncio.Task[RequestRecord]:
     return asyncio.ensure_future(front.generate([1, 2, 3], {"max_tokens": tokens, "logprobs": 0}, **more))
 
 
-def steps(front: Frontend, found: Answers) -> list[int]:
+def steps(front: Frontend, found: RequestRecord) -> list[int]:
     return front.steps_of(found.completions[0])
 
 
@@ -53,7 +52,7 @@ async def publish(front: Frontend, client: FakeClient, step: int, *, prove: bool
     if prove:
         async with front.proving():
             pass
-    await front.stamp(step, f"digest {step}")
+    await front.set_version(step, f"digest {step}")
     await front.resume()
 
 
@@ -81,7 +80,7 @@ def test_a_request_in_flight_carries_the_exact_step_of_each_token() -> None:
 
 def test_each_of_several_completions_carries_its_steps() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
-        task: asyncio.Task[Answers] = asyncio.ensure_future(front.generate([1], {"max_tokens": 4, "n": 2}))
+        task: asyncio.Task[RequestRecord] = asyncio.ensure_future(front.generate([1], {"max_tokens": 4, "n": 2}))
         await client.step()
         await publish(front, client, 1)
         await publish(front, client, 2)
@@ -113,7 +112,7 @@ def test_new_requests_wait_for_the_end_of_a_pause_and_begin_in_its_era() -> None
         assert await pending(task)
         assert not client.seen, "it must not be handed to the scheduler with the old salt"
         before = front.salt
-        await front.stamp(1, "")
+        await front.set_version(1, "")
         await front.resume()
         await client.step()
         assert steps(front, await task) == [1]
@@ -136,7 +135,7 @@ def test_what_is_sampled_while_proving_is_held_back() -> None:
         assert not client.requests, "both are sampled to their end"
         assert await pending(flying)
         assert await pending(new)
-        await front.stamp(2, "")
+        await front.set_version(2, "")
         assert await pending(flying), "stamped is not resumed"
         await front.resume()
         assert steps(front, await flying) == [1, 1, 2]
@@ -172,7 +171,7 @@ def test_a_failed_proof_gives_out_nothing_and_the_next_publish_recovers() -> Non
         with pytest.raises(Stopped, match="torn"):
             await front.resume()
         with pytest.raises(Stopped, match="torn"):
-            await front.stamp(7, "")
+            await front.set_version(7, "")
         assert front.state == "stopped"
         assert client.paused
         await publish(front, client, 8, prove=True)
@@ -221,14 +220,14 @@ def test_weights_that_were_written_are_not_served_without_a_stamp() -> None:
         await front.resume()  # nothing was written
         await front.pause()
         front.written = True
-        with pytest.raises(Refused, match="stamp"):
+        with pytest.raises(Refusal, match="stamp"):
             await front.resume()
-        await front.stamp(1, "")
+        await front.set_version(1, "")
         await front.resume()
         await front.pause()
         async with front.proving():
             pass
-        with pytest.raises(Refused, match="stamp"):
+        with pytest.raises(Refusal, match="stamp"):
             await front.resume()
         assert front.state == "proving"
 
@@ -239,10 +238,10 @@ def test_a_version_that_a_stop_took_back_is_not_served_later() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 1)
         await front.pause()
-        await front.stamp(2, "")
+        await front.set_version(2, "")
         await front.stop("no")
         await front.pause()
-        with pytest.raises(Refused, match="stamp"):
+        with pytest.raises(Refusal, match="stamp"):
             await front.resume()
         assert front.step == 1
 
@@ -315,10 +314,10 @@ def test_a_lease_ends_with_its_pause_and_is_renewed_by_the_next() -> None:
 def test_swapped_adapters_keep_the_version_a_request_began_with() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         one, two = LoRARequest("one", 1, "x"), LoRARequest("two", 2, "y")
-        await front.stamp(1, "", one)
+        await front.set_version(1, "", one)
         old = asked(front, 4)
         await client.step(2)
-        await front.stamp(2, "", two)
+        await front.set_version(2, "", two)
         new = asked(front, 2)
         by_name = asked(front, 2, adapter=one)
         unstamped = asked(front, 2, adapter=LoRARequest("three", 3, "z"))
@@ -340,12 +339,12 @@ def test_an_adapter_that_is_written_in_place_changes_under_requests_in_flight() 
     async def body(front: Frontend, client: FakeClient) -> None:
         front.adapter = LoRARequest(IN_PLACE, 1_000_000, "in-memory")
         await front.pause()
-        await front.stamp(1, "", front.adapter)
+        await front.set_version(1, "", front.adapter)
         await front.resume()
         task = asked(front, 3)
         await client.step()
         await front.pause()
-        await front.stamp(2, "", front.adapter)
+        await front.set_version(2, "", front.adapter)
         await front.resume()
         await client.step(2)
         assert steps(front, await task) == [1, 2, 2]
@@ -355,7 +354,7 @@ def test_an_adapter_that_is_written_in_place_changes_under_requests_in_flight() 
 
 def test_users_of_an_adapter_are_counted() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
-        await front.stamp(1, "", LoRARequest("one", 1, "x"))
+        await front.set_version(1, "", LoRARequest("one", 1, "x"))
         task = asked(front, 2)
         await client.step()
         assert (front.places.users["one"], front.places.running) == (1, 1)
@@ -387,7 +386,7 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
             assert found["cached"] == (3 if stale else 0)
             sampled, scored = (asked.prompt["cache_salt"] for asked in client.seen[-2:])
             assert sampled == front.salt != scored, "what scoring puts into the cache would be taken for something old"
-            await front.stamp(3, "")
+            await front.set_version(3, "")
             await front.resume()
 
     run(body)
@@ -395,7 +394,7 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
 
 def test_completions_are_kept_apart() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
-        task: asyncio.Task[Answers] = asyncio.ensure_future(front.generate([1], {"max_tokens": 2, "n": 3}))
+        task: asyncio.Task[RequestRecord] = asyncio.ensure_future(front.generate([1], {"max_tokens": 2, "n": 3}))
         await client.step(2)
         found = await task
         assert [c.text for c in found.completions] == ["<0><0>"] * 3
@@ -442,7 +441,7 @@ def test_the_public_pause_and_the_quick_one_are_the_same(
         client.engine_core = Core(client)  # type: ignore[attr-defined]
         client.vllm_config.scheduler_config.max_num_seqs = 200
         await front.pause()
-        await front.stamp(2, "d")
+        await front.set_version(2, "d")
         await front.resume()
         assert steps(front, await task) == [1, 1]
 
@@ -474,10 +473,10 @@ def test_a_request_for_an_adapter_that_is_to_come_is_sampled_by_it() -> None:
     """A way that never pauses stamps while the engine serves."""
 
     async def body(front: Frontend, client: FakeClient) -> None:
-        await front.stamp(1, "d", LoRARequest("one", 1, "/one"))
+        await front.set_version(1, "d", LoRARequest("one", 1, "/one"))
         early = asked(front, 1, min_step=2)
         assert await pending(early)
-        await front.stamp(2, "d", LoRARequest("two", 2, "/two"))
+        await front.set_version(2, "d", LoRARequest("two", 2, "/two"))
         await client.step()
         assert steps(front, await early) == [2]
         assert client.seen[0].adapter.lora_name == "two"
@@ -496,7 +495,7 @@ def test_a_request_is_sampled_beside_the_proof_of_its_own_step_alone(coming: int
         await client.step()
         assert bool(client.seen) is samples
         assert await pending(early), "nobody has said that the weights are right"
-        await front.stamp(coming or 4, "d")
+        await front.set_version(coming or 4, "d")
         await front.resume()
         assert await pending(early) is not samples
 
@@ -553,7 +552,7 @@ def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
         assert salts(client)[0] == front.salt
         await client.step()
         await proof
-        await front.stamp(5, "d")
+        await front.set_version(5, "d")
         await front.resume()
         assert [steps(front, await task) for task in (early, more, other)] == [[5]] * 3
         assert await pending(late)
@@ -575,7 +574,7 @@ def test_a_pause_is_answered_before_requests_are_handed_in(monkeypatch: pytest.M
         await asyncio.sleep(0.4)
         await settle()
         assert client.seen
-        await front.stamp(1, "d")
+        await front.set_version(1, "d")
         await front.resume()
         await client.step()
         assert steps(front, await early) == [1]
@@ -589,14 +588,14 @@ def test_no_more_is_handed_in_early_than_one_pass_reads() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)
 
-        def ask(*prompt: int) -> asyncio.Task[Answers]:
+        def ask(*prompt: int) -> asyncio.Task[RequestRecord]:
             return asyncio.ensure_future(front.generate(prompt, {"max_tokens": 1}, min_step=1))
 
         tasks = [ask(*range(9)), ask(*range(9)), ask(*range(1, 10)), ask(7, 7), ask(7)]
         await front.pause(step=1)
         await answered()
         assert [len(request.prompt["prompt_token_ids"]) for request in client.seen] == [9, 9, 9, 1]
-        await front.stamp(1, "d")
+        await front.set_version(1, "d")
         await front.resume()
         await client.step()
         await asyncio.gather(*tasks)
@@ -629,7 +628,7 @@ def test_what_an_engine_could_not_take_while_it_stands_still_waits(of: Callable[
         await front.pause(step=1)
         await answered()
         assert not client.seen
-        await front.stamp(1, "d")
+        await front.set_version(1, "d")
         await front.resume()
         await client.step()
         assert steps(front, await early) == [1]
@@ -646,7 +645,7 @@ def test_nothing_is_handed_in_early_beside_what_is_in_flight() -> None:
         await front.pause(step=1)
         await answered()
         assert len(client.seen) == 1
-        await front.stamp(1, "d")
+        await front.set_version(1, "d")
         await front.resume()
         await client.step()
         assert steps(front, await flying) == [-1, 1]
@@ -674,7 +673,7 @@ def test_who_was_handed_in_early_for_a_step_that_nobody_publishes_is_told() -> N
 
 def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause() -> None:
     """Where vLLM counts tokens in flight, they are handed over once, at the end."""
-    found = Answers([Answer(), Answer()], [1], None, 0)
+    found = RequestRecord([PartialCompletion(), PartialCompletion()], [1], None, 0)
     found.completions[0].marks += [(3, 2), (4, 2), (5, 4)]
     found.completions[1].marks += [(3, 9)]
     parts = [
@@ -682,14 +681,14 @@ def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause()
         SimpleNamespace(index=1, token_ids=[7] * 3, logprobs=None, text="", finish_reason="stop"),
     ]
     found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=parts), 6)
-    assert found.completions[0].eras == [3, 3, 5, 5, 6, 6]
-    assert found.completions[1].eras == [3, 3, 3]
+    assert found.completions[0].generations == [3, 3, 5, 5, 6, 6]
+    assert found.completions[1].generations == [3, 3, 3]
 
 
 @pytest.mark.parametrize("kind", [list, FlatLogprobs])
 def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
     """What was sampled comes first, and need not be the likeliest; answers come whole or in pieces."""
-    found = Answers([Answer()], [1], None, 0)
+    found = RequestRecord([PartialCompletion()], [1], None, 0)
     for tokens in ([7, 8], [9]):
         logprobs = kind([{t: SimpleNamespace(logprob=-float(t)), 5: SimpleNamespace(logprob=-0.5)} for t in tokens])
         part = SimpleNamespace(index=0, token_ids=tokens, logprobs=logprobs, text="", finish_reason=None)
@@ -702,14 +701,14 @@ def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
 def test_an_answer_ended_from_without_has_no_token_without_its_logprob() -> None:
     for finish, tokens in (("abort", [7, 8]), ("length", [7, 8, 9])):
         logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
-        found = Answers([Answer(marks=[(3, 1)])], [1], None, 0)
+        found = RequestRecord([PartialCompletion(marks=[(3, 1)])], [1], None, 0)
         part = SimpleNamespace(index=0, token_ids=[7, 8, 9], logprobs=logprobs, text="", finish_reason=finish)
         found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
         (answer,) = found.completions
-        assert (answer.tokens, answer.eras) == (tokens, [3, 6, 6][: len(tokens)])
+        assert (answer.tokens, answer.generations) == (tokens, [3, 6, 6][: len(tokens)])
         assert len(answer.logprobs) == len(answer.own_logprobs) == len(tokens)
     part.logprobs, part.finish_reason = None, "abort"
-    found = Answers([Answer()], [1], None, 0)
+    found = RequestRecord([PartialCompletion()], [1], None, 0)
     found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
     assert found.completions[0].tokens == [7, 8, 9], "where none were asked for none are missing"
 
@@ -736,10 +735,10 @@ async def _marked_by_the_processor() -> list[int]:
     state = SimpleNamespace(parent_req=None, external_req_id=key, request_index=0, detokenizer=count)
     client.output_processor.request_states["internal"] = state
     await frontend.pause()
-    await frontend.stamp(8, "")
+    await frontend.set_version(8, "")
     await frontend.resume()
     await client.step(3)
-    return (await asked).completions[0].eras
+    return (await asked).completions[0].generations
 
 
 def test_tokens_in_flight_at_a_pause_are_counted_by_vllms_own_record() -> None:

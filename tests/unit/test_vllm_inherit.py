@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tandem.engines.base import CanSwap, Needs
-from tandem.engines.vllm.client.http import Server, Unreachable
+from tandem.engines.base import EngineRequirements, LoadsVersions
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.client.engine import INHERIT_TRIES, inherit
+from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.process import free_port
-from tandem.engines.vllm.client.takeover import TRIES, inherit
-from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError
 
-ABOUT = wire.Info(
+ABOUT = wire.EngineInfo(
     engine="", state="", reason="", step=0, digest="", updates=0, running=0, adapter=None, model="m", context=8,
     logprobs="processed_logprobs", adapters=False, workers=[],
 )  # fmt: skip
@@ -50,13 +50,13 @@ class Somebodys:
         return web.json_response({"loaded": LOADED, "in_place": self.in_place})
 
     @asynccontextmanager
-    async def served(self) -> AsyncIterator[Server]:
+    async def served(self) -> AsyncIterator[EngineServer]:
         app, port = web.Application(), free_port()
         app.router.add_route("*", "/{path:.*}", self.answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
-        server = Server(f"http://127.0.0.1:{port}", "", control_seconds=5.0, request_seconds=5.0)
+        server = EngineServer(f"http://127.0.0.1:{port}", "", control_seconds=5.0, request_seconds=5.0)
         try:
             yield server
         finally:
@@ -64,7 +64,7 @@ class Somebodys:
             await runner.cleanup()
 
 
-def inherited(engine: Somebodys, needs: Needs) -> tuple[list[str], int, int]:
+def inherited(engine: Somebodys, needs: EngineRequirements) -> tuple[list[str], int, int]:
     """What it says, how often it was woken and how often it was looked for again."""
     woken, again = [], []
 
@@ -83,13 +83,13 @@ def inherited(engine: Somebodys, needs: Needs) -> tuple[list[str], int, int]:
     return asyncio.run(asyncio.wait_for(go(), 20)), len(woken), len(again)
 
 
-def needs(**changes: Any) -> Needs:
-    return Needs(model="m", dtype="bfloat16", **changes)
+def needs(**changes: Any) -> EngineRequirements:
+    return EngineRequirements(model="m", dtype="bfloat16", **changes)
 
 
 def test_it_goes_away_while_it_is_looked_at() -> None:
     engine = Somebodys(away=2)
-    found, woken, again = inherited(engine, needs(travels="adapter", port=CanSwap))
+    found, woken, again = inherited(engine, needs(travels="adapter", capability=LoadsVersions))
     assert (found, woken, again) == (["step-000003-ab"], 3, 2)
 
 
@@ -118,9 +118,12 @@ def test_one_whose_weights_were_in_doubt_is_stopped_again() -> None:
 
 
 def test_one_that_goes_each_time_ends_it() -> None:
-    with pytest.raises(Unreachable, match="/lora/status"):
-        inherited(Somebodys(away=1000), needs(travels="adapter", port=CanSwap))
+    with pytest.raises(EngineUnreachable, match="/lora/status"):
+        inherited(Somebodys(away=1000), needs(travels="adapter", capability=LoadsVersions))
 
 
 def test_its_last_chance_is_one_of_some() -> None:
-    assert inherited(Somebodys(away=TRIES - 1), needs(travels="adapter", port=CanSwap))[2] == TRIES - 1
+    assert (
+        inherited(Somebodys(away=INHERIT_TRIES - 1), needs(travels="adapter", capability=LoadsVersions))[2]
+        == INHERIT_TRIES - 1
+    )

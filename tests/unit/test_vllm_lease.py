@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.engines.vllm.server.pause_lease import Lease
+from tandem.engines.vllm.server.frontend import PauseLease
 
 
 def test_a_renewal_counts_from_now() -> None:
@@ -12,7 +12,7 @@ def test_a_renewal_counts_from_now() -> None:
         raise AssertionError(reason)
 
     async def go() -> None:
-        lease = Lease(stop)
+        lease = PauseLease(stop)
         lease.renew(30.0, "a trainer")
         lease.renew(600.0)
         assert lease.told is not None

@@ -18,7 +18,7 @@ from unit.test_vllm_routes import Client, run
 from tandem.engines.vllm.server import routes as _vllm_routes
 from tandem.engines.vllm.server.limits import CHARACTERS
 from tandem.engines.vllm.server.receiver import MOST_JOINING
-from tandem.engines.vllm.server.watch import Watch
+from tandem.engines.vllm.server.watch import TrainerWatch
 from tandem.processes import identity
 from tandem.transport.rendezvous import MOST_MEMBERS, Rendezvous
 
@@ -255,7 +255,7 @@ def test_a_group_has_no_more_members_than_anybody_has() -> None:
 
 def test_what_a_worker_refuses_is_no_fault_of_the_server() -> None:
     async def body(c: Client) -> None:
-        c.vllm.answers["tandem_lend_slot"] = [{"refused": "the adapter has rank 99"}]
+        c.vllm.answers["tandem_export_slot"] = [{"refused": "the adapter has rank 99"}]
         await c.post("/bridge/pause")
         found = await c.post("/bridge/lend_slot", {"config": {"r": 99}, "tensors": []})
         assert (found.status, found.detail) == (409, "the adapter has rank 99")
@@ -269,8 +269,8 @@ def test_what_a_worker_refuses_is_no_fault_of_the_server() -> None:
 def test_only_a_process_that_runs_adopts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     me = identity(os.getpid())
     assert me is not None
-    watch = Watch(f"{me.pid}:{me.started}", 300.0)
-    monkeypatch.setattr(_vllm_routes.Watch, "begin", lambda: watch)
+    watch = TrainerWatch(f"{me.pid}:{me.started}", 300.0)
+    monkeypatch.setattr(_vllm_routes.TrainerWatch, "begin", lambda: watch)
     over = subprocess.Popen([sys.executable, "-c", ""])
     gone = identity(over.pid)
     assert gone is not None
@@ -396,6 +396,6 @@ def test_nothing_is_written_beside_shared_memory(tmp_path: Path) -> None:
         await c.post("/bridge/pause")
         assert (await c.post("/bridge/lend", {"folder": str(tmp_path)})).status == 400
         assert (await c.post("/bridge/lend")).status == 200
-        assert c.vllm.calls == [("tandem_lend", ())]
+        assert c.vllm.calls == [("tandem_export_weights", ())]
 
     run(body)

@@ -14,10 +14,9 @@ from aiohttp import web
 from fake_vllm import FakeClient, install, settle
 
 from tandem.engines.vllm.client import waves as _vllm_wave
-from tandem.engines.vllm.client.http import Fallen, Server
+from tandem.engines.vllm.client.http import EngineServer, Fallen
 from tandem.engines.vllm.client.waves import Waves
-from tandem.engines.vllm.protocol.frames import Failed, Many, Sampled, Siblings, framed, frames
-from tandem.engines.vllm.protocol.messages import Generate, Ids, asked
+from tandem.engines.vllm.protocol import Failed, Generate, Ids, Many, Sampled, SiblingRequests, asked, framed, frames
 from tandem.engines.vllm.server.routes import Routes
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
@@ -75,7 +74,7 @@ class Engine:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        self.server = Server(f"http://127.0.0.1:{port}", "", control_seconds=5.0, request_seconds=5.0)
+        self.server = EngineServer(f"http://127.0.0.1:{port}", "", control_seconds=5.0, request_seconds=5.0)
         try:
             yield self
         finally:
@@ -264,7 +263,7 @@ def test_a_wave_of_nothing_and_texts_are_refused() -> None:
         ):
             with pytest.raises(EngineError, match=f"answers /generate/many with 400: .*{why}"):
                 await e.server.many("/generate/many", lambda said=said: msgspec.json.encode(said), lambda piece: None)
-        said = Many(id="a", prompts=[Siblings(asked=msgspec.Raw(b'{"prompt": "text"}'), seeds=[None, None])])
+        said = Many(id="a", prompts=[SiblingRequests(asked=msgspec.Raw(b'{"prompt": "text"}'), seeds=[None, None])])
         found = bytearray()
         await e.server.many("/generate/many", lambda: msgspec.json.encode(said), found.extend)
         assert [(one.number, one.status) for one in frames(found) if isinstance(one, Failed)] == [(0, 400), (1, 400)]

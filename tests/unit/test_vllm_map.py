@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tandem.engines.vllm.worker.parameter_map import Place, places, uncovered
+from tandem.engines.vllm.worker.parameter_map import Placement, places, uncovered
 from tandem.errors import EngineError
-from tandem.transport.checksums import Shard, Tally, checksums
+from tandem.transport.checksums import ChecksumTally, Shard, checksums
 
 VOCABULARY, HIDDEN, MLP, HEAD = 259, 64, 96, 16
 PADDED = 320
@@ -185,7 +185,7 @@ MODELS = [
 ]
 
 
-def part(whole: Tensor, place: Place) -> Tensor:
+def part(whole: Tensor, place: Placement) -> Tensor:
     (row, column), size = place.first, place.tensor.shape
     rows = whole[row : row + size[0]]
     return rows if whole.dim() < 2 else rows[:, column : column + size[1]]
@@ -214,7 +214,7 @@ def test_counted_places_hold_every_element_once(kind: str, options: dict[str, An
     assert all((count == 1).all() for count in seen.values())
 
 
-def shares(place: Place, fake: nn.Module) -> bool:
+def shares(place: Placement, fake: nn.Module) -> bool:
     storage = fake.get_parameter(place.parameter).untyped_storage()
     return place.tensor.untyped_storage().data_ptr() == storage.data_ptr()
 
@@ -228,7 +228,7 @@ def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[
     for rank in range(world):
         found = places(served(model, Worker(rank, world)), rank=rank, world=world)
         shards = [Shard(n, p.tensor, p.first) for n, parts in found.items() for p in parts if p.counted]
-        for name, value in Tally(shards).take().items():
+        for name, value in ChecksumTally(shards).take().items():
             total[name] = (total[name] + value) % 2**64
     assert total == checksums(model.named_parameters())
 

@@ -15,8 +15,8 @@ import yaml
 
 from tandem.cli.check import check
 from tandem.config import loading as config
-from tandem.engines.base import Needs
-from tandem.engines.embedded import Embedded
+from tandem.engines.base import EngineRequirements
+from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
 from tandem.engines.vllm.server.pausing import AT_ONCE, FEW
 from tandem.engines.vllm.spec import LAST_PORT, RANKS, Vllm
@@ -25,7 +25,7 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer import assemble as run
 
-SCHEDULER = "tandem.engines.vllm.core.scheduler.scheduler"
+SCHEDULER = "tandem.engines.vllm.scheduler.scheduler"
 THERE = "echo warning; echo True"
 """What an interpreter that has vLLM does when it is asked."""
 
@@ -46,7 +46,7 @@ def recipe(folder: Path, **changes: Any) -> Path:
 
 
 def command(**options: Any) -> list[str]:
-    return Vllm(**options).command(Needs(model="m", dtype="float32"), 64, model="m", port=1)
+    return Vllm(**options).command(EngineRequirements(model="m", dtype="float32"), 64, model="m", port=1)
 
 
 def pairs(command: Sequence[str]) -> list[tuple[str, str]]:
@@ -189,7 +189,7 @@ def test_an_adapter_that_is_too_large_is_refused(tmp_path: Path) -> None:
     for engine in (Vllm(python=python), Vllm(urls=("http://x:1",))):
         engine.check(trainable=Lora(rank=RANKS[-1]), folder=tmp_path)
         engine.check(trainable=Lora(rank=999, merged=True), folder=tmp_path)
-        with pytest.raises(ConfigError, match=r"trains\.rank: .*up to 512, not 999"):
+        with pytest.raises(ConfigError, match=r"trainable\.rank: .*up to 512, not 999"):
             engine.check(trainable=Lora(rank=999), folder=tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_a_folder_that_an_engine_cannot_be_told_of_is_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"':' in it; choose another name= or runs="):
         Vllm(python=python).check(trainable=Full(), folder=folder)
     with pytest.raises(ConfigError, match="choose another"):
-        Vllm(python=python)._launch(Needs(model="m", dtype="float32", folder=folder), 64)
+        Vllm(python=python)._launch(EngineRequirements(model="m", dtype="float32", folder=folder), 64)
     assert "http://x:1" in Vllm(urls=("http://x:1",)).check(trainable=Full(), folder=folder)
     Embedded().check(trainable=Full(), folder=folder)
 
@@ -237,7 +237,7 @@ def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwi
     monkeypatch.delenv(AT_ONCE, raising=False)
     if given is not None:
         monkeypatch.setenv(AT_ONCE, given)
-    assert Vllm()._environment(Needs(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
+    assert Vllm()._environment(EngineRequirements(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from fake_vllm import FakeClient, Models, install
 
-from tandem.engines.vllm.client.http import Unreachable
-from tandem.engines.vllm.client.pauses import Pauses
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.client.engine import Pauses
+from tandem.engines.vllm.client.http import EngineUnreachable
+from tandem.engines.vllm.protocol import Refusal
 from tandem.engines.vllm.server.frontend import Stopped
 from tandem.engines.vllm.server.routes import _Live
 from tandem.errors import EngineError
@@ -34,7 +34,7 @@ class Server:
         self.vllm = FakeClient()
         self._live = _Live(self.vllm, SimpleNamespace(openai_serving_models=Models()), None, None)
         self.front = self._live.frontend
-        self.boot = self.front.id
+        self.instance_id = self.front.id
         self.away = False
 
     async def info(self) -> Any:
@@ -45,10 +45,10 @@ class Server:
 
     async def _ask(self, handler: Callable[[bytes], Coroutine[Any, Any, Any]], body: bytes) -> Any:
         if self.away:
-            raise Unreachable("it does not answer")
+            raise EngineUnreachable("it does not answer")
         try:
             return await handler(body)
-        except (Refused, Stopped) as error:
+        except (Refusal, Stopped) as error:
             raise EngineError(str(error)) from error
 
 
@@ -70,7 +70,7 @@ async def taken_back(*servers: Any, sleeps: int = 0, times: int = 1) -> None:
 def test_one_that_served_goes_on_under_its_version(times: int) -> None:
     async def work() -> None:
         server = Server()
-        await server.front.stamp(7, "d")
+        await server.front.set_version(7, "d")
         await taken_back(server, times=times)
         front = server.front
         assert (front.state, front.step, front.digest) == ("serving", 7, "d")
@@ -137,7 +137,7 @@ def test_one_that_never_stood_still_is_left_alone() -> None:
         server = Server()
         await Pauses().release([server], "the trainer ended", sleeps=0, seconds=50.0)  # type: ignore[list-item]
         assert server.front.state == "serving"
-        assert server.front.era == 0
+        assert server.front.generation == 0
 
     run(work)
 
@@ -148,7 +148,7 @@ def test_the_first_of_two_goes_on_where_the_second_did_not_answer() -> None:
         gone.away = True
         pauses = Pauses()
         servers: Any = [gone, here]
-        with pytest.raises(Unreachable):
+        with pytest.raises(EngineUnreachable):
             await pauses.pause(servers, ASKED)
         assert here.front.state == "paused"
         await pauses.release(servers, "the trainer ended", sleeps=0, seconds=50.0)
@@ -175,7 +175,7 @@ def test_a_pause_that_is_over_is_not_remembered() -> None:
 def test_one_that_sleeps_is_woken_and_serves_if_it_kept_its_weights(level: int) -> None:
     async def work() -> None:
         server: Any = Server()
-        await server.front.stamp(7, "d")
+        await server.front.set_version(7, "d")
         pauses = Pauses()
         await pauses.pause([server], ASKED)
         await server.post("/bridge/sleep", wire.Sleep(level=level))  # type: ignore[arg-type]

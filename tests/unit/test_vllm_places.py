@@ -13,7 +13,7 @@ from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.places import PROBES, Places
-from tandem.engines.vllm.server.probe import probe
+from tandem.engines.vllm.server.routes import probe
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
@@ -193,13 +193,13 @@ def test_a_probe_has_a_place_however_many_wait(flying: bool, monkeypatch: pytest
         await settle()
         assert front.state == "proving"
         assert not any(task.done() for task in [*begun, *new])  # nobody has vouched for these weights
-        await front.stamp(1, "d")
+        await front.set_version(1, "d")
         await front.resume()
         while not all(task.done() for task in [*begun, *new]):
             await client.step()
             assert len(client.requests) <= 2
         answers = [(await task).completions[0] for task in [*begun, *new]]
-        assert all({front.steps[era] for era in answer.eras} == {1} for answer in answers)
+        assert all({front.steps[generation] for generation in answer.generations} == {1} for answer in answers)
         assert {one.prompt["cache_salt"] for one in client.seen[flying + 2 :]} == {front.salt}
 
     run(body)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engines.vllm.client import process as _vllm_process
-from tandem.engines.vllm.client.http import Server, Unreachable
+from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord, environment, free_port, import_path
 from tandem.errors import Deadline, EngineError
 from tandem.processes import Identity, alive_after, family, identity, kill
@@ -250,7 +250,7 @@ def test_a_call_ends_with_the_engine_although_a_child_of_it_holds_its_socket(eng
     engine = engines(HEIR, slow, SERVE, port=port)
     healthy(engine, port)
     marked(tmp_path, "heir")
-    server = Server(f"http://127.0.0.1:{port}", "", control_seconds=600.0, request_seconds=600.0)
+    server = EngineServer(f"http://127.0.0.1:{port}", "", control_seconds=600.0, request_seconds=600.0)
     server.process = engine
 
     async def asked() -> None:
@@ -258,8 +258,8 @@ def test_a_call_ends_with_the_engine_although_a_child_of_it_holds_its_socket(eng
         await asyncio.sleep(0.5)  # both wait for their answer
         os.kill(engine.pid, signal.SIGKILL)
         found = await asyncio.wait_for(asyncio.gather(*calls, server.get("/health", dict), return_exceptions=True), 30)
-        assert all(isinstance(error, Unreachable) and "SIGKILL" in str(error) for error in found)
-        with pytest.raises(Unreachable, match="SIGKILL"):  # and none begins to wait
+        assert all(isinstance(error, EngineUnreachable) and "SIGKILL" in str(error) for error in found)
+        with pytest.raises(EngineUnreachable, match="SIGKILL"):  # and none begins to wait
             await asyncio.wait_for(server.post("/bridge/pause"), 30)
         await server.close()
 

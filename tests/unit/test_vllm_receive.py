@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.engines.vllm.worker.extension import Worker
-from tandem.engines.vllm.worker.parameter_map import Place
+from tandem.engines.vllm.worker.extension import WorkerExtension
+from tandem.engines.vllm.worker.parameter_map import Placement
 from tandem.errors import EngineError, TransportError
 from tandem.transport.buckets import manifest
 from tandem.transport.collective import Member
@@ -36,7 +36,7 @@ class Storage(nn.Module):
         self.copies = nn.ParameterList(torch.zeros(ROWS, 1024) for _ in range(2))
 
 
-class Receiver(Worker):
+class Receiver(WorkerExtension):
     """A worker without vLLM."""
 
     tandem_rank, tandem_world = 0, 1
@@ -49,9 +49,9 @@ class Receiver(Worker):
     def tandem_model(self) -> nn.Module:
         return self.storage
 
-    def tandem_places(self) -> dict[str, list[Place]]:
-        def place(tensor: Tensor, first: tuple[int, int], *shape: int) -> list[Place]:
-            return [Place(tensor=tensor, parameter="p", first=first, shape=shape, counted=True)]
+    def tandem_places(self) -> dict[str, list[Placement]]:
+        def place(tensor: Tensor, first: tuple[int, int], *shape: int) -> list[Placement]:
+            return [Placement(tensor=tensor, parameter="p", first=first, shape=shape, counted=True)]
 
         held = self.storage
         return {

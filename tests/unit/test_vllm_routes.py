@@ -406,7 +406,7 @@ def test_weights_are_written_while_paused_alone() -> None:
 def test_an_engine_that_serves_stands_still_while_it_lends_its_weights_and_a_trainers_pause_outlives_that() -> None:
     async def body(c: Client) -> None:
         lent: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        c.vllm.answers["tandem_lend"] = lent
+        c.vllm.answers["tandem_export_weights"] = lent
         lending = asyncio.ensure_future(c.begin("/bridge/lend"))
         while not c.vllm.calls:
             await asyncio.sleep(0)
@@ -418,7 +418,7 @@ def test_an_engine_that_serves_stands_still_while_it_lends_its_weights_and_a_tra
         assert (await lending).json["ranks"] == [{"lent": {}, "map": {}}]
         assert (await pausing).json == {"state": "paused", "before": "serving"}
         assert c.vllm.paused
-        c.vllm.answers["tandem_lend"] = ['{"lent": {}, "map": {}}']
+        c.vllm.answers["tandem_export_weights"] = ['{"lent": {}, "map": {}}']
         assert (await c.begin("/bridge/lend")).status == 200
         assert c.vllm.paused, "another that borrows does not end the pause"
         await c.begin("/bridge/resume")
@@ -597,7 +597,7 @@ def test_stock_answers_wait_for_the_proof_of_the_weights_they_are_from() -> None
         go.set()
         await settle()
         assert not task.done()
-        await c.front.stamp(1, "")
+        await c.front.set_version(1, "")
         await c.front.resume()
         assert (await task).json == "done"
         assert c.front.places.running == 0
@@ -742,17 +742,17 @@ def test_an_adapter_that_a_trainer_loads_is_not_served_before_it_is_stamped(
 def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
-        c.vllm.answers["tandem_lend_slot"] = ['{"key": "abc"}']
+        c.vllm.answers["tandem_export_slot"] = ['{"key": "abc"}']
         asked = {"config": {"r": 8}, "tensors": [["a", [8, 16], "bfloat16"]]}
         assert (await c.post("/bridge/lend_slot", asked)).json == {"ranks": [{"key": "abc"}]}
         told = (SLOT, '{"r": 8}', '[["a", [8, 16], "bfloat16"]]')
-        assert c.vllm.calls[-1] == ("tandem_lend_slot", told)
-        c.vllm.answers["tandem_lent_slot"] = [False]
+        assert c.vllm.calls[-1] == ("tandem_export_slot", told)
+        c.vllm.answers["tandem_is_exported"] = [False]
         assert (await c.post("/bridge/adapt", {"key": "another"})).json == {"held": False}
         assert (await c.get("/lora/status")).json["in_place"] is False, "nobody was let write it"
-        c.vllm.answers["tandem_lent_slot"] = [True]
+        c.vllm.answers["tandem_is_exported"] = [True]
         assert (await c.post("/bridge/adapt", {"key": "abc"})).json == {"held": True}
-        assert c.vllm.calls[-1] == ("tandem_lent_slot", (SLOT, "abc"))
+        assert c.vllm.calls[-1] == ("tandem_is_exported", (SLOT, "abc"))
         assert (await c.post("/bridge/resume")).status == 409, "nobody said what was written"
         await c.post("/bridge/probe", {"tokens": [1, 2]})
         assert {request.adapter.lora_name for request in c.vllm.seen} == {"tandem"}

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engines.vllm.core import scheduler as _vllm_scheduler
-from tandem.engines.vllm.core.scheduler import ASKED, FIELDS, PIECE, scheduler
+from tandem.engines.vllm import scheduler as _vllm_scheduler
+from tandem.engines.vllm.scheduler import ASKED, FIELDS, PIECE, scheduler
 
 INSTALLED = sorted((Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/v1"))
 """vLLM's own files, which nothing of this environment can import."""
@@ -133,7 +133,7 @@ def make(monkeypatch: pytest.MonkeyPatch, lists: type) -> Any:
 class Config:
     """vLLM's: without a name it chooses for itself."""
 
-    scheduler_cls: str | None = "tandem.engines.vllm.core.scheduler.scheduler"
+    scheduler_cls: str | None = "tandem.engines.vllm.scheduler.scheduler"
 
     def get_scheduler_cls(self) -> Any:
         assert self.scheduler_cls is None

@@ -12,16 +12,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tandem.engines.base import Needs
+from tandem.engines.base import EngineRequirements
+from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client import fleet as _vllm_fleet
 from tandem.engines.vllm.client import http as _vllm_client
-from tandem.engines.vllm.client.engine import TRIES
-from tandem.engines.vllm.client.engine import Vllm as LiveVllm
+from tandem.engines.vllm.client.engine import TRIES, VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import Server
+from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import free_port
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.engines.vllm.protocol.frames import Many, Sampled, framed
+from tandem.engines.vllm.protocol import Many, Sampled, framed
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import Deadline, EngineError, StaleWeights
 from tandem.types import Completion, PolicyVersion, Sampling
@@ -73,12 +72,12 @@ class Somebodys:
             await runner.cleanup()
 
     @property
-    def boot(self) -> str:
+    def instance_id(self) -> str:
         return f"boot {self.boots}"
 
     async def _info(self, request: web.Request) -> web.Response:
-        about = wire.Info(
-            engine=self.boot, state="", reason="", step=self.step, digest=self.digest, updates=0, running=0,
+        about = wire.EngineInfo(
+            engine=self.instance_id, state="", reason="", step=self.step, digest=self.digest, updates=0, running=0,
             adapter=None, model="m", context=self.context, logprobs="processed_logprobs", adapters=False, workers=[],
         )  # fmt: skip
         return web.Response(body=msgspec.json.encode(about), content_type="application/json")
@@ -102,7 +101,12 @@ class Somebodys:
         found = [
             framed(
                 Sampled(
-                    number, tokens=(5,), logprobs=(-0.5,), versions=[(self.step, 1)], finish="stop", engine=self.boot
+                    number,
+                    tokens=(5,),
+                    logprobs=(-0.5,),
+                    versions=[(self.step, 1)],
+                    finish="stop",
+                    engine=self.instance_id,
                 )
             )
             for number in range(answers)
@@ -112,7 +116,7 @@ class Somebodys:
     async def _stamp(self, request: web.Request) -> web.Response:
         said = msgspec.json.decode(await request.read(), type=wire.Stamp)
         self.step, self.digest = said.step, said.digest
-        return web.json_response({"engine": self.boot})
+        return web.json_response({"engine": self.instance_id})
 
     async def _resume(self, request: web.Request) -> web.Response:
         return web.json_response({"seconds": 0.0, "step": self.step, "digest": self.digest})
@@ -121,14 +125,14 @@ class Somebodys:
 class Publisher:
     """As a link publishes: one at a time, anew where engines died under it."""
 
-    def __init__(self, engine: LiveVllm) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
         self.step = 0
         self.served = -1
         self.lock = asyncio.Lock()
         self.to: list[list[str]] = []
         self.failing: Exception | None = None
-        engine.on_revival(self.republish)
+        engine.on_restart(self.republish)
 
     async def commit(self, step: int) -> None:
         async with self.lock:
@@ -138,7 +142,7 @@ class Publisher:
     async def republish(self) -> None:
         async with self.lock:
             await self.engine.recover()
-            if self.served != self.engine.epoch:
+            if self.served != self.engine.restart_count:
                 await self._persist()
 
     async def _persist(self) -> None:
@@ -146,27 +150,27 @@ class Publisher:
             if self.failing is not None:
                 raise self.failing
             try:
-                await self.engine.stamp(PolicyVersion(step=self.step, digest="d"))
+                await self.engine.set_version(PolicyVersion(step=self.step, digest="d"))
                 await self.engine.resume()
             except EngineError:
                 if not await self.engine.recover():
                     raise
             else:
-                self.served = self.engine.epoch
+                self.served = self.engine.restart_count
                 self.to.append([server.url for server in self.engine.servers])
                 return
 
 
 @asynccontextmanager
-async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[tuple[LiveVllm, Publisher]]:
+async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[tuple[VllmEngine, Publisher]]:
     for each in somebodys:
         await each.up()
     urls = tuple(each.url for each in somebodys)
     spec = Vllm(urls=urls, start_seconds=seconds)
-    needs = Needs(model="m", dtype="bfloat16")
-    servers = [Server(url, "", control_seconds=5.0, request_seconds=5.0) for url in urls]
+    needs = EngineRequirements(model="m", dtype="bfloat16")
+    servers = [EngineServer(url, "", control_seconds=5.0, request_seconds=5.0) for url in urls]
     fleet = Fleet(servers, launch=None, options=spec, needs=needs)
-    engine = LiveVllm(fleet, seeded=False, context=64, ends=[1], needs=needs, patience=5.0)
+    engine = VllmEngine(fleet, seeded=False, context=64, ends=[1], needs=needs, patience=5.0)
     try:
         await engine.start()
         publisher = Publisher(engine)
@@ -179,7 +183,7 @@ async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[
             await each.down()
 
 
-async def sample(engine: LiveVllm) -> Completion:
+async def sample(engine: VllmEngine) -> Completion:
     return await engine.generate([1, 2], Sampling(max_tokens=4), 0)
 
 
@@ -230,10 +234,10 @@ def test_requests_say_which_policy_step_they_are_for_and_no_older_one_is_taken()
         async with opened(one) as (engine, _):
             assert (await sample(engine)).versions == (1,)
             assert one.least == -1, "any will do"
-            assert engine.ahead(1)
+            assert engine.accept_requests_for(1)
             assert (await sample(engine)).versions == (1,)
             assert one.least == 1
-            assert engine.ahead(2)
+            assert engine.accept_requests_for(2)
             with pytest.raises(StaleWeights, match=f"{one.url} sampled before version 2 was published to it"):
                 await sample(engine)
 
@@ -248,7 +252,7 @@ def test_a_request_for_a_policy_that_is_to_come_has_time_to_wait_for_the_trainer
             engine.servers[0].request_seconds = 0.1
             with pytest.raises(Deadline):
                 await sample(engine)
-            engine.ahead(2)
+            engine.accept_requests_for(2)
             early = asyncio.create_task(sample(engine))
             await asyncio.sleep(0.4)
             assert not early.done()

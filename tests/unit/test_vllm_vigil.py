@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tandem.engines.base import Needs
-from tandem.engines.vllm.client import health as vigil
-from tandem.engines.vllm.client.engine import Vllm as Live
+from tandem.engines.base import EngineRequirements
+from tandem.engines.vllm.client import fleet as vigil
+from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet, Launch
-from tandem.engines.vllm.client.http import AGAIN, Server, Unreachable
+from tandem.engines.vllm.client.http import AGAIN, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.process import free_port
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
@@ -25,7 +25,7 @@ from tandem.errors import EngineError
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vigil, "SECONDS", 0.01)
+    monkeypatch.setattr(vigil, "HEALTH_SECONDS", 0.01)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -50,14 +50,14 @@ class Answering:
         return web.json_response({"engine": self.engine})
 
     @asynccontextmanager
-    async def up(self) -> AsyncIterator[Server]:
+    async def up(self) -> AsyncIterator[EngineServer]:
         app = web.Application()
         app.router.add_route("*", "/{rest:.*}", self.answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
-        server = Server(f"http://127.0.0.1:{self.port}", "", control_seconds=5.0, request_seconds=5.0)
-        server.boot = self.engine
+        server = EngineServer(f"http://127.0.0.1:{self.port}", "", control_seconds=5.0, request_seconds=5.0)
+        server.instance_id = self.engine
         try:
             yield server
         finally:
@@ -66,14 +66,14 @@ class Answering:
 
 
 def fleet(
-    server: Server,
+    server: EngineServer,
     *,
     launch: Launch | None = None,
-    needs: Needs | None = None,
+    needs: EngineRequirements | None = None,
     restarts: int = 3,
     start_seconds: float = 20.0,
 ) -> Fleet:
-    needs = needs or Needs(model="m", dtype="float32")
+    needs = needs or EngineRequirements(model="m", dtype="float32")
     return Fleet([server], launch=launch, options=Vllm(restarts=restarts, start_seconds=start_seconds), needs=needs)
 
 
@@ -82,7 +82,7 @@ def test_weights_are_brought_to_an_engine_that_came_back_though_nobody_asks_it_f
         engine, published = Answering(), asyncio.Event()
 
         async def republish() -> None:
-            one.servers[0].boot = engine.engine
+            one.servers[0].instance_id = engine.engine
             published.set()
 
         async with engine.up() as server:
@@ -109,7 +109,7 @@ def test_who_published_before_is_asked_for_nothing_any_more() -> None:
             raise AssertionError("it is another's engine now")
 
         async def republish() -> None:
-            one.servers[0].boot = engine.engine
+            one.servers[0].instance_id = engine.engine
             published.set()
 
         async with engine.up() as server:
@@ -126,10 +126,10 @@ def test_who_published_before_is_asked_for_nothing_any_more() -> None:
 
 
 @asynccontextmanager
-async def looked_at(engine: Answering, *others: Server) -> AsyncIterator[tuple[Fleet, list[int]]]:
+async def looked_at(engine: Answering, *others: EngineServer) -> AsyncIterator[tuple[Fleet, list[int]]]:
     """Servers whose first is away; with how often the weights were to be brought to them."""
-    server = Server(f"http://127.0.0.1:{engine.port}", "", control_seconds=5.0, request_seconds=5.0)
-    server.boot = "first"
+    server = EngineServer(f"http://127.0.0.1:{engine.port}", "", control_seconds=5.0, request_seconds=5.0)
+    server.instance_id = "first"
     one, published = fleet(server), list[int]()
     one.servers += others
 
@@ -164,7 +164,7 @@ def test_all_of_them_that_others_run_are_not_waited_for_in_vain() -> None:
     """Who brings weights waits for one of them for as long as the recipe says, and then that is told."""
 
     async def go() -> None:
-        server = Server(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
+        server = EngineServer(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
         one = fleet(server, start_seconds=0.1)
 
         async def republish() -> None:
@@ -187,12 +187,12 @@ def test_one_of_ours_that_does_not_answer_is_dead_only_when_its_process_is(
     """Then it is at once, even where a child of it keeps the socket and a question would wait for long."""
     looks: list[str] = []
 
-    class Mute(Server):
+    class Mute(EngineServer):
         async def get(self, path: str, *words: Any) -> Any:
             looks.append(path)
             if hangs:
                 await asyncio.Event().wait()
-            raise Unreachable("it does not answer")
+            raise EngineUnreachable("it does not answer")
 
     async def go() -> None:
         server = Mute("http://127.0.0.1:1", "", control_seconds=5.0, request_seconds=5.0)
@@ -242,7 +242,7 @@ def test_a_connection_that_breaks_is_made_again(path: str) -> None:
             engine.cuts = AGAIN
             assert await server.post(path) == {"engine": "first"}
             engine.cuts = AGAIN + 1
-            with pytest.raises(Unreachable):
+            with pytest.raises(EngineUnreachable):
                 await server.post(path)
 
     run(go())
@@ -254,7 +254,7 @@ def test_what_does_something_else_the_second_time_is_not_said_twice(path: str) -
         engine = Answering()
         async with engine.up() as server:
             engine.cuts = 1
-            with pytest.raises(Unreachable):
+            with pytest.raises(EngineUnreachable):
                 await server.post(path)
             assert engine.asked == [path]
 
@@ -281,7 +281,7 @@ def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path
             log=tmp_path,
             records=None,
         )
-        server = Server(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
+        server = EngineServer(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
         one = fleet(server, launch=launch, restarts=2)
         with pytest.raises(EngineError, match="before it was healthy"):
             await one.start()
@@ -294,7 +294,9 @@ def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path
 
 def test_no_two_starts_draw_the_same_numbers() -> None:
     def seed(number: int) -> str:
-        command = Vllm().command(Needs(model="m", dtype="float32", seed=5), 64, model="m", port=1, number=number)
+        command = Vllm().command(
+            EngineRequirements(model="m", dtype="float32", seed=5), 64, model="m", port=1, number=number
+        )
         return command[command.index("--seed") + 1]
 
     assert [seed(number) for number in (0, 1, 7)] == ["5", "6", "12"]
@@ -303,8 +305,8 @@ def test_no_two_starts_draw_the_same_numbers() -> None:
 def test_a_checkpoint_that_was_pruned_since_is_not_what_an_engine_starts_on(tmp_path: Path) -> None:
     weights = tmp_path / "model"
     weights.mkdir()
-    server = Server("http://127.0.0.1:1", "", control_seconds=5.0, request_seconds=5.0)
-    one = fleet(server, needs=Needs(model="m", dtype="float32", weights=weights))
+    server = EngineServer("http://127.0.0.1:1", "", control_seconds=5.0, request_seconds=5.0)
+    one = fleet(server, needs=EngineRequirements(model="m", dtype="float32", weights=weights))
     assert one._loadable() == str(weights)
     weights.rmdir()
     assert one._loadable() == "m"
@@ -328,13 +330,13 @@ def test_an_answer_just_before_a_recovery_ends_is_no_reason_to_give_up() -> None
             return False
 
     async def go() -> None:
-        engine = SimpleNamespace(fleet=Starting(), epoch=0)
+        engine = SimpleNamespace(fleet=Starting(), restart_count=0)
         engine.fleet.ready.set()
         await engine.fleet.lock.acquire()
-        revived = asyncio.ensure_future(Live._revived(engine, Alive(), 0, 1))  # type: ignore[arg-type]
+        revived = asyncio.ensure_future(VllmEngine._revived(engine, Alive(), 0, 1))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert not revived.done()
-        engine.epoch = 1
+        engine.restart_count = 1
         engine.fleet.lock.release()
         assert await revived
 

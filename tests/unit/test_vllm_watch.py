@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.engines.vllm.server.watch import LINGER, TRAINER, Watch, end_with_parent
+from tandem.engines.vllm.server.watch import LINGER, TRAINER, TrainerWatch, end_with_parent
 from tandem.processes import alive_after, identity
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_it_goes_on_with_a_trainer_that_adopted_it(trainer: subprocess.Popen[byt
 
 def test_nobody_is_watched_where_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRAINER, raising=False)
-    assert Watch.begin() is None
+    assert TrainerWatch.begin() is None
 
 
 @pytest.mark.parametrize("ignored", ["", "yes"], ids=["asked", "killed"])

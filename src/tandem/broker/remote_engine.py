@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.engines.base import Engine, Health
-from tandem.engines.vllm.protocol import messages as wire
+from tandem.engines.vllm import protocol as wire
 from tandem.errors import ConfigError, EngineError
 from tandem.http import HttpClient, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
 from tandem.observability import waits
@@ -334,7 +334,7 @@ class RemoteEngine(Engine):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         raise _not_ours("score")
 
-    async def stamp(self, version: PolicyVersion) -> None:
+    async def set_version(self, version: PolicyVersion) -> None:
         raise _not_ours("stamp")
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:

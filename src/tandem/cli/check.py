@@ -26,7 +26,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
-from tandem.engines.base import CanAttest, CanLend
+from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.rewards.base import Reward
@@ -187,7 +187,7 @@ class _RecipeCheck:
         """Whether this machine can have it."""
         config = self._config
         found = config.engine.check(trainable=config.trainable, folder=Path(config.runs) / (config.name or ""))
-        lent = CanAttest in config.engine.capabilities and config.sync.capability is CanLend
+        lent = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
         return f"{found}; {_TURNS}" if lent and config.most_lag and machine.in_turns() else found
 
     def _loggers(self) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tandem.config.loading import RunConfig, load
-from tandem.engines.base import CanLend
-from tandem.engines.vllm.client.engine import borrow
+from tandem.engines.base import ExportsWeights
+from tandem.engines.vllm.client.engine import exported_weights
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.spec import LOOPBACK, Vllm
 from tandem.errors import ConfigError, EngineError
@@ -65,11 +65,11 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     runs, folder = Path(config.runs), _folder(config)
-    needs = run.engine_needs(config, folder)
+    needs = run.engine_requirements(config, folder)
     context = memory.context(config, load_config(config.model))
     tell(f"starting {config.model}; it writes to {folder / 'logs'}")
     async with engine.serve(context=context, needs=needs, adapters=runs) as fleet:
-        bridge = await _lend(fleet, folder) if config.sync.capability is CanLend else None
+        bridge = await _lend(fleet, folder) if config.sync.capability is ExportsWeights else None
         try:
             _introduce(fleet, engine, bridge, tell)
             while not fleet.dead():
@@ -90,7 +90,7 @@ def _folder(config: RunConfig) -> Path:
 async def _lend(fleet: Fleet, folder: Path) -> Path:
     """Lend the weights to whoever finds the file that says where they are."""
     (server,) = fleet.servers
-    return (await borrow(server)).write(folder)
+    return (await exported_weights(server)).write(folder)
 
 
 def _introduce(fleet: Fleet, engine: Vllm, bridge: Path | None, tell: Tell) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.config import registry as resolve
-from tandem.cores import cores
 from tandem.errors import require
+from tandem.machine import cores
 from tandem.observability.alarms.base import Name
 from tandem.types import Sampling
 

@@ -30,7 +30,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class ProbeResult:
     """What an engine answered to a probe, by the weights it holds now."""
 
     name: str = "the engine"
@@ -46,7 +46,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class LoraAdapter:
     """A LoRA adapter as it travels."""
 
     config: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class EngineRequirements:
     """What a run asks of the engine it starts."""
 
     model: str
@@ -73,7 +73,7 @@ class Needs:
     """Largest adapter rank; 0 without adapters."""
     targets: tuple[str, ...] = ()
     """Last parts of the names of the layers that adapters change; empty: the linear layers of a Llama-like model."""
-    port: type | None = None
+    capability: type | None = None
     """What the way of syncing wants to do with it."""
     versions: int = 2
     """Policy versions that requests in flight may need at once."""
@@ -107,17 +107,17 @@ class Engine(ABC):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Logprob of each token but the first given those before it, at temperature 1: a probe."""
 
-    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         """Score ``tokens`` and, where sampling is other code than scoring, sample up to ``samples`` more.
 
         Returns one answer for each engine.
 
         Allowed while paused: it sees the weights as they are, and nobody else's tokens are given out for it.
         """
-        return [Probe(scored=tuple(await self.score(tokens)))]
+        return [ProbeResult(scored=tuple(await self.score(tokens)))]
 
     @property
-    def adopted(self) -> bool:
+    def started_elsewhere(self) -> bool:
         """True if this trainer did not start it, so that what it holds is anybody's guess."""
         return False
 
@@ -157,11 +157,11 @@ class Engine(ABC):
         return None
 
     @property
-    def epoch(self) -> int:
+    def restart_count(self) -> int:
         """Counts starts: whatever was lent, loaded or connected belongs to one of them."""
         return 0
 
-    def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:  # noqa: B027 - an engine in process cannot die alone
+    def on_restart(self, republish: Callable[[], Awaitable[None]]) -> None:  # noqa: B027 - an engine in process cannot die alone
         """``republish`` brings the current weights to an engine that was started again."""
 
     @abstractmethod
@@ -169,10 +169,10 @@ class Engine(ABC):
         """The version last stamped."""
 
     @abstractmethod
-    async def stamp(self, version: PolicyVersion) -> None:
+    async def set_version(self, version: PolicyVersion) -> None:
         """Tokens sampled from now on carry this version. Called by ``WeightSync`` alone, after its proof."""
 
-    def ahead(self, step: int) -> bool:
+    def accept_requests_for(self, step: int) -> bool:
         """From now on requests are for the policy of ``step``: asked before it is published, they wait for it.
 
         False, and nothing is changed, where they could not.
@@ -207,47 +207,47 @@ class Engine(ABC):
 
 
 @runtime_checkable
-class CanLend(Protocol):
+class ExportsWeights(Protocol):
     """An engine whose own weights a trainer may write in place (``shared``)."""
 
-    async def lend(self) -> Mapping[str, Any]:
+    async def export_weights(self) -> Mapping[str, Any]:
         """Hugging Face name and tensor, in this process, of every weight it samples from: its own storage."""
         ...
 
 
 @runtime_checkable
-class CanAdapt(Protocol):
+class TakesAdapter(Protocol):
     """An engine that takes a LoRA adapter in memory."""
 
-    async def adapt(self, adapter: Adapter) -> int:
+    async def adapt(self, adapter: LoraAdapter) -> int:
         """Sample with this adapter from now on; returns the bytes copied."""
         ...
 
 
 @runtime_checkable
-class CanSwap(Protocol):
+class LoadsVersions(Protocol):
     """An engine that holds several versions of an adapter, by name (``hotswap``)."""
 
-    async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+    async def swap(self, folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         """Load a PEFT folder as this version; new requests use it once stamped. Returns the bytes loaded."""
         ...
 
 
 @runtime_checkable
-class CanRelaunch(Protocol):
+class Relaunches(Protocol):
     """An engine that can be ended and started on other weights (``restart``)."""
 
     async def relaunch(self, weights: Path | None) -> None:
         """End it and, once its memory is free, start it anew: on a model folder, or on the weights it had."""
         ...
 
-    async def load(self, folder: Path, adapter: Adapter) -> None:
+    async def load(self, folder: Path, adapter: LoraAdapter) -> None:
         """Load a PEFT folder, which holds ``adapter``, into the engine as it runs."""
         ...
 
 
 @runtime_checkable
-class CanReceive(Protocol):
+class ReceivesBroadcast(Protocol):
     """An engine that takes tensors from a process group (``broadcast``)."""
 
     async def workers(self) -> Sequence[Sequence[str]]:
@@ -271,7 +271,7 @@ class CanReceive(Protocol):
         ...
 
     async def receive(
-        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
+        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         """Take one publish from the group into the weights, or into the adapter."""
         ...
@@ -282,14 +282,14 @@ class CanReceive(Protocol):
 
 
 @runtime_checkable
-class CanAttest(Protocol):
+class ReportsChecksums(Protocol):
     """An engine in another process that checksums the bytes it holds."""
 
     async def checksums(self, travels: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
         """For each engine by name: checksum of each tensor it samples from, by the name it travels under."""
         ...
 
-    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+    def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
         ...
 
@@ -300,8 +300,8 @@ class EngineSpec(ABC):
     capabilities: ClassVar[frozenset[type]] = frozenset()
     """What its engines let a way of syncing do."""
 
-    def refuses(self, port: type) -> str:
-        """Why, with these options, its engines cannot be used through one of the ports; empty if they can."""
+    def refuses(self, capability: type) -> str:
+        """Why, with these options, its engines cannot be used with this capability; empty if they can."""
         return ""
 
     def check(self, *, trainable: Any, folder: Path) -> str:
@@ -317,5 +317,7 @@ class EngineSpec(ABC):
         return "in the trainer's process"
 
     @abstractmethod
-    def open(self, policy: Any, *, context: int, needs: Needs | None = None) -> AbstractAsyncContextManager[Engine]:
+    def open(
+        self, policy: Any, *, context: int, needs: EngineRequirements | None = None
+    ) -> AbstractAsyncContextManager[Engine]:
         """Start it. ``policy`` is the trainer's ``Policy``, ``context`` the most tokens of a prompt and completion."""

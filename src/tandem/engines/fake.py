@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.engines.base import Engine, EngineSpec, Health, Needs
+from tandem.engines.base import Engine, EngineRequirements, EngineSpec, Health
 from tandem.errors import EngineError
 from tandem.types import Completion, PolicyVersion, Sampling
 
@@ -35,16 +35,20 @@ class Fake(EngineSpec):
             raise ValueError("seconds_per_token must not be negative")
 
     @asynccontextmanager
-    async def open(self, policy: Any, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
+    async def open(
+        self, policy: Any, *, context: int, needs: EngineRequirements | None = None
+    ) -> AsyncIterator[Engine]:
         """Nothing starts; ``policy`` is not read."""
-        engine = _Engine(self, context)
+        engine = FakeEngine(self, context)
         try:
             yield engine
         finally:
             await engine.close()
 
 
-class _Engine(Engine):
+class FakeEngine(Engine):
+    """Samples uniformly from a vocabulary; its logprobs are exact."""
+
     def __init__(self, spec: Fake, context: int):
         self._spec = spec
         self._context = context
@@ -138,7 +142,7 @@ class _Engine(Engine):
     def version(self) -> PolicyVersion:
         return self._version
 
-    async def stamp(self, version: PolicyVersion) -> None:
+    async def set_version(self, version: PolicyVersion) -> None:
         self._version = version
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:

@@ -16,7 +16,7 @@ from tandem.algorithms.advantages.base import Advantage, Weighs
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, only_by_advantage
-from tandem.engines.base import CanAttest, CanLend, Engine, Needs
+from tandem.engines.base import Engine, EngineRequirements, ExportsWeights, ReportsChecksums
 from tandem.envs.base import Split
 from tandem.model import float8, layers
 from tandem.model.penalties import Penalties
@@ -148,14 +148,14 @@ async def playing(
 async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> AsyncIterator[Engine]:
     """An engine that samples from the policy as it is; one in another process is given its weights, and proves it."""
     context = memory.context(config, policy.config)
-    if CanAttest not in config.engine.capabilities:
+    if ReportsChecksums not in config.engine.capabilities:
         async with config.engine.open(policy, context=context) as engine:
             yield engine
         return
     check_pairs(config)
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
         config.engine.check(trainable=config.trainable, folder=Path(folder))
-        needs = engine_needs(config, Path(folder))
+        needs = engine_requirements(config, Path(folder))
         async with (
             config.engine.open(policy, context=context, needs=needs) as engine,
             WeightSyncSession(
@@ -186,7 +186,7 @@ async def _assemble(
         await playing.check_gold()
     held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
     state = await restore_weights(folder / "checkpoints", policy, config.trainable, _fresh(config))
-    needs = engine_needs(config, folder, restored=state.step)
+    needs = engine_requirements(config, folder, restored=state.step)
     context = memory.context(config, policy.config)
     with progress.under_way("starting the engine"):
         engine = await stack.enter_async_context(config.engine.open(policy, context=context, needs=needs))
@@ -267,10 +267,10 @@ def _checkpoints(
     )
 
 
-def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -> Needs:
+def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int = 0) -> EngineRequirements:
     """What the run asks of its engine; after ``restored`` steps it is started on the checkpoint's own weights."""
     saved = folder / "checkpoints" / f"{restored:06d}" / config.trainable.folder_name if folder and restored else None
-    return Needs(
+    return EngineRequirements(
         model=config.model,
         dtype=config.dtype,
         folder=folder,
@@ -278,7 +278,7 @@ def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -
         travels=config.trainable.travels,
         rank=getattr(config.trainable, "rank", 0),
         targets=_adapted(config),
-        port=config.sync.capability,
+        capability=config.sync.capability,
         versions=config.most_lag + 2,
         seed=config.seed,
     )
@@ -286,7 +286,7 @@ def engine_needs(config: RunConfig, folder: Path | None, *, restored: int = 0) -
 
 def _adapted(config: RunConfig) -> tuple[str, ...]:
     """Names of the layers that an engine in another process must be ready to adapt; no weight is loaded for it."""
-    if config.trainable.travels != "adapter" or CanAttest not in config.engine.capabilities:
+    if config.trainable.travels != "adapter" or ReportsChecksums not in config.engine.capabilities:
         return ()
     from transformers import AutoModelForCausalLM
 
@@ -298,7 +298,7 @@ def _adapted(config: RunConfig) -> tuple[str, ...]:
 
 def _started_on_ours(config: RunConfig, engine: Engine, restored: int) -> bool:
     """Whether the engine, as it started, holds the weights that the policy holds (adapters aside)."""
-    if engine.adopted:
+    if engine.started_elsewhere:
         return False
     return not restored or config.trainable.folder_name == "model" or config.trainable.travels == "adapter"
 
@@ -344,7 +344,7 @@ def _model(config: RunConfig) -> str:
 
 def _device(config: RunConfig) -> torch.device:
     """Where the policy is loaded: on the host if its weights will be those in the memory of an engine's process."""
-    lent = config.sync.capability is CanLend and CanAttest in config.engine.capabilities
+    lent = config.sync.capability is ExportsWeights and ReportsChecksums in config.engine.capabilities
     return torch.device("cuda" if torch.cuda.is_available() and not lent else "cpu")
 
 

@@ -11,7 +11,7 @@ from tandem.broker.protocol.convert import Rules
 from tandem.broker.protocol.messages import RunParameters
 from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import RunConfig
-from tandem.engines.base import CanAttest, Engine
+from tandem.engines.base import Engine, ReportsChecksums
 from tandem.errors import ConfigError
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
@@ -49,7 +49,7 @@ def broker_source(
     """
     asked = config.broker
     assert asked is not None
-    if CanAttest not in config.engine.capabilities:
+    if ReportsChecksums not in config.engine.capabilities:
         log.warning(
             "nobody elsewhere can sample from this run's engine, which lives in the trainer's own process, so what the "
             "broker serves is not this policy's; environments need engine: vllm"

@@ -20,7 +20,7 @@ _ALONE = 4 << 20  # bytes from which on a tensor is worth a transfer of its own,
 _ALIGNMENT = 64  # bytes; more than any dtype or vector load needs
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a publish."""
 
     name: str
@@ -31,12 +31,12 @@ class Entry(NamedTuple):
     """torch's name of its dtype, such as ``bfloat16``."""
 
 
-def manifest(named: Iterable[tuple[str, Tensor]]) -> list[Entry]:
+def manifest(named: Iterable[tuple[str, Tensor]]) -> list[TensorEntry]:
     """What ``receive`` must be told about the tensors that ``send`` is given, in the same order."""
-    return [Entry(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named]
+    return [TensorEntry(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named]
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """A tensor's place in its bucket."""
 
     name: str
@@ -58,8 +58,8 @@ class Part(NamedTuple):
 class Bucket:
     """Tensors that travel at once: those that are packed in one piece, the others in a piece each."""
 
-    def __init__(self, sized: Iterable[tuple[Entry, torch.dtype, int]]):
-        self.parts: list[Part] = []
+    def __init__(self, sized: Iterable[tuple[TensorEntry, torch.dtype, int]]):
+        self.parts: list[BucketPart] = []
         """In the order of the manifest."""
         sized = list(sized)
         starts: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Bucket:
                     self.size = starts[index] + size
             self.packed = self.packed if alone else self.size
         for index, (entry, dtype, size) in enumerate(sized):
-            self.parts.append(Part(entry.name, entry.shape, dtype, starts[index], size, size >= _ALONE))
+            self.parts.append(BucketPart(entry.name, entry.shape, dtype, starts[index], size, size >= _ALONE))
 
     def staged(self, own: Mapping[str, Tensor]) -> int:
         """Bytes of memory that it passes through where these tensors, by name, are sent or received as they lie."""
@@ -101,17 +101,17 @@ class Bucket:
         return packed + [own[p.name].view(torch.uint8) if p.name in own else memory[p.start : p.stop] for p in alone]
 
 
-class Plan:
+class BucketPlan:
     """A publish, bucket by bucket; a function of the manifest and of the bucket's size alone.
 
     Raises:
         TransportError: names an entry that cannot travel.
     """
 
-    def __init__(self, entries: Iterable[Entry], bucket_bytes: int):
+    def __init__(self, entries: Iterable[TensorEntry], bucket_bytes: int):
         self.entries = list(entries)
         self.bucket_bytes = bucket_bytes
-        grouped: list[list[tuple[Entry, torch.dtype, int]]] = []
+        grouped: list[list[tuple[TensorEntry, torch.dtype, int]]] = []
         filled = 0
         for entry in self.entries:
             name, shape, kind = entry

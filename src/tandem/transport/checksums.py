@@ -49,7 +49,7 @@ class Shard:
     """Row and column of its first element in the whole; a vector's elements are its rows."""
 
 
-class Tally:
+class ChecksumTally:
     """Checksums of tensors that stay where they are: prepared once, taken often.
 
     On CUDA all shards of a device are read by at most a few kernels on its current stream, and one copy brings the
@@ -87,7 +87,7 @@ class Standing:
     """Checksums taken again and again; the tally is made anew only where a tensor was moved."""
 
     def __init__(self) -> None:
-        self._tally: Tally | None = None
+        self._tally: ChecksumTally | None = None
         self._where: tuple[tuple[str, int], ...] = ()
 
     def take(self, shards: Iterable[Shard]) -> Sums:
@@ -95,18 +95,18 @@ class Standing:
         shards = list(shards)
         where = tuple((shard.name, shard.tensor.data_ptr()) for shard in shards)
         if self._tally is None or where != self._where:
-            self._tally, self._where = Tally(shards), where
+            self._tally, self._where = ChecksumTally(shards), where
         return self._tally.take()
 
 
 def checksums(named: Iterable[tuple[str, Tensor]]) -> Sums:
     """Checksums of whole tensors by name."""
-    return Tally(Shard(name, tensor) for name, tensor in named).take()
+    return ChecksumTally(Shard(name, tensor) for name, tensor in named).take()
 
 
 def checksum(tensor: Tensor, *, first: tuple[int, int] = (0, 0)) -> int:
     """Checksum of one tensor, or of a shard whose first element lies at row and column ``first`` of the whole."""
-    return Tally([Shard("", tensor, first)]).take()[""]
+    return ChecksumTally([Shard("", tensor, first)]).take()[""]
 
 
 def digest(sums: Mapping[str, int]) -> str:

@@ -21,14 +21,165 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.transport.buckets import BUCKET_BYTES, Entry, Plan, manifest
-from tandem.transport.lane import AHEAD, SLOTS, Flight, Lane
-from tandem.transport.rendezvous import Board, Rendezvous, first_line, open_group, own_address, serve
+from tandem.transport.buckets import BUCKET_BYTES, BucketPlan, TensorEntry, manifest
+from tandem.transport.rendezvous import GroupStore, Rendezvous, first_line, open_group, own_address, serve
 
-__all__ = ["Member", "Timing"]
+SLOTS = 2
+"""Buckets whose memory is in use at a time: one is packed or unpacked while another is on the wire."""
+AHEAD = 8
+"""Buckets that a GPU is given before the first has arrived: enough to work on while this thread is held up."""
+
+
+class Flight(NamedTuple):
+    """A bucket on its way."""
+
+    works: list[Any]
+    """torch's handles of it."""
+    views: list[tuple[str, Tensor]]
+    """What it carries, by name; keeps the memory."""
+    doing: str = ""
+    """For messages."""
+
+
+class Lane:
+    """Buckets in flight. All errors of torch come out as they are: RuntimeError.
+
+    Args:
+        device: where the tensors are.
+        nccl: whether NCCL carries them; otherwise gloo, through host memory.
+    """
+
+    def __init__(self, device: torch.device, *, nccl: bool):
+        if nccl and (device.type != "cuda" or not dist.is_nccl_available()):
+            raise TransportError(f"backend nccl needs CUDA and a torch built with it; on {device} use backend gloo")
+        if device == torch.device("cuda"):  # as tensors name theirs
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.wire = device if nccl else torch.device("cpu")
+        """Where what is transferred must be."""
+        self.group: Any = None
+        self._stream = torch.cuda.Stream(device) if nccl else None
+        self._slots: list[Tensor | None] = [None] * SLOTS
+
+    @property
+    def nccl(self) -> bool:
+        """Whether transfers are a GPU's work, which this thread need not wait for."""
+        return self._stream is not None
+
+    def free(self) -> None:
+        """Let go of memory."""
+        self._slots = [None] * SLOTS
+
+    def first(self) -> Flight:
+        """A transfer of one byte, with which nccl makes its connections."""
+        return Flight([_from_rank_0(self.group, torch.zeros(1, dtype=torch.uint8, device=self.wire))], [])
+
+    def straight(self, plan: BucketPlan, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the tensors that can be sent or received as they lie."""
+        parts = [p for bucket in plan.buckets for p in bucket.parts if p.alone and p.name in wanted]
+        return {
+            p.name: t
+            for p, t in ((p, wanted[p.name]) for p in parts)
+            if (t.device, tuple(t.shape), t.dtype) == (self.wire, p.shape, p.dtype) and t.is_contiguous()
+        }
+
+    def launch(
+        self,
+        plan: BucketPlan,
+        index: int,
+        own: Mapping[str, Tensor],
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+        before: Sequence[Flight] = (),
+        keep: bool = False,
+    ) -> Flight:
+        """Put a bucket on the wire.
+
+        Args:
+            plan: the publish.
+            index: which bucket.
+            own: tensors that need not be packed.
+            tensors: rank 0's, all of them.
+            before: flights that have used the same memory and may not be over.
+            keep: use memory that nothing else will use.
+        """
+        bucket = plan.buckets[index]
+        memory = self._memory(index, bucket.staged(own), plan.bucket_bytes, keep=keep)
+        views = bucket.views(memory, own)
+        with self.side():
+            if tensors is not None:
+                for flight in before:
+                    self.behind(flight)
+                _copy([(view, tensors[name]) for name, view in views if view is not own.get(name)])
+            return Flight(self._broadcast(bucket.pieces(memory, own)), views)
+
+    def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
+        """Bytes for one bucket: one of two that are kept, or memory of its own for a tensor larger than those."""
+        slot = index % SLOTS
+        memory = self._slots[slot]
+        if keep or memory is None or memory.numel() < size:
+            pinned = self.wire != self.device
+            memory = torch.empty(size, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
+            if size <= most and not keep:
+                self._slots[slot] = memory
+        return memory
+
+    def _broadcast(self, pieces: list[Tensor]) -> list[Any]:
+        if not self.nccl or len(pieces) == 1:
+            return [_from_rank_0(self.group, piece) for piece in pieces]
+        self.group._start_coalescing()  # nccl then moves all by one kernel
+        try:
+            for piece in pieces:
+                _from_rank_0(self.group, piece)
+        finally:
+            work = self.group._end_coalescing()  # else whatever this thread asks of nccl later would be held back
+        return [work]
+
+    def behind(self, flight: Flight) -> None:
+        """Have the current stream wait for it; for gloo, which has none, this thread. Raises what went wrong."""
+        for work in flight.works:
+            work.wait()
+
+    def over(self, flight: Flight) -> bool:
+        """Whether it has ended, well or not."""
+        return all(work.is_completed() for work in flight.works)
+
+    def check(self, flight: Flight) -> None:
+        """Raise what went wrong with one that is over."""
+        with self.side():
+            self.behind(flight)
+        if self.nccl and (state := self.group.get_error().name) != "SUCCESS":
+            raise RuntimeError(f"nccl reports {state}")
+
+    def mark(self) -> Any:
+        """An event behind what the current stream was given; None where there is no stream."""
+        return torch.cuda.current_stream(self.device).record_event() if self.nccl else None
+
+    @contextlib.contextmanager
+    def side(self) -> Iterator[None]:
+        """On CUDA, a stream beside the caller's, behind all that the caller's was given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _from_rank_0(group: Any, piece: Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([piece], options)
+
 
 _SILENT = 15.0  # seconds without a beat after which a member is taken for dead
 
@@ -86,7 +237,7 @@ class Member:
         self._lane = Lane(torch.device(device), nccl=rendezvous.backend == "nccl")
         self._names = {rank: who}
         self._others = [other for other in range(rendezvous.world) if other != rank]
-        self._plan: Plan | None = None
+        self._plan: BucketPlan | None = None
         self._publishes = 0
         self.last = Timing(0.0, 0.0, 0.0)
         """What the last publish that succeeded took here."""
@@ -94,7 +245,7 @@ class Member:
         self._connected = False
         self._server = server
         self._address = own_address(rendezvous)
-        self._board = Board(rendezvous, rank)
+        self._board = GroupStore(rendezvous, rank)
 
     def connect(self) -> None:
         """Wait until all ranks have announced themselves, then build the process group; ``join`` does it itself.
@@ -167,7 +318,7 @@ class Member:
         Raises:
             TransportError: the sender is not there, sends other tensors, or was lost.
         """
-        plan = self._planned([Entry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
+        plan = self._planned([TensorEntry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
         own = self._lane.straight(plan, straight or {})
         with self._told("receiving"):
             marks = [time.perf_counter()]
@@ -207,13 +358,13 @@ class Member:
         self._lane.group = open_group(self.rendezvous, self.rank, self._address)
         return self._lane.first()
 
-    def _planned(self, entries: list[Entry], bucket_bytes: int) -> Plan:
+    def _planned(self, entries: list[TensorEntry], bucket_bytes: int) -> BucketPlan:
         plan = self._plan
         if plan is None or (plan.entries, plan.bucket_bytes) != (entries, bucket_bytes):
-            plan = self._plan = Plan(entries, bucket_bytes)
+            plan = self._plan = BucketPlan(entries, bucket_bytes)
         return plan
 
-    def _begin(self, plan: Plan) -> int:
+    def _begin(self, plan: BucketPlan) -> int:
         """Return the publish's number when every member stands ready for it."""
         if not self._connected:
             raise self._broke("beginning", "the group is not connected: call connect first")
@@ -235,7 +386,9 @@ class Member:
         said = self._board.said(key, ranks)
         return [rank for rank, text in said.items() if int(text.split()[0]) < self._publishes]
 
-    def _launch(self, plan: Plan, index: int, own: Mapping[str, Tensor], flying: deque[Flight], **how: Any) -> Flight:
+    def _launch(
+        self, plan: BucketPlan, index: int, own: Mapping[str, Tensor], flying: deque[Flight], **how: Any
+    ) -> Flight:
         """Add a bucket to those in flight, of which as many are waited for as is due."""
         large = plan.buckets[index].staged(own) > plan.bucket_bytes  # in memory of its own, of which little is held
         while len(flying) >= (AHEAD if self._lane.nccl and not large else SLOTS):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from tandem.errors import TransportError
-from tandem.transport import cuda_ipc as _cuda_ipc
+from tandem.transport.sharing import gpu_uuid
 
 # NCCL's own watchdog answers an error by ending the process. Here errors and deadlines are this module's.
 _UNSUPERVISED = {
@@ -90,7 +90,7 @@ def visit(rendezvous: Rendezvous) -> Store:
 
 def accelerator(device: torch.device) -> str:
     """UUID of a GPU, which is the same in every process that sees it; nothing on a host."""
-    return _cuda_ipc._uuid(device) if device.type == "cuda" else ""
+    return gpu_uuid(device) if device.type == "cuda" else ""
 
 
 def own_address(rendezvous: Rendezvous) -> str:
@@ -132,7 +132,7 @@ def open_group(rendezvous: Rendezvous, rank: int, address: str) -> Any:
         return dist.ProcessGroupNCCL(store, rank, rendezvous.world, options)
 
 
-class Board:
+class GroupStore:
     """What the members tell each other through the store.
 
     It is asked by one daemon thread, so that a store that does not answer holds nobody else up. The thread also counts

@@ -6,10 +6,16 @@ bytes. Nothing here orders reads and writes: lender and borrower agree by other 
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import errno
+import fcntl
 import math
 import mmap
 import os
 import secrets
+import shutil
+import stat
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,22 +23,106 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.errors import TransportError
 from tandem.lazy import torch
-from tandem.transport import cuda_ipc
-from tandem.transport.shared_memory import ASK_AGAIN, HEADER, SHARED_MEMORY, create, open_file, release, remove_orphans
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ALIGNMENT",
-    "SHARED_MEMORY",
-    "Description",
-    "Lent",
-    "attach",
-    "lend_cuda",
-    "lend_host",
-    "remove_orphans",
-]
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where files are memory."""
+HEADER = 64
+"""Bytes before the first tensor: the magic and the token of this lending."""
+ASK_AGAIN = "the lender has ended or was restarted: ask the running one for a new description"
+"""What to do about a stale description."""
+
+_MAGIC = b"tandem lent tensors\n"
+
+
+def create(path: Path, size: int, token: str) -> int:
+    """A new file, with all its memory reserved and its lock held; the lock is how others see that we live.
+
+    Raises:
+        TransportError: there is such a file already, no such folder, or too little memory.
+    """
+    while True:
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TransportError(
+                f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no "
+                "file yet: remove_orphans removes what dead lenders left"
+            ) from error
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:  # else it was taken for an orphan before it was locked
+            break
+        os.close(lock)
+    try:
+        os.pwrite(lock, _header(token), 0)
+        # A file with holes would be made at once, and the process killed at the first write that finds no memory.
+        os.posix_fallocate(lock, 0, size)
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        release(path, lock, os.getpid())
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise TransportError(
+            f"{path.parent} has {free / 2**20:.0f} MiB free, but {size / 2**20:.0f} MiB are to be lent; make it larger "
+            "(docker run --shm-size, or mount -o remount,size=)"
+        ) from error
+    return lock
+
+
+def _header(token: str) -> bytes:
+    return (_MAGIC + token.encode()).ljust(HEADER, b"\0")
+
+
+def release(path: Path, lock: int, owner: int) -> None:
+    """Take the file's name away, and the lock with it."""
+    if os.getpid() != owner:  # a forked child that exits must not take its parent's file away
+        return
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.lstat(), os.fstat(lock)):  # else the name is another's by now
+            path.unlink()
+    os.close(lock)
+
+
+def open_file(description: Mapping[str, Any]) -> mmap.mmap:
+    """Map the file of a description; the mapping stays when the file's name goes.
+
+    Raises:
+        TransportError: the file is gone or is another.
+    """
+    path, size = Path(description["path"]), int(description["size"])
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"{path} cannot be opened ({error.strerror}); {ASK_AGAIN}") from error
+    try:
+        if os.fstat(handle).st_size != size or os.pread(handle, HEADER, 0) != _header(description["token"]):
+            raise TransportError(f"{path} is not the file that was described; {ASK_AGAIN}")
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)
+
+
+def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove this user's shared files whose lender ended without closing them; returns their paths."""
+    removed = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if os.pread(handle, len(_MAGIC), 0) == _MAGIC:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the lender lives
+                    path.unlink()
+                    removed.append(path)
+            finally:
+                os.close(handle)
+    return removed
+
 
 ALIGNMENT = 64
 """Bytes; every tensor keeps its place relative to this, so vector loads stay as aligned as they were."""
@@ -41,7 +131,7 @@ Description = dict[str, Any]
 """JSON: ``kind``, what belongs to the kind, and ``tensors``, a mapping from name to where and how the tensor lies."""
 
 
-class Lent:
+class ExportedTensors:
     """Tensors in a shared file. Keep it for as long as somebody may attach: ``close`` removes the file's name.
 
     The memory itself lives until the last process that maps it lets go, closed or not, whoever ends first.
@@ -59,7 +149,7 @@ class Lent:
         self._release()
 
 
-def lend_host(named: Mapping[str, Tensor], path: Path) -> Lent:
+def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
     """Copy host tensors into one new shared file; each comes back with its shape, dtype, strides and aliases.
 
     Tensors over one storage, such as tied weights or slices of a fused one, are over one storage afterwards too. Until
@@ -106,10 +196,10 @@ def lend_host(named: Mapping[str, Tensor], path: Path) -> Lent:
         release(path, lock, os.getpid())
         raise
     description = {"kind": "host", "path": str(path.absolute()), "size": size, "token": token, "tensors": entries}
-    return Lent(tensors, description, path.absolute(), lock)
+    return ExportedTensors(tensors, description, path.absolute(), lock)
 
 
-def lend_cuda(named: Mapping[str, Tensor]) -> Description:
+def export_cuda(named: Mapping[str, Tensor]) -> Description:
     """Describe CUDA tensors where they are; the caller keeps them alive and in place while they are lent.
 
     Describe once and hand out the same description again: every call costs each storage an event and a counter.
@@ -123,7 +213,7 @@ def lend_cuda(named: Mapping[str, Tensor]) -> Description:
         _refuse(name, tensor, "cuda")
         storage = _storage_id(tensor)
         if storage not in handles:
-            handles[storage] = cuda_ipc.export(name, tensor.untyped_storage())
+            handles[storage] = export_storage(name, tensor.untyped_storage())
         entries[name] = {**handles[storage], **_layout(tensor, 0)}
     return {"kind": "cuda", "tensors": entries}
 
@@ -132,7 +222,7 @@ def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | Non
     """Tensors over the lender's bytes, by name.
 
     Args:
-        description: what ``lend_host`` or ``lend_cuda`` made, in another process.
+        description: what ``export_host`` or ``export_cuda`` made, in another process.
         expect: tensors, of the meta device for example, whose names, shapes and dtypes must be among those lent.
 
     Raises:
@@ -149,7 +239,7 @@ def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | Non
             offset = _storage_offset(entry)
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
-                found = cuda_ipc.open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
+                found = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
                 storages[key] = found
             out[name] = _view(name, storages[key], entry)
     except KeyError as error:
@@ -157,9 +247,9 @@ def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | Non
     except (AttributeError, TypeError, ValueError) as error:
         raise TransportError(f"{error} in a description of lent tensors; pass on what the lender answered") from error
     for name, wanted in (expect or {}).items():
-        lent = out.get(name)
-        if lent is None or lent.shape != wanted.shape or lent.dtype != wanted.dtype:
-            theirs = "nothing" if lent is None else f"{lent.dtype} {tuple(lent.shape)}"
+        exported = out.get(name)
+        if exported is None or exported.shape != wanted.shape or exported.dtype != wanted.dtype:
+            theirs = "nothing" if exported is None else f"{exported.dtype} {tuple(exported.shape)}"
             raise TransportError(
                 f"{name}: expected {wanted.dtype} {tuple(wanted.shape)}, the lender has {theirs}; both sides must load "
                 "the same model in the same dtype"
@@ -171,7 +261,7 @@ def _refuse(name: str, tensor: Tensor, device: str) -> None:
     """Refuse what is not an ordinary tensor with bytes on that kind of device."""
     if tensor.device.type != device:
         raise TransportError(
-            f"{name} is on {tensor.device}; lend_{'host' if device == 'cpu' else device} lends {device}"
+            f"{name} is on {tensor.device}; export_{'host' if device == 'cpu' else device} lends {device}"
         )
     if tensor.layout is not torch.strided:
         raise TransportError(f"{name} has the layout {tensor.layout}; only ordinary strided tensors can be lent")
@@ -237,3 +327,82 @@ def _view(name: str, storage: torch.UntypedStorage, entry: Mapping[str, Any]) ->
             f"{ASK_AGAIN}"
         )
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, shape, stride)
+
+
+_ADVICE = (
+    "CUDA IPC exports plain cudaMalloc memory only: take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF (and "
+    "PYTORCH_ALLOC_CONF) and switch the engine's sleep mode off"
+)
+
+
+def gpu_uuid(device: int | torch.device) -> str:
+    """The same in every process that sees the GPU, however it numbers it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def export_storage(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
+    """The handle of a storage, by which another process opens it; ``name`` is for errors.
+
+    Raises:
+        TransportError: memory that cannot be exported.
+    """
+    try:
+        index, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+    except RuntimeError as error:
+        raise TransportError(f"{name} cannot be exported ({str(error).splitlines()[0]}); {_ADVICE}") from error
+    # CUDA's own 64 bytes, or a version, a letter (c for cudaMalloc, e for an expandable segment) and torch's handle.
+    if len(handle) != 64 and handle[1:2] == b"e":
+        raise TransportError(f"{name} lies in an expandable segment; {_ADVICE}")
+    return {
+        "device_index": index,
+        "device_uuid": gpu_uuid(index),
+        "ipc_handle_b64": base64.b64encode(handle).decode(),
+        "storage_size": size,
+        "storage_offset": offset,
+        "ref_counter_handle_b64": base64.b64encode(counter).decode(),
+        "ref_counter_offset": counter_offset,
+        "event_handle_b64": base64.b64encode(event).decode(),
+        "event_sync_required": bool(wait),
+    }
+
+
+def _here(entry: Mapping[str, Any]) -> int:
+    """Index, in this process, of the lender's GPU: CUDA_VISIBLE_DEVICES may number it differently on either side."""
+    uuid = entry.get("device_uuid")
+    if uuid is None:
+        return int(entry["device_index"])
+    visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
+    if uuid not in visible:
+        raise TransportError(
+            f"the tensors lie on GPU {uuid}, but this process sees {', '.join(visible) or 'no GPU'}; let both sides "
+            "see it (CUDA_VISIBLE_DEVICES)"
+        )
+    return visible.index(uuid)
+
+
+def open_storage(entry: Mapping[str, Any], offset: int) -> torch.UntypedStorage:
+    """The storage of a handle, ``offset`` bytes into its allocation.
+
+    Raises:
+        TransportError: its GPU is not visible here, or CUDA refuses.
+    """
+    index = _here(entry)
+    arguments = (
+        index,
+        base64.b64decode(entry["ipc_handle_b64"]),
+        int(entry["storage_size"]),
+        offset,
+        base64.b64decode(entry["ref_counter_handle_b64"]),
+        int(entry["ref_counter_offset"]),
+        base64.b64decode(entry["event_handle_b64"]),
+        bool(entry["event_sync_required"]),
+    )
+    try:
+        torch.cuda.init()
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*arguments)
+    except RuntimeError as error:
+        raise TransportError(
+            f"memory of GPU {index} cannot be attached ({str(error).splitlines()[0]}); lender and borrower must be two "
+            f"processes of one user on one host, and if they are, {ASK_AGAIN}"
+        ) from error
+    return storage

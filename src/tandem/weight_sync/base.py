@@ -7,27 +7,245 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from tandem.engines.base import Adapter, Engine, EngineSpec
-from tandem.errors import StaleWeights, TandemError, TornWeights, UnsupportedPair
+from tandem.engines.base import Engine, EngineSpec, LoraAdapter, ReportsChecksums
+from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
 from tandem.lazy import torch
+from tandem.metrics import Max, Sum, Value
 from tandem.observability import waits
-from tandem.transport.checksums import digest
+from tandem.transport.checksums import Shard, Standing, digest
 from tandem.types import PolicyVersion
-from tandem.weight_sync.session.recovery import Recovery
-from tandem.weight_sync.session.state import SyncState, SyncStateMachine
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
-from tandem.weight_sync.verify.published import Commit as Commit
-from tandem.weight_sync.verify.published import Published as Published
-from tandem.weight_sync.verify.trained import Trained
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+
+
+class SyncState(Enum):
+    """What the engine gives out, and what giving up would have to do about it."""
+
+    SERVING = "serving"
+    """The engine serves what was published last, or before the first publish what it was started on."""
+    PAUSED = "paused"
+    """It is paused, or a new version is laid beside the one it serves: giving up lets it go on as before."""
+    WRITING = "writing"
+    """The memory that it samples from may hold values it does not serve: giving up stops it."""
+    STOPPED = "stopped"
+    """A publish was given up: it gives out nothing until one succeeds."""
+
+
+TRANSITIONS: Mapping[SyncState, frozenset[SyncState]] = {
+    # pause
+    SyncState.SERVING: frozenset({SyncState.PAUSED}),
+    # transfer; resume, where no memory was written that is served; or abort
+    SyncState.PAUSED: frozenset({SyncState.WRITING, SyncState.SERVING}),
+    # resume; or abort
+    SyncState.WRITING: frozenset({SyncState.SERVING, SyncState.STOPPED}),
+    # pause, for a publish that is repeated
+    SyncState.STOPPED: frozenset({SyncState.PAUSED}),
+}
+"""Which state may follow which."""
+
+
+class SyncStateMachine:
+    """A state that follows the table."""
+
+    def __init__(self) -> None:
+        """Of an engine that serves."""
+        self.state = SyncState.SERVING
+
+    def pause(self) -> None:
+        """A publish begins, or goes on: what is written already stays so."""
+        if self.state in (SyncState.SERVING, SyncState.STOPPED):
+            self.become(SyncState.PAUSED)
+
+    def write(self) -> None:
+        """Memory that the engine samples from is about to be written. Again does nothing."""
+        if self.state is not SyncState.WRITING:
+            self.become(SyncState.WRITING)
+
+    def become(self, state: SyncState) -> None:
+        """Go on to a state.
+
+        Raises:
+            RuntimeError: it may not follow the present one.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"a weight sync that is {self.state.value} cannot become {state.value}")
+        self.state = state
+
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""How often one publish is tried where an engine dies under it."""
+
+
+class Recovery:
+    """Which start of an engine a session is bound to and has published to, and work repeated after a new start."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Of an engine that nothing is bound to yet."""
+        self._engine = engine
+        self._bound = self._published = -1
+
+    @property
+    def is_bound(self) -> bool:
+        """False where the engine was started again since it was bound: its storage is another."""
+        return self._bound == self._engine.restart_count
+
+    @property
+    def is_published(self) -> bool:
+        """False where the engine was started again since the last publish: it serves what it was started on."""
+        return self._published == self._engine.restart_count
+
+    def bound(self) -> None:
+        """The engine, as it was started last, is bound."""
+        self._bound = self._engine.restart_count
+
+    def published(self) -> None:
+        """The engine, as it was started last, serves what was published."""
+        self._bound = self._published = self._engine.restart_count
+
+    async def repeat(self, work: Callable[[], Awaitable[T]], again: str) -> T:
+        """Do something with the engine, anew where it died under it and was started again.
+
+        Args:
+            work: may be done more than once.
+            again: what the log says then.
+
+        Raises:
+            EngineError: the engine stays away, or died ``ATTEMPTS`` times.
+        """
+        for _ in range(ATTEMPTS - 1):
+            before = self._engine.restart_count
+            try:
+                return await work()
+            except EngineError as error:
+                # A request in flight may have seen to its restart.
+                if not await self._engine.recover() and self._engine.restart_count == before:
+                    raise
+                log.warning("%s: %s", again, str(error).splitlines()[0])
+        return await work()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What one publish did."""
+
+    version: PolicyVersion
+    """What the policy is now, and what the engine serves if it was published."""
+    moved: bool = True
+    """False if this step was not published: the engine goes on with an older one."""
+    seconds: float = 0.0
+    """From pause to resume, without the optimizer's own time."""
+    bytes: int = 0
+    """Bytes that were copied; 0 where nothing was."""
+    paused: float = 0.0
+    """Seconds the engine sampled nothing."""
+    probe_gap: float | None = None
+    """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not proven."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Commit:
+    """What a commit hands to the block that runs the optimizer."""
+
+    published: Published | None = None
+    """Set when the block is left and the publish succeeded."""
+    unverified: PolicyVersion | None = None
+    """What the policy holds, before it is verified that engines do."""
+    release: Callable[[], None] | None = None
+    """Frees the slots of the batch that is trained; None where who commits does that later."""
+
+    def accept_requests(self) -> None:
+        """What is requested from now on is served by the new weights: release the batch. Again does nothing."""
+        release, self.release = self.release, None
+        if release is not None:
+            release()
+
+    def succeeded(self) -> Published:
+        """What the publish did.
+
+        Raises:
+            RuntimeError: the block was not left yet, or it failed.
+        """
+        if self.published is None:
+            raise RuntimeError("the commit has published nothing yet; ask after its block was left")
+        return self.published
+
+    def metrics(self) -> Mapping[str, Value]:
+        """Numbers of this publish."""
+        if self.published is None or not self.published.moved:
+            return {}
+        p = self.published
+        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
+        if p.probe_gap is not None:
+            out["probe_gap"] = Max(p.probe_gap)
+        return out
+
+
+class Trained:
+    """The trainer's end of a link. Looking parameters up and configuring PEFT takes longer than a publish may.
+
+    Tensors are those that the parameters have at each call: binding moves their storage.
+    """
+
+    def __init__(self, trainable: Any, policy: Policy):
+        self._trainable = trainable
+        self._policy = policy
+        self._sums = Standing()
+        self._stored = Standing()
+
+    @cached_property
+    def source(self) -> Iterable[tuple[str, Any]]:
+        """Name and live tensor of what travels."""
+        found: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
+        return found
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
+        return found
+
+    def adapter(self) -> LoraAdapter:
+        """The adapter that is trained, live."""
+        return LoraAdapter(config=self._config, tensors=tuple(self.source))
+
+    def checksums(self) -> Checksums:
+        """Of the trainer's own bytes."""
+        return self._sums.take(Shard(name, tensor) for name, tensor in self.source)
+
+    def finite(self) -> bool:
+        """Whether every value of it is a number."""
+        return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
+
+    def _as_stored(self, engine: ReportsChecksums) -> Checksums:
+        """Of the adapter as the engine stores it, made anew from the trainer's own bytes."""
+        return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
+
+    async def sums(self, engine: Engine, mine: Checksums) -> tuple[Checksums, Mapping[str, Checksums]]:
+        """Of what travels: the trainer's, as engines store it, and by name those of what each engine holds.
+
+        Both ends read their own memory, at the same time.
+
+        Args:
+            engine: in another process.
+            mine: those of the trainer's own bytes, taken already.
+        """
+        assert isinstance(engine, ReportsChecksums)
+        theirs = engine.checksums(self._trainable.travels)
+        if self._trainable.travels == "adapter":
+            return await asyncio.gather(self._policy.compute(self._as_stored, engine), theirs)
+        return mine, await theirs
+
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +262,7 @@ class WeightSync(ABC):
         (False, True)
     """
 
-    carries: ClassVar[frozenset[str]]
+    payloads: ClassVar[frozenset[str]]
     """What it can carry: weights, adapter."""
     capability: ClassVar[type]
     """The capability of an engine that it needs."""
@@ -83,13 +301,13 @@ class WeightSync(ABC):
         Raises:
             UnsupportedPair: names the ones that can.
         """
-        if trainable.travels not in self.carries:
+        if trainable.travels not in self.payloads:
             raise UnsupportedPair(
                 f"sync: {_name(self)} carries adapters alone, and trainable: {_name(trainable)} changes whole "
                 "weights; these travel by sync: shared, broadcast or restart"
             )
         if self.capability not in engine.capabilities:
-            has = ", ".join(sorted(one.__name__ for one in engine.capabilities)) or "none"
+            has = ", ".join(sorted(each.__name__ for each in engine.capabilities)) or "none"
             raise UnsupportedPair(
                 f"sync: {_name(self)} needs an engine with the capability {self.capability.__name__}; engine: "
                 f"{_name(engine)} has {has}. engine: embedded goes with sync: shared, and engine: vllm with all of them"
@@ -143,6 +361,24 @@ class WeightSync(ABC):
             await session.bind(fresh=True)
             async with session.open(start):
                 yield session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Periodic(WeightSync):
+    """A way whose publishes cost enough that some steps may do without; the last one never does."""
+
+    every: int = 1
+    """Steps between two publishes; there is one after the last step too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1:
+            raise ValueError("every must be at least 1")
+
+    @property
+    def behind(self) -> int:
+        """Steps by which the engine's weights may be older than the policy."""
+        return self.every - 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +445,7 @@ class WeightSyncSession:
         self.state.pause()
         await self.engine.pause(finish=finish, step=step)
 
-    def adapter(self) -> Adapter:
+    def adapter(self) -> LoraAdapter:
         """The adapter that is trained, live."""
         return self.trained.adapter()
 
@@ -230,7 +466,7 @@ class WeightSyncSession:
         Raises:
             StaleWeights, TornWeights: the proof failed.
         """
-        self.engine.on_revival(self.recover)
+        self.engine.on_restart(self.recover)
         async with self._lock:
             await self._published(start, Commit())
         yield self
@@ -238,7 +474,7 @@ class WeightSyncSession:
     def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
         """Release at once if the engine lets new requests wait for the policy that ``commit`` is to publish."""
         stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
-        if stays and self.engine.ahead(step):
+        if stays and self.engine.accept_requests_for(step):
             release()
 
     @asynccontextmanager
@@ -360,7 +596,7 @@ class WeightSyncSession:
             prove = self._publishes % self.sync.verify_every == 0 or not self._recovery.is_published
             prove = prove or self.engine.sleeps > 1  # what is not brought back there is garbage, whatever it was before
             gap = await self._verify(version, mine) if prove else None
-            await self.engine.stamp(version)
+            await self.engine.set_version(version)
         except BaseException as error:
             await self.abort(f"the publish of version {version.step} failed: {error}")
             raise
@@ -396,4 +632,4 @@ class WeightSyncSession:
 
 
 def _name(thing: object) -> str:
-    return type(thing).__module__.rpartition(".")[2]
+    return type(thing).__module__.removesuffix(".spec").rpartition(".")[2]

@@ -12,15 +12,14 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from tandem.engines.base import CanReceive
+from tandem.engines.base import ReceivesBroadcast
 from tandem.errors import EngineError, TandemError, TransportError
 from tandem.lazy import torch
 from tandem.observability import waits
-from tandem.transport.bridge import NcclBridge
+from tandem.transport.bridge import NCCL_FILE, write_json
 from tandem.transport.buckets import manifest
 from tandem.types import PolicyVersion
-from tandem.weight_sync._periodic import Periodic
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.base import Periodic, WeightSyncSession
 
 if TYPE_CHECKING:
     from tandem.transport.rendezvous import Rendezvous
@@ -35,8 +34,8 @@ LEAVING = 60.0
 class Broadcast(Periodic):
     """NCCL between GPUs, gloo on a CPU; weights or adapter tensors land in place, and no disk is touched."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
-    capability: ClassVar[type] = CanReceive
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    capability: ClassVar[type] = ReceivesBroadcast
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     in_flight: Literal["continue", "finish"] = "continue"
@@ -74,7 +73,7 @@ class Broadcast(Periodic):
         """
         await _leave(session)
         engine = session.engine
-        assert isinstance(engine, CanReceive)
+        assert isinstance(engine, ReceivesBroadcast)
         from tandem.transport.collective import Member  # which need torch
         from tandem.transport.rendezvous import Rendezvous, accelerator
 
@@ -113,13 +112,15 @@ class Broadcast(Periodic):
         if session.folder == Path():
             return  # outside a run
         entries = manifest(list(session.trainable.source(session.policy.model)))
-        NcclBridge(
-            nccl_init_method=f"tcp://{meeting.host}:{meeting.port}",
-            world_size=meeting.world,
-            param_metadata={e.name: {"shape": list(e.shape), "dtype": e.dtype} for e in entries},
-            param_mappings={e.name: e.name.replace(".default.", ".") for e in entries},
-            tandem={"backend": meeting.backend, "name": meeting.name},
-        ).write(session.folder)
+        fields = {
+            "nccl_init_method": f"tcp://{meeting.host}:{meeting.port}",
+            "world_size": meeting.world,
+            "param_metadata": {e.name: {"shape": list(e.shape), "dtype": e.dtype} for e in entries},
+            "param_mappings": {e.name: e.name.replace(".default.", ".") for e in entries},
+            "nccl_enabled": True,
+            "tandem": {"backend": meeting.backend, "name": meeting.name},
+        }
+        write_json(session.folder / NCCL_FILE, fields)
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Send every tensor; the engines' workers write them where they sample from.
@@ -128,7 +129,7 @@ class Broadcast(Periodic):
             TransportError: names the engine or rank that broke off.
         """
         engine, source = session.engine, session.trainable.source(session.policy.model)
-        assert isinstance(engine, CanReceive)
+        assert isinstance(engine, ReceivesBroadcast)
         adapter = session.adapter() if session.trainable.travels == "adapter" else None
         named = list(source)
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
@@ -170,7 +171,7 @@ async def _leave(session: WeightSyncSession) -> None:
 
 async def _dismissed(engine: Any) -> None:
     """The engines leave it; one that is gone, or does not answer, is not waited for."""
-    assert isinstance(engine, CanReceive)
+    assert isinstance(engine, ReceivesBroadcast)
     with contextlib.suppress(TandemError):
         leaving = engine.disconnect()
         await waits.wait(leaving, owner="trainer", reason="them to leave it", on="engine workers", deadline=LEAVING)
@@ -198,7 +199,7 @@ def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
 
 def _group(session: WeightSyncSession) -> str:
     """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
-    return f"{id(session):x}-{session.engine.epoch}"
+    return f"{id(session):x}-{session.engine.restart_count}"
 
 
 async def _on_daemon(function: Callable[..., T], *args: Any) -> T:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from tandem.engines.base import Adapter, CanSwap
+from tandem.engines.base import LoadsVersions, LoraAdapter
 from tandem.transport.adapters import write_adapter
 from tandem.types import PolicyVersion
-from tandem.weight_sync._periodic import Periodic
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.base import Periodic, WeightSyncSession
 
 SPARE = 3
 """Folders kept beyond the versions that may be needed: an engine reads one again when it loads it back."""
@@ -21,13 +20,13 @@ SPARE = 3
 class Hotswap(Periodic):
     """A new adapter name for every version, over HTTP. Requests in flight end on the version they began with."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"adapter"})
-    capability: ClassVar[type] = CanSwap
+    payloads: ClassVar[frozenset[str]] = frozenset({"adapter"})
+    capability: ClassVar[type] = LoadsVersions
     pause: ClassVar[Literal["step", "transfer", "never"]] = "never"
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Save a PEFT folder and have it loaded under a name of its own; returns the bytes loaded."""
-        assert isinstance(session.engine, CanSwap)
+        assert isinstance(session.engine, LoadsVersions)
         folders = session.folder / "adapters"
         folder = folders / f"step-{version.step:06d}"
         for later in folders.glob("step-*"):  # of a life of this run that got further than its last checkpoint
@@ -41,7 +40,7 @@ class Hotswap(Periodic):
         return loaded
 
 
-def _write(adapter: Adapter, folder: Path) -> None:
+def _write(adapter: LoraAdapter, folder: Path) -> None:
     """What an engine reads and nothing for people, which takes longer than all the tensors."""
     tensors = {name.replace(".default.", "."): tensor.detach() for name, tensor in adapter.tensors}
     write_adapter(folder, tensors, adapter.config)

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from tandem.engines.base import CanRelaunch
+from tandem.engines.base import Relaunches
 from tandem.types import PolicyVersion
-from tandem.weight_sync._periodic import Periodic
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.base import Periodic, WeightSyncSession
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart(Periodic):
     """A checkpoint or adapter folder, and a new engine on it. Only an engine that we started is ended."""
 
-    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
-    capability: ClassVar[type] = CanRelaunch
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    capability: ClassVar[type] = Relaunches
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     every: int = 3
@@ -31,7 +30,7 @@ class Restart(Periodic):
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Save, restart; returns the bytes written. An engine that was just started on these weights is left alone."""
-        assert isinstance(session.engine, CanRelaunch)
+        assert isinstance(session.engine, Relaunches)
         adapter = session.trainable.travels == "adapter"
         if session.fresh and not adapter:
             return 0

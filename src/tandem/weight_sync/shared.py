@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from tandem.engines.base import CanAdapt, CanAttest, CanLend, EngineSpec
+from tandem.engines.base import EngineSpec, ExportsWeights, ReportsChecksums, TakesAdapter
 from tandem.errors import EngineError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.transport.bridge import VllmBridge, find
@@ -28,8 +28,8 @@ class Shared(WeightSync):
     engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
     """
 
-    carries: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
-    capability: ClassVar[type] = CanLend
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
     in_flight: Literal["continue", "finish"] = "continue"
@@ -59,16 +59,16 @@ class Shared(WeightSync):
         Raises:
             UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
         """
-        if not isinstance(session.engine, CanAttest):
+        if not isinstance(session.engine, ReportsChecksums):
             return  # in process: it samples from the very module
-        assert isinstance(session.engine, CanLend)
+        assert isinstance(session.engine, ExportsWeights)
         if self.bridge is None:
             await session.pause()
-            lent = await session.engine.lend()
+            exported = await session.engine.export_weights()
         else:
-            lent = VllmBridge.read(find(Path(self.bridge))).attach()
+            exported = VllmBridge.read(find(Path(self.bridge))).attach()
             await session.pause()
-        await session.policy.compute(_attach, session, lent)
+        await session.policy.compute(_attach, session, exported)
         if session.fresh:  # else it may be one that was started again, and whose publish has begun
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
                 await self._rehearse(session)
@@ -78,7 +78,7 @@ class Shared(WeightSync):
 
         The engine stands still, and its weights are published and proven before it goes on.
         """
-        if session.trainable.travels == "adapter" and isinstance(session.engine, CanAdapt):
+        if session.trainable.travels == "adapter" and isinstance(session.engine, TakesAdapter):
             await session.engine.adapt(session.adapter())
         await session.trained.sums(session.engine, await session.policy.compute(session.trained.checksums))
 
@@ -88,31 +88,31 @@ class Shared(WeightSync):
         Raises:
             UnsupportedPair: names the first tensor that is not.
         """
-        if session.trainable.travels == "adapter" and isinstance(session.engine, CanAdapt):
+        if session.trainable.travels == "adapter" and isinstance(session.engine, TakesAdapter):
             return await session.engine.adapt(session.adapter())
-        if isinstance(session.engine, CanAttest):
+        if isinstance(session.engine, ReportsChecksums):
             return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
-        assert isinstance(session.engine, CanLend)
-        lent = await session.engine.lend()
+        assert isinstance(session.engine, ExportsWeights)
+        exported = await session.engine.export_weights()
         for name, tensor in session.trainable.source(session.policy.model):
-            if name not in lent or lent[name].data_ptr() != tensor.data_ptr():
+            if name not in exported or exported[name].data_ptr() != tensor.data_ptr():
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
 
     async def compare(self, session: WeightSyncSession, mine: Checksums) -> None:
         """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""
-        if isinstance(session.engine, CanAttest):
+        if isinstance(session.engine, ReportsChecksums):
             await super().compare(session, mine)
 
 
-def _attach(session: WeightSyncSession, lent: Mapping[str, Any]) -> None:
+def _attach(session: WeightSyncSession, exported: Mapping[str, Any]) -> None:
     """Point every parameter at the engine's storage, and bring what else the model has to the engine's device."""
     model = session.policy.model
     own: Mapping[str, nn.Parameter] = session.trainable.base_names(model)
-    _check(own, lent)
+    _check(own, exported)
     with torch.no_grad():
         for name, parameter in own.items():
-            view: Tensor = lent[name]
+            view: Tensor = exported[name]
             if not session.fresh:  # an engine that was started anew, or that served on without us: it gets our values
                 if not _same_bits(view, parameter.to(view.device)):
                     session.state.write()
@@ -123,7 +123,7 @@ def _attach(session: WeightSyncSession, lent: Mapping[str, Any]) -> None:
                     "or was loaded from elsewhere; use sync: broadcast"
                 )
             parameter.data = view
-    device = next(iter(lent.values())).device
+    device = next(iter(exported.values())).device
     if any(p.device != device for p in [*model.parameters(), *model.buffers()]):
         model.to(device)
 
@@ -134,16 +134,16 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits), other.view(bits))
 
 
-def _check(own: Mapping[str, nn.Parameter], lent: Mapping[str, Any]) -> None:
+def _check(own: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None:
     for name, parameter in own.items():
-        if name not in lent:
+        if name not in exported:
             raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")
-        view = lent[name]
+        view = exported[name]
         if view.shape != parameter.shape or view.dtype != parameter.dtype:
             what = "dtype" if view.dtype != parameter.dtype else "model"
             raise UnsupportedPair(
                 f"sync shared: {name!r} is {tuple(parameter.shape)} of {parameter.dtype} here and {tuple(view.shape)} "
                 f"of {view.dtype} in the engine; give both the same {what}"
             )
-    if rest := differing(dict.fromkeys(lent, 0), dict.fromkeys(own, 0)):
+    if rest := differing(dict.fromkeys(exported, 0), dict.fromkeys(own, 0)):
         raise UnsupportedPair(f"sync shared: the engine samples from {rest[0]!r}, which the model does not have")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
@@ -12,21 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines.base import (
-    CanAdapt,
-    CanAttest,
-    CanLend,
-    CanReceive,
-    CanRelaunch,
-    CanSwap,
     Engine,
+    EngineRequirements,
     EngineSpec,
-    Needs,
+    ExportsWeights,
+    LoadsVersions,
+    ReceivesBroadcast,
+    Relaunches,
+    ReportsChecksums,
+    TakesAdapter,
 )
-from tandem.engines.vllm.arguments import flag, not_free
 from tandem.engines.vllm.client import process as processes
-from tandem.engines.vllm.client.engine import Vllm as LiveVllm
+from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet, Launch
-from tandem.engines.vllm.client.http import Server
+from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import has_vllm
 from tandem.engines.vllm.server.pausing import AT_ONCE, FEW
 from tandem.engines.vllm.server.places import PROBES
@@ -36,6 +36,7 @@ from tandem.processes import identity
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has room for."""
@@ -54,7 +55,7 @@ class Vllm(EngineSpec):
 
     has_grammars: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[type]] = frozenset(
-        {CanLend, CanAdapt, CanSwap, CanRelaunch, CanReceive, CanAttest}
+        {ExportsWeights, TakesAdapter, LoadsVersions, Relaunches, ReceivesBroadcast, ReportsChecksums}
     )
 
     urls: tuple[str, ...] = ()
@@ -142,31 +143,31 @@ class Vllm(EngineSpec):
             return {}
         return dict.fromkeys(_STARTING, "urls names engines that run already, with options of their own")
 
-    def refuses(self, port: type) -> str:
+    def refuses(self, capability: type) -> str:
         """Why engines of these options cannot be used in some way; empty if they can."""
         engines = len(self.urls) or self.replicas
-        if self.sleep and (reason := self._cannot_sleep(port)):
+        if self.sleep and (reason := self._cannot_sleep(capability)):
             return reason
-        if port is CanLend and self.tensor_parallel_size > 1:
+        if capability is ExportsWeights and self.tensor_parallel_size > 1:
             return (
                 f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
                 "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine"
             )
-        if port is CanLend and engines > 1:
+        if capability is ExportsWeights and engines > 1:
             return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
-        if port is CanRelaunch and self.urls:
+        if capability is Relaunches and self.urls:
             return "engines at urls were not started here, so they are not ours to end; use hotswap or broadcast"
         return ""
 
-    def _cannot_sleep(self, port: type) -> str:
+    def _cannot_sleep(self, capability: type) -> str:
         """Why ``sleep`` would gain nothing, or cannot be."""
-        if port is not CanReceive:
+        if capability is not ReceivesBroadcast:
             ways: Mapping[Any, str] = {
-                CanLend: "with one copy of the weights there is none to release, and memory that is lent must stay",
-                CanSwap: "requests never wait for this way of syncing, and an engine that sleeps makes them",
-                CanRelaunch: "this way of syncing ends the engine itself",
+                ExportsWeights: "with one copy of the weights there is none to release, and exported memory must stay",
+                LoadsVersions: "requests never wait for this way of syncing, and an engine that sleeps makes them",
+                Relaunches: "this way of syncing ends the engine itself",
             }
-            return f"engine.sleep: {self.sleep} goes with sync: broadcast alone; {ways[port]}"
+            return f"engine.sleep: {self.sleep} goes with sync: broadcast alone; {ways[capability]}"
         if self.devices and not any(_first_device() in each.split(",") for each in self.devices):
             return f"engine.sleep: {self.sleep} releases nothing that the trainer could use: devices are others"
         if not _has_cuda():
@@ -188,7 +189,9 @@ class Vllm(EngineSpec):
         return f"vLLM, by {self.python or sys.executable}"
 
     @asynccontextmanager
-    async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
+    async def open(
+        self, policy: Policy, *, context: int, needs: EngineRequirements | None = None
+    ) -> AsyncIterator[Engine]:
         """Start the engines or find them, and check that they can do what the run needs."""
         if needs is None:
             raise ConfigError("engine: vllm needs to know the run it serves")
@@ -198,7 +201,7 @@ class Vllm(EngineSpec):
             options=self,
             needs=needs,
         )
-        engine = LiveVllm(
+        engine = VllmEngine(
             fleet,
             seeded=self.seeded,
             context=min(context, self.max_model_len or context),
@@ -213,7 +216,7 @@ class Vllm(EngineSpec):
             await engine.close()
 
     @asynccontextmanager
-    async def serve(self, *, context: int, needs: Needs, adapters: Path) -> AsyncIterator[Fleet]:
+    async def serve(self, *, context: int, needs: EngineRequirements, adapters: Path) -> AsyncIterator[Fleet]:
         """Start the engines for trainers elsewhere, which name them in ``urls``; they end with the block.
 
         Args:
@@ -251,16 +254,16 @@ class Vllm(EngineSpec):
             raise ConfigError(f"engine.api_key_variable: {self.api_key_variable} is not set in the environment")
         return key
 
-    def _server(self, index: int) -> Server:
+    def _server(self, index: int) -> EngineServer:
         if self.urls:
             key, url = self._key(), self.urls[index]
         else:
             port = self.port + index if self.port else processes.free_port(self.host)
             key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
             url = f"http://{self.host}:{port}"
-        return Server(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+        return EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
 
-    def _launch(self, needs: Needs, context: int) -> Launch:
+    def _launch(self, needs: EngineRequirements, context: int) -> Launch:
         """How each engine is started; the model folder may differ from start to start."""
         folder = (needs.folder or Path.cwd()).absolute()
         _separable(folder)
@@ -272,7 +275,7 @@ class Vllm(EngineSpec):
             records=folder if needs.folder else None,
         )
 
-    def command(self, needs: Needs, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
+    def command(self, needs: EngineRequirements, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
         """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
         given: dict[str, Any] = {
             "model": model,
@@ -285,9 +288,9 @@ class Vllm(EngineSpec):
             "max-num-seqs": self.max_num_seqs + PROBES,
             "tensor-parallel-size": self.tensor_parallel_size,
             "logprobs-mode": "processed_logprobs",
-            "worker-extension-cls": "tandem.engines.vllm.worker.extension.Worker",
+            "worker-extension-cls": "tandem.engines.vllm.worker.extension.WorkerExtension",
             "middleware": "tandem.engines.vllm.server.routes.Routes",
-            "scheduler-cls": "tandem.engines.vllm.core.scheduler.scheduler",
+            "scheduler-cls": "tandem.engines.vllm.scheduler.scheduler",
             "uvicorn-log-level": "warning",
             "enforce-eager": self.enforce_eager,
             "enable-prefix-caching": self.enable_prefix_caching,
@@ -307,7 +310,7 @@ class Vllm(EngineSpec):
         if self.limit_mm_per_prompt:
             given["limit-mm-per-prompt"] = self.limit_mm_per_prompt
         if needs.travels == "adapter":
-            slots = needs.versions if needs.port is CanSwap else 1
+            slots = needs.versions if needs.capability is LoadsVersions else 1
             room = {"max-lora-rank": _rank(needs.rank), "max-loras": slots, "max-cpu-loras": slots}
             given |= {"enable-lora": True, **room}
             # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
@@ -318,7 +321,7 @@ class Vllm(EngineSpec):
             command += flag(name, value)
         return command
 
-    def _environment(self, needs: Needs, folder: Path, index: int, key: str) -> dict[str, str]:
+    def _environment(self, needs: EngineRequirements, folder: Path, index: int, key: str) -> dict[str, str]:
         paths = [str(processes.import_path(folder / "logs" / "engine-path"))]
         if self.python is None:  # its interpreter is ours, and may find vLLM by our path alone
             paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -331,7 +334,7 @@ class Vllm(EngineSpec):
             "TANDEM_LINGER": str(self.linger_seconds),
             AT_ONCE: os.environ.get(AT_ONCE) or str(FEW),
             # Whatever is published to is checksummed, and what was repacked cannot be.
-            "TANDEM_IN_PLACE": "1" if needs.port is not None else None,
+            "TANDEM_IN_PLACE": "1" if needs.capability is not None else None,
             # Memory of expandable segments cannot be shared between processes.
             "PYTORCH_CUDA_ALLOC_CONF": None,
             "PYTORCH_ALLOC_CONF": None,
@@ -394,3 +397,36 @@ _STARTING = (
     "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
     "restarts", "linger_seconds", "require_api_key",
 )  # fmt: skip
+
+
+_OURS = frozenset((
+    "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",
+    "--tensor-parallel-size", "--logprobs-mode", "--worker-extension-cls", "--middleware", "--enforce-eager",
+    "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
+    "--lora-target-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count",
+    "--data-parallel-size", "--pipeline-parallel-size", "--enable-sleep-mode", "--kv-cache-memory-bytes",
+))  # fmt: skip
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """Words of the command line for an option; a tuple is several of them."""
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [option]
+    if value is False:
+        return [f"--no-{option[2:]}"]
+    if isinstance(value, tuple):
+        return [option, *map(str, value)]
+    return [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+def not_free(name: str, value: Any) -> str:
+    """Why an entry of ``args`` is no option of vLLM's server that is free to be set; empty if it is."""
+    if name.startswith("-"):
+        return f"begins with a dash, which is put before it anyway; name it {name.lstrip('-')}"
+    if value is None:
+        return "is null, which vLLM's server knows no word for; leave it out for the default"
+    plain = name.replace("_", "-").removeprefix("no-").partition(".")[0]
+    if any(option.startswith(f"--{plain}") for option in _OURS):  # it takes the beginning of a name for the whole
+        return "is set by Tandem or is an option of its own; remove it from args"
+    return ""

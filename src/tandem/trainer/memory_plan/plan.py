@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.engines.base import CanAttest, CanLend, CanReceive
+from tandem.engines.base import ReportsChecksums, ExportsWeights, ReceivesBroadcast
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.optimizers.base import LARGE_PIECE, Optimizer
@@ -189,8 +189,8 @@ class Engines:
     @classmethod
     def of(cls, config: RunConfig, machine: Machine, resumed: Path | None) -> Engines:
         """Those of a recipe, or those that the run in ``resumed`` left running."""
-        apart = CanAttest in config.engine.capabilities
-        lent = apart and config.sync.capability is CanLend
+        apart = ReportsChecksums in config.engine.capabilities
+        lent = apart and config.sync.capability is ExportsWeights
         if not apart:
             return cls(apart=False, lent=False)
         from tandem.engines.vllm.spec import CPU_CACHE_GB, Vllm
@@ -550,7 +550,7 @@ def _borrowed(whole: int, base: int, machine: Machine, engines: Engines) -> list
 
 def _buckets(config: RunConfig, counts: Counts, machine: Machine, engines: Engines) -> list[MemoryLine]:
     """Buffers of a broadcast."""
-    if config.sync.capability is not CanReceive:
+    if config.sync.capability is not ReceivesBroadcast:
         return []
     sync: Any = config.sync
     width = _width(config)

@@ -42,7 +42,7 @@ _MAD = 1.4826
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LogprobComparison:
     """An engine's logprobs of some tokens beside the trainer's, nats."""
 
     engine: tuple[float, ...]
@@ -89,7 +89,7 @@ class Noise:
     seen: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Absolute residuals, the newest last."""
 
-    def learn(self, answers: Iterable[Answer]) -> None:
+    def learn(self, answers: Iterable[LogprobComparison]) -> None:
         """Remember answers of an engine that was found in order."""
         for answer in answers:
             if answer.finite:
@@ -100,7 +100,7 @@ class Noise:
         """Standard deviation of residuals, robustly, at least the floor; nats."""
         return max(scale(self.seen), self.floor)
 
-    def excess(self, answer: Answer) -> float:
+    def excess(self, answer: LogprobComparison) -> float:
         """Chance, at most, that noise as measured makes so many residuals of an answer so large; 1 while unmeasured.
 
         With N residuals measured and n new ones, all exchangeable, the newest are a random n of the N + n. So of the
@@ -130,7 +130,7 @@ def drawn(old: int, new: int, m: int, k: int) -> float:
     return ways / math.comb(old + new, top) if top <= old + new else 0.0
 
 
-def nearer(answer: Answer, other: Sequence[float], noise: float) -> float:
+def nearer(answer: LogprobComparison, other: Sequence[float], noise: float) -> float:
     """Chance, at most, that rounding alone puts an answer so far beyond the middle towards other weights.
 
     For each token, how far the engine is beyond the middle between what the trainer computes with the published
@@ -157,7 +157,7 @@ def nearer(answer: Answer, other: Sequence[float], noise: float) -> float:
     return math.exp(-s * s / 2) if s > 0 else 1.0
 
 
-def likelihood(answer: Answer, other: Sequence[float], noise: float) -> float:
+def likelihood(answer: LogprobComparison, other: Sequence[float], noise: float) -> float:
     """Likelihood ratio of the published weights to another hypothesis, were noise normal; at most 1.
 
     Below x by chance in x of all cases at most (Markov), under that assumption: enough to ask again, for which a few

@@ -11,17 +11,17 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.engines.base import PROBE_SAMPLES, CanAttest, Engine, Probe
+from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult, ReportsChecksums
 from tandem.errors import EngineError, StaleWeights, TornWeights
 from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
-from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, Answer, Noise, likelihood, nearer, scale
-from tandem.weight_sync.verify.probe_text import PROBE
+from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, likelihood, nearer, scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tandem.model.policy import Policy
+
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ async def compare_frozen(
         StaleWeights, TornWeights: the engine holds others.
     """
     frozen = {name: p for name, p in base.items() if name not in without}
-    if not frozen or not isinstance(engine, CanAttest):
+    if not frozen or not isinstance(engine, ReportsChecksums):
         return
-    epoch = engine.epoch
+    restart_count = engine.restart_count
     try:
         found = await engine.checksums("weights")
     except EngineError as error:
-        if engine.epoch != epoch or not (await engine.health()).ok:
+        if engine.restart_count != restart_count or not (await engine.health()).ok:
             raise
         log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
         return
@@ -90,16 +90,16 @@ async def compare_frozen(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ProbeReading:
     """What one engine answered to one text, beside what the trainer computes."""
 
     name: str
     """Which engine."""
     tokens: Sequence[int]
     """The text."""
-    scored: Answer
+    scored: LogprobComparison
     """Of the text's tokens but the first."""
-    sampled: Answer | None
+    sampled: LogprobComparison | None
     """Of tokens that the engine sampled after it; None where it samples by the code that scores."""
     drawn: Sequence[int] = ()
     """These."""
@@ -109,12 +109,12 @@ class Reading:
     """The trainer's logprobs of the first of the text's tokens by other weights, by whose they are."""
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[LogprobComparison]:
         """Both."""
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
 
 
-NOTHING = Answer((), ())
+NOTHING = LogprobComparison((), ())
 
 
 class Behaviour:
@@ -150,9 +150,9 @@ class Behaviour:
         Raises:
             StaleWeights: it answers otherwise than these weights do.
         """
-        first, self._epoch = self._epoch != engine.epoch, engine.epoch
+        first, self._epoch = self._epoch != engine.restart_count, engine.restart_count
         tokens = self._text(engine) if first else self.tokens
-        readings: list[Reading] = []
+        readings: list[ProbeReading] = []
         for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
             if probe.cached:
                 raise StaleWeights(
@@ -181,17 +181,17 @@ class Behaviour:
         self.tokens = text[: LONG if routed and room >= LONG else SHORT]
         return text[: max(len(self.tokens), min(MEASURED, room))]
 
-    def _remember(self, reading: Reading) -> None:
+    def _remember(self, reading: ProbeReading) -> None:
         """Keep what these weights say of the probe, to tell later ones from them."""
         self._known[BEFORE] = reading.scored.trainer[: len(self.tokens) - 1]
         self._known.setdefault(FIRST, self._known[BEFORE])
 
-    async def _again(self, engine: Engine, index: int, doubted: Reading) -> list[Reading]:
+    async def _again(self, engine: Engine, index: int, doubted: ProbeReading) -> list[ProbeReading]:
         """More answers of an engine whose answer is in doubt."""
         if not all(answer.finite for answer in doubted.answers):
             return [doubted]
         log.info("%s is asked again: its answer to a probe is not explained by noise as measured", doubted.name)
-        text, most, found = self._text(engine), engine.context - AGAIN_SAMPLES, list[Reading]()
+        text, most, found = self._text(engine), engine.context - AGAIN_SAMPLES, list[ProbeReading]()
         begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
         for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):
             probe = (await engine.probe(tokens, samples=AGAIN_SAMPLES))[index]
@@ -200,10 +200,10 @@ class Behaviour:
             found.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
         return found
 
-    async def _read(self, tokens: Sequence[int], probe: Probe, *, thorough: bool) -> Reading:
+    async def _read(self, tokens: Sequence[int], probe: ProbeResult, *, thorough: bool) -> ProbeReading:
         return await self._policy.compute(self._scored, tokens, probe, thorough)
 
-    def _scored(self, tokens: Sequence[int], probe: Probe, thorough: bool) -> Reading:
+    def _scored(self, tokens: Sequence[int], probe: ProbeResult, thorough: bool) -> ProbeReading:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
         policy, drawn, at = self._policy, probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
         mine, tempered = policy.scores([*tokens, *drawn], 1.0, probe.temperature)
@@ -212,17 +212,19 @@ class Behaviour:
             with off:
                 others[BARE] = policy.score(tokens)
             self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])
-        return Reading(
+        return ProbeReading(
             name=probe.name,
             tokens=tokens,
-            scored=Answer(tuple(probe.scored), tuple(mine[:at])),
-            sampled=Answer(probe.sampled.logprobs, tuple(tempered[at:]), probe.temperature) if probe.sampled else None,
+            scored=LogprobComparison(tuple(probe.scored), tuple(mine[:at])),
+            sampled=LogprobComparison(probe.sampled.logprobs, tuple(tempered[at:]), probe.temperature)
+            if probe.sampled
+            else None,
             drawn=drawn,
             untempered=mine[at:] if probe.temperature != 1 else (),
             others=others,
         )
 
-    def _doubt(self, readings: Sequence[Reading], noise: Noise, chance: float) -> str:
+    def _doubt(self, readings: Sequence[ProbeReading], noise: Noise, chance: float) -> str:
         """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
         if not all(answer.finite for reading in readings for answer in reading.answers):
             return "some of its logprobs are no numbers of nats, or there are too few of them"
@@ -244,7 +246,7 @@ class Behaviour:
                 )
         return ""
 
-    def _refusal(self, version: PolicyVersion, doubt: str, noise: Noise, readings: Sequence[Reading]) -> str:
+    def _refusal(self, version: PolicyVersion, doubt: str, noise: Noise, readings: Sequence[ProbeReading]) -> str:
         """What is told, with the evidence written down."""
         name = readings[0].name
         file = self._folder / f"{version.step:06d}.json"
@@ -270,25 +272,25 @@ class Behaviour:
         )
 
 
-def _answers(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer]]:
+def _answers(readings: Sequence[ProbeReading]) -> Iterator[tuple[str, LogprobComparison]]:
     """All of what an engine answered, by what was asked."""
     yield "a probe", _joined([reading.scored for reading in readings])
     if sampled := [reading.sampled for reading in readings if reading.sampled is not None]:
         yield "tokens sampled after a probe", _joined(sampled)
 
 
-def suspicious(reading: Reading, noise: Noise) -> bool:
+def suspicious(reading: ProbeReading, noise: Noise) -> bool:
     """Whether samples look as if the temperature were left out of their logprobs; few may do, to ask again."""
     if reading.sampled is None or not reading.untempered:
         return False
     return likelihood(reading.sampled, reading.untempered, noise.scale) < SUSPICION
 
 
-def _hypotheses(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer, list[float]]]:
+def _hypotheses(readings: Sequence[ProbeReading]) -> Iterator[tuple[str, LogprobComparison, list[float]]]:
     """All of what it answered where it is known what other weights say, and that."""
     for other in dict.fromkeys(name for reading in readings for name in reading.others):
         known = [(reading.scored, reading.others[other]) for reading in readings if other in reading.others]
-        begun = [Answer(a.engine[: len(o)], a.trainer[: len(o)], a.temperature) for a, o in known]
+        begun = [LogprobComparison(a.engine[: len(o)], a.trainer[: len(o)], a.temperature) for a, o in known]
         yield other, _joined(begun), [value for _, o in known for value in o]
     hot = [(reading.sampled, reading.untempered) for reading in readings if reading.sampled and reading.untempered]
     if hot:
@@ -296,9 +298,9 @@ def _hypotheses(readings: Sequence[Reading]) -> Iterator[tuple[str, Answer, list
         yield "an engine that leaves the temperature out of its logprobs", _joined([a for a, _ in hot]), theirs
 
 
-def _joined(answers: Sequence[Answer]) -> Answer:
+def _joined(answers: Sequence[LogprobComparison]) -> LogprobComparison:
     engine = tuple(chain.from_iterable(a.engine for a in answers))
-    return Answer(engine, tuple(chain.from_iterable(a.trainer for a in answers)), answers[0].temperature)
+    return LogprobComparison(engine, tuple(chain.from_iterable(a.trainer for a in answers)), answers[0].temperature)
 
 
 def _plain(value: Any) -> Any:
@@ -308,3 +310,45 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+PROBE = """\
+The quick brown fox counts: one, two, three, four, five. 7 + 8 = 15; 12 * 3 = 36. In the year 1889 a tower was \
+finished that was not meant to stay. Why does bread rise? Because yeast eats sugar and breathes out a gas, which \
+the dough keeps. def area(r): return 3.14159 * r**2  # of a circle. Ask for the red book, not the blue one; it is \
+on the third shelf, behind the lamp.
+
+Question: Mia buys 4 boxes with 6 pencils each and gives 5 pencils to Tom. How many are left? Answer: 4 * 6 = 24 \
+and 24 - 5 = 19, so 19 pencils are left.
+
+Water boils at 100 degrees at the level of the sea, and at less on a mountain, since the air presses on it less. \
+Sailors once found their way by the stars; now a receiver the size of a coin listens to four satellites and solves \
+for where and when it is.
+
+for i in range(10):
+    if i % 3 == 0:
+        print("fizz", i)
+    else:
+        total += i ** 2
+
+{"name": "Ada", "born": 1815, "knows": ["algebra", "flutes"], "active": false}
+
+Der Zug nach Basel hat heute zwanzig Minuten Verspätung. Le chat dort sous la table. ¿Dónde está la biblioteca?
+
+She closed the letter without reading the last line, put on her coat and walked down to the harbour, where the \
+boats knocked against each other in the dark. Nobody had lit the lamp. "You are late," said the old man. "I am \
+never late," she answered, "I only arrive when it is over."
+
+If x + 3y = 11 and x - y = 3, then 4y = 8, hence y = 2 and x = 5. The derivative of sin(x) * exp(2x) is exp(2x) * \
+(cos(x) + 2 sin(x)). A triangle with sides 3, 4 and 5 has an area of 6.
+
+Dear all, the meeting on Thursday moves to 14:30 in room B12; please bring the figures of the third quarter, and \
+tell Jonas in case you cannot come. Best regards, K. Lindqvist
+
+Rinse the lentils, cover them with cold water, add a bay leaf and a pinch of salt, and let them simmer for 25 \
+minutes. Meanwhile chop two onions, fry them in butter until they are brown, and stir in a spoon of vinegar.
+
+The court held that the contract was void, because neither party had understood what the other meant by \
+"delivery". zxqv 8841-kk ### ~~ lorem 0x7f3a ipsum <td class="a">&nbsp;</td>
+"""
+"""About 700 tokens of a large vocabulary; its beginning is what an engine is asked after every publish."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 import os
 import secrets
@@ -12,17 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.engines.base import PROBE_SAMPLES, Adapter, Engine, Health, Needs, Probe
-from tandem.engines.vllm.adapter_layout import Stored
-from tandem.engines.vllm.adapter_slot import Borrowed
+from tandem.engines.base import (
+    PROBE_SAMPLES,
+    Engine,
+    EngineRequirements,
+    Health,
+    LoadsVersions,
+    LoraAdapter,
+    ProbeResult,
+)
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.adapters import AttachedSlot, StoredAdapter
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import Replaced, Server, Unreachable
-from tandem.engines.vllm.client.pauses import Pauses
-from tandem.engines.vllm.client.takeover import inherit
+from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable, Replaced
 from tandem.engines.vllm.client.waves import Waves
-from tandem.engines.vllm.protocol import groups as group
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.engines.vllm.protocol.frames import Sampled
+from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.observability import waits
 from tandem.transport.bridge import VllmBridge
@@ -36,18 +42,27 @@ TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
+class _AttachedSlot:
     """An adapter's slot that an engine has lent."""
 
-    epoch: int
-    asked: wire.LendSlot
-    memory: Borrowed
+    restart_count: int
+    asked: wire.ExportSlot
+    memory: AttachedSlot
 
 
-class Vllm(Engine):
+class VllmEngine(Engine):
     """One policy on one or more servers."""
 
-    def __init__(self, fleet: Fleet, *, seeded: bool, context: int, ends: Sequence[int], needs: Needs, patience: float):
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        seeded: bool,
+        context: int,
+        ends: Sequence[int],
+        needs: EngineRequirements,
+        patience: float,
+    ):
         self.fleet = fleet
         self._seeded = seeded
         self._context = context
@@ -58,9 +73,9 @@ class Vllm(Engine):
         self._least = -1
         self._swapped: list[str] = []
         self._pending: str | None = None
-        self._adapter: Adapter | None = None
-        self._stored = Stored()
-        self._slot: _Slot | None = None
+        self._adapter: LoraAdapter | None = None
+        self._stored = StoredAdapter()
+        self._slot: _AttachedSlot | None = None
         self._bridge: Path | None = None
         self._told: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._republish: Callable[[], Awaitable[None]] | None = None
@@ -70,14 +85,14 @@ class Vllm(Engine):
     # Life and death
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[EngineServer]:
         """Where requests go."""
         return self.fleet.servers
 
     async def start(self) -> None:
         """Start or find the servers."""
         await self.fleet.start()
-        if self.fleet.adopted:
+        if self.fleet.started_elsewhere:
             again = self.recover if self.fleet.ours else self.fleet.start
             self._swapped = await inherit(
                 lambda: self.servers, self._needs, patience=self._patience, wake=self.wake, again=again
@@ -95,10 +110,10 @@ class Vllm(Engine):
         return self.fleet.failure
 
     @property
-    def epoch(self) -> int:
-        return self.fleet.epoch
+    def restart_count(self) -> int:
+        return self.fleet.restart_count
 
-    def on_revival(self, republish: Callable[[], Awaitable[None]]) -> None:
+    def on_restart(self, republish: Callable[[], Awaitable[None]]) -> None:
         self._republish = republish
         self.fleet.watch(republish)
 
@@ -109,13 +124,13 @@ class Vllm(Engine):
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
 
     @property
-    def adopted(self) -> bool:
-        return self.fleet.adopted
+    def started_elsewhere(self) -> bool:
+        return self.fleet.started_elsewhere
 
-    async def load(self, folder: Path, adapter: Adapter) -> None:
+    async def load(self, folder: Path, adapter: LoraAdapter) -> None:
         """Load a PEFT folder, which holds ``adapter``, into every engine as it runs."""
         self._adapter = adapter
-        await self._load(folder, f"{folder.name}-{self.epoch}")
+        await self._load(folder, f"{folder.name}-{self.restart_count}")
 
     async def relaunch(self, weights: Path | None) -> None:
         """End the engines and start them anew: on a model folder, or on the weights that they had."""
@@ -145,7 +160,7 @@ class Vllm(Engine):
                     await self.fleet.ready.wait()
             if self.fleet.failure is not None:
                 raise self.fleet.failure
-            epoch, server = self.epoch, min(self.servers, key=lambda s: s.outstanding)
+            restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._patience if least > self._version.step else 0.0  # it waits for the trainer first
             try:
                 found = await self._waves.answer(
@@ -156,23 +171,23 @@ class Vllm(Engine):
                     later=later,
                 )
                 return self._completion(server, found, least)
-            except Unreachable:
+            except EngineUnreachable:
                 tries += 1
-                if self.fleet.closed or not await self._revived(server, epoch, tries):
+                if self.fleet.closed or not await self._revived(server, restart_count, tries):
                     raise
 
-    async def _revived(self, server: Server, epoch: int, tries: int) -> bool:
+    async def _revived(self, server: EngineServer, restart_count: int, tries: int) -> bool:
         """Bring the engines back to life, weights and all; False if there is nothing to be brought back."""
-        if epoch != self.epoch or not self.fleet.ready.is_set():
+        if restart_count != self.restart_count or not self.fleet.ready.is_set():
             return True  # somebody is at it, or was
         if self.fleet.ours and (not await server.gone() or not await self.recover()):
             await self.fleet.settled()  # it may answer since a moment, to whoever is starting it again
-            return epoch != self.epoch
+            return restart_count != self.restart_count
         if self._republish is not None:
             await self._republish()  # which recovers those of others, though not in the midst of a publish
-        return self.fleet.ours or epoch != self.epoch or tries < TRIES
+        return self.fleet.ours or restart_count != self.restart_count or tries < TRIES
 
-    def _completion(self, server: Server, found: Sampled, least: int) -> Completion:
+    def _completion(self, server: EngineServer, found: Sampled, least: int) -> Completion:
         self._same(server, found.engine)
         versions, least = wire.steps(found.versions), max(0, least)
         if min(versions, default=least) < least:
@@ -187,8 +202,8 @@ class Vllm(Engine):
             tokens=found.tokens, logprobs=found.logprobs, versions=versions, finish=finish.get(found.finish, "abort")
         )
 
-    def _same(self, server: Server, boot: str) -> None:
-        if boot != server.boot:
+    def _same(self, server: EngineServer, instance_id: str) -> None:
+        if instance_id != server.instance_id:
             raise Replaced(
                 f"{server.name} is another process than the one that weights were published to: it was restarted "
                 "behind our back. Resume the run: its weights are then published again"
@@ -202,17 +217,17 @@ class Vllm(Engine):
         prompt = found.prompt_logprobs or []
         return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
 
-    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[Probe]:
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         return await asyncio.gather(*(self._probe(server, tokens, samples) for server in self.servers))
 
-    async def _probe(self, server: Server, tokens: Sequence[int], samples: int) -> Probe:
-        asked = wire.Probe(
+    async def _probe(self, server: EngineServer, tokens: Sequence[int], samples: int) -> ProbeResult:
+        asked = wire.ProbeRequest(
             tokens=list(tokens),
             temperature=PROBE_TEMPERATURE,
             max_tokens=samples,
             adapter=self._pending,
         )
-        found: wire.Probed = await server.post("/bridge/probe", asked, wire.Probed)
+        found: wire.ProbeResponse = await server.post("/bridge/probe", asked, wire.ProbeResponse)
         finish: Finish = "stop" if found.finish == "stop" else "length"
         sampled = Completion(
             tokens=tuple(found.tokens),
@@ -220,7 +235,7 @@ class Vllm(Engine):
             versions=(0,) * len(found.tokens),
             finish=finish,
         )
-        return Probe(
+        return ProbeResult(
             name=server.name,
             scored=_numbers(found.scored),
             sampled=sampled,
@@ -239,7 +254,7 @@ class Vllm(Engine):
     def version(self) -> PolicyVersion:
         return self._version
 
-    async def stamp(self, version: PolicyVersion) -> None:
+    async def set_version(self, version: PolicyVersion) -> None:
         body = wire.Stamp(step=version.step, digest=version.digest, adapter=self._pending)
         for answer, server in zip(await self.fleet.all("/bridge/stamp", body), self.servers, strict=True):
             self._same(server, answer["engine"])
@@ -248,7 +263,7 @@ class Vllm(Engine):
             await self._forget_old()
         self._pending = None
 
-    def ahead(self, step: int) -> bool:
+    def accept_requests_for(self, step: int) -> bool:
         self._least = step
         return True
 
@@ -296,19 +311,19 @@ class Vllm(Engine):
             out[server.name] = joined(server.name, answer["ranks"])
         return out
 
-    async def lend(self) -> Mapping[str, Any]:
+    async def export_weights(self) -> Mapping[str, Any]:
         """Hugging Face name and tensor, in this process, of every weight that the engine samples from."""
         (server,) = self.servers
-        found = await borrow(server)
+        found = await exported_weights(server)
         if self._needs.folder is not None and self.fleet.ours:
             self._bridge = found.write(Path(os.environ.get("LOGDIR") or self._needs.folder))
         return found.attach()
 
-    def as_stored(self, adapter: Adapter) -> Iterable[tuple[str, Any]]:
+    def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
         return self._stored.of(adapter.tensors, adapter.config)
 
-    async def adapt(self, adapter: Adapter) -> int:
+    async def adapt(self, adapter: LoraAdapter) -> int:
         """Sample with this adapter from now on.
 
         Returns:
@@ -316,15 +331,17 @@ class Vllm(Engine):
         """
         (server,) = self.servers
         stored = self._stored.of(adapter.tensors, adapter.config)
-        asked = wire.LendSlot(
+        asked = wire.ExportSlot(
             config=dict(adapter.config),
             tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
         )
         for _ in range(2):
             slot = self._slot
-            if slot is None or (slot.epoch, slot.asked) != (self.epoch, asked):
+            if slot is None or (slot.restart_count, slot.asked) != (self.restart_count, asked):
                 (rank,) = (await server.post("/bridge/lend_slot", asked))["ranks"]
-                slot = self._slot = _Slot(epoch=self.epoch, asked=asked, memory=Borrowed(rank, stored))
+                slot = self._slot = _AttachedSlot(
+                    restart_count=self.restart_count, asked=asked, memory=AttachedSlot(rank, stored)
+                )
             if (await server.post("/bridge/adapt", wire.Adapt(key=slot.memory.key)))["held"]:
                 return slot.memory.write(stored)
             self._slot = None  # the engine was restarted behind our back, or its adapter unloaded
@@ -333,7 +350,7 @@ class Vllm(Engine):
             "publishes to it; end one of the two"
         )
 
-    async def swap(self, folder: Path, version: PolicyVersion, adapter: Adapter) -> int:
+    async def swap(self, folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         """Load a PEFT folder as this version.
 
         Returns:
@@ -361,7 +378,7 @@ class Vllm(Engine):
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
         self._told = ()
         for server, rank in zip(self.servers, first, strict=True):
-            body = group.StartReceiver(
+            body = wire.StartReceiver(
                 init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
                 world_size=int(rendezvous["world"]),
                 backend=rendezvous["backend"],
@@ -392,10 +409,10 @@ class Vllm(Engine):
         return all(answer["status"] == "connected" for answer in found)
 
     async def receive(
-        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: Adapter | None
+        self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         """Take one publish from the process group into the weights, or into the adapter."""
-        body = group.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
+        body = wire.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
         if manifest != self._told:  # they remember it as long as they are connected
             body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
         await self.fleet.all("/nccl/receive", body)
@@ -415,8 +432,126 @@ def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(float("nan") if value is None else value for value in found)
 
 
-async def borrow(server: Server) -> VllmBridge:
+async def exported_weights(server: EngineServer) -> VllmBridge:
     """Have an engine of one process lend its weights; where they are."""
     answer = await server.post("/bridge/lend")
     (rank,) = answer["ranks"]
-    return VllmBridge.lending(answer["model"], rank["lent"], rank["map"], url=server.url)
+    return VllmBridge.of_places(answer["model"], rank["lent"], rank["map"], url=server.url)
+
+
+class Pauses:
+    """What each server did when it was first paused, until it is resumed or stopped."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str] = {}
+
+    def over(self) -> None:
+        """The servers were resumed or stopped."""
+        self._before.clear()
+
+    async def pause(self, servers: Sequence[EngineServer], asked: wire.Pause) -> None:
+        """Pause all of them; the first failure is raised when all have answered."""
+
+        async def one(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
+            answer = await server.post("/bridge/pause", asked)
+            self._before.setdefault(server.instance_id, answer["before"])
+
+        for error in await asyncio.gather(*map(one, servers), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def release(self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float) -> None:
+        """Take the pauses back, where nothing was written meanwhile.
+
+        One that served goes on, one that was stopped is stopped again, and so is one in which weights are being proven.
+        What somebody else had paused is left to them.
+
+        Args:
+            servers: paused or not.
+            reason: said by those that are stopped.
+            sleeps: above 0 for servers that may be asleep.
+            seconds: that a server which wakes up may stay paused.
+        """
+        for server in servers:
+            before = self._before.pop(server.instance_id, None)
+            with contextlib.suppress(EngineUnreachable):
+                state = (await server.info()).state
+                served = state == "paused" and before == "serving"
+                if served and await _goes_on(server, wire.Wake(seconds=seconds) if sleeps else None):
+                    continue
+                if served or state == "proving" or (state == "paused" and before == "stopped"):
+                    await server.post("/bridge/stop", wire.Stop(reason=reason))
+
+
+async def _goes_on(server: EngineServer, wake: wire.Wake | None) -> bool:
+    """Whether it serves again; not if it has lost its weights in its sleep, or does not wake up."""
+    try:
+        if wake is not None:
+            await server.post("/bridge/wake", wake)
+        await server.post("/bridge/resume")
+    except EngineUnreachable:
+        raise
+    except EngineError:
+        return False
+    return True
+
+
+log = logging.getLogger(__name__)
+
+INHERIT_TRIES = 10
+"""How often servers may be lost while they are looked at; one that comes back each time only to go is of no use."""
+
+
+async def inherit(
+    servers: Callable[[], Sequence[EngineServer]],
+    needs: EngineRequirements,
+    *,
+    patience: float,
+    wake: Callable[[], Awaitable[None]],
+    again: Callable[[], Awaitable[object]],
+) -> list[str]:
+    """Have them awake and without adapters in the way; versions by name that all of them hold already.
+
+    Args:
+        servers: those of now; after ``again`` they may be others.
+        needs: of the run.
+        patience: seconds that a pause may last.
+        wake: their trainer may have died while they slept.
+        again: waits for servers that went away meanwhile, or starts them.
+
+    Raises:
+        EngineError: they do not come back, or go each time.
+    """
+
+    async def once() -> list[str]:
+        await wake()
+        return await _without_adapters(servers(), needs, patience)
+
+    for _ in range(INHERIT_TRIES - 1):
+        try:
+            return await once()
+        except EngineUnreachable as error:
+            log.warning("%s; it is looked for again", str(error).splitlines()[0])
+            await again()
+    return await once()
+
+
+async def _without_adapters(servers: Sequence[EngineServer], needs: EngineRequirements, patience: float) -> list[str]:
+    """Versions by name are served on, and unloaded when ours have taken their place."""
+    weights, swaps = needs.travels == "weights", needs.capability is LoadsVersions
+    names = []
+    for server in servers:
+        held = await server.get("/lora/status", dict)
+        loaded = [entry["name"] for entry in held["loaded"]]
+        if (weights and (loaded or held["in_place"])) or (swaps and held["in_place"]):
+            pauses, only = Pauses(), None if weights else wire.IN_PLACE
+            await pauses.pause([server], wire.Pause(finish=True, seconds=patience))
+            try:
+                await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
+            finally:
+                await pauses.release([server], "its weights were in doubt before", sleeps=0, seconds=patience)
+        names.append(loaded)
+    if not swaps:
+        return []
+    everywhere = set(names[0]).intersection(*names)
+    return [name for name in names[0] if name.startswith("step-") and name in everywhere]

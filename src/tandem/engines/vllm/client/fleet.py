@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.engines.base import Needs
-from tandem.engines.vllm.client.health import watch
-from tandem.engines.vllm.client.http import Denied, Server, Unreachable
+from tandem.engines.base import EngineRequirements
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.client.http import Denied, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.errors import EngineError
+from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
 from tandem.transport import sharing
 
@@ -25,6 +24,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 """Between two looks whether a server of somebody else's is there."""
+HEALTH_SECONDS = 2.0
+"""Between two looks whether engines still hold the weights that were published to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +47,15 @@ class Launch:
 class Fleet:
     """One or more servers; ``launch`` is None for those that somebody else runs."""
 
-    def __init__(self, servers: Sequence[Server], *, launch: Launch | None, options: Any, needs: Needs):
+    def __init__(
+        self, servers: Sequence[EngineServer], *, launch: Launch | None, options: Any, needs: EngineRequirements
+    ):
         self.servers = list(servers)
         self.context = 0
         """Most tokens that every server takes."""
-        self.epoch = 0
+        self.restart_count = 0
         """Counts starts."""
-        self.adopted = launch is None
+        self.started_elsewhere = launch is None
         """Somebody else started one of them: an earlier trainer, or whoever runs what is at ``urls``."""
         self.model = str(needs.weights or needs.model)
         """What the next start loads."""
@@ -67,8 +70,8 @@ class Fleet:
         """Recovers, and brings the current weights to every server, while nothing else is published."""
         self.failure: Exception | None = None
         """Why servers that came back could not be published to."""
-        self._away: list[Server] = []
-        self._back: list[Server] = []
+        self._away: list[EngineServer] = []
+        self._back: list[EngineServer] = []
         self._said: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -91,7 +94,7 @@ class Fleet:
             _unused(self.servers[index].url)
             await self._spawn(index)
 
-    async def _arrival(self, server: Server) -> Server:
+    async def _arrival(self, server: EngineServer) -> EngineServer:
         """Greet a server that somebody else runs, or is about to: who is started first does not matter."""
         deadline, told = time.monotonic() + self._options.start_seconds, False
         patience = self._options.start_seconds + 10  # beyond the deadline below, which says more
@@ -100,7 +103,7 @@ class Fleet:
                 try:
                     await self._greet(server)
                     break
-                except Unreachable as error:
+                except EngineUnreachable as error:
                     said = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
                     if time.monotonic() >= deadline:
                         raise EngineError(f"{said} (engine.start_seconds: {self._options.start_seconds:g})") from error
@@ -119,7 +122,7 @@ class Fleet:
         if record is None or process is None:
             return False
         options = self._options
-        server = Server(
+        server = EngineServer(
             record.url, record.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
         )
         server.process = process
@@ -133,7 +136,7 @@ class Fleet:
             await process.stop()
             return False
         log.info("going on with %s, which an earlier trainer started", server.name)
-        self.servers[index], self.adopted = server, True
+        self.servers[index], self.started_elsewhere = server, True
         return True
 
     async def _spawn(self, index: int) -> None:
@@ -184,16 +187,16 @@ class Fleet:
         if launch.records is not None and server.process is not None:
             server.process.record(server.url, server.key).write(_record(launch.records, index))
 
-    async def _greet(self, server: Server) -> None:
+    async def _greet(self, server: EngineServer) -> None:
         try:
             info = await server.info()
-        except (Unreachable, Denied):
+        except (EngineUnreachable, Denied):
             raise
         except EngineError as error:
             raise EngineError(
                 f"{error}; stock vLLM lacks the routes that engine.urls need; start it by: tandem serve engine RECIPE"
             ) from error
-        server.boot = info.engine
+        server.instance_id = info.engine
         if info.logprobs != "processed_logprobs":
             raise EngineError(
                 f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
@@ -242,7 +245,7 @@ class Fleet:
                 log.warning("%s %s; starting it again", server.name, fate)
                 await server.process.stop()
                 await self._spawn(index)
-            self.epoch += 1
+            self.restart_count += 1
             return True
 
     async def settled(self) -> None:
@@ -255,7 +258,7 @@ class Fleet:
 
         One that came back, or that is another process than before, has no weights of ours yet.
         """
-        before = [(server.url, server.boot) for server in self.servers]
+        before = [(server.url, server.instance_id) for server in self.servers]
         answers = await asyncio.gather(*(self._answers(server, patient=True) for server in self.servers))
         there = [server for server, does in zip(self.servers, answers, strict=True) if does]
         gone = [server for server, does in zip(self.servers, answers, strict=True) if not does]
@@ -268,22 +271,22 @@ class Fleet:
         elif gone:
             names = ", ".join(server.name for server in gone)
             log.warning("%s does not answer; the other engines take over until it does", names)
-        if before == [(server.url, server.boot) for server in there]:
+        if before == [(server.url, server.instance_id) for server in there]:
             return False
         self.servers[:] = there
         self.ready.clear()
-        self.epoch += 1
+        self.restart_count += 1
         if self._away and self._looking is None:
             self._looking = asyncio.create_task(self._look(), name="engines that are away")
         return True
 
-    async def _answers(self, server: Server, *, patient: bool = False) -> bool:
+    async def _answers(self, server: EngineServer, *, patient: bool = False) -> bool:
         """Whether a server of somebody else's can be used; ``patient`` is with connections that break."""
         try:
             if patient and await server.gone():
                 return False
             await self._greet(server)
-        except Unreachable:
+        except EngineUnreachable:
             return False
         except EngineError as error:  # somebody answers, but not as this run needs it
             if str(error) not in self._said:
@@ -292,7 +295,7 @@ class Fleet:
             return False
         return True
 
-    async def _first_of(self, servers: Sequence[Server]) -> Server:
+    async def _first_of(self, servers: Sequence[EngineServer]) -> EngineServer:
         """The first that answers; an error if none does in time."""
         arriving = {asyncio.ensure_future(self._arrival(server)) for server in servers}
         try:
@@ -337,7 +340,7 @@ class Fleet:
                 assert server.process is not None
                 await server.process.stop()
                 await self._spawn(index)
-            self.epoch += 1
+            self.restart_count += 1
 
     async def close(self) -> None:
         """End our servers and let go of the others."""
@@ -395,3 +398,55 @@ def _unused(url: str) -> None:
 
 def _record(folder: Path, index: int) -> Path:
     return folder / f"engine-{index}.json"
+
+
+async def watch(fleet: Fleet, republish: Callable[[], Awaitable[None]]) -> None:
+    """Health check between publishes: republishes the weights to engines that died or restarted, for ever.
+
+    A run that takes its groups from a broker asks its engines for nothing between two publishes. One that died and came
+    back holds no weights of the run, what is sampled from it is too old to be trained on, and so no next publish would
+    ever come. Where it cannot be brought back, whoever waits for groups finds that in ``failure``.
+    """
+    try:
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            if fleet.ready.is_set() and await _lost_weights(fleet):
+                await republish()
+    except Exception as error:  # whoever asks for tokens or waits for groups is told, and who publishes meets it too
+        log.error("the engines cannot be brought back: %s", error)
+        fleet.failure = error
+        fleet.ready.set()
+
+
+async def _lost_weights(fleet: Fleet) -> bool:
+    """True if a server of ours is dead, or the answers say that weights are lost."""
+    asking = asyncio.create_task(_answers_tell(fleet), name="whether engines are who they were")
+    try:
+        while not asking.done():
+            # Looked at all the while: a process that it had started may keep its socket, where nobody answers any more.
+            if fleet.dead():
+                return True
+            await asyncio.wait((asking,), timeout=HEALTH_SECONDS)
+        return await asking
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _answers_tell(fleet: Fleet) -> bool:
+    """True if another process answers than the one that was published to, or none does.
+
+    The last is for servers that others run: who brings them weights waits until one answers, and not for ever.
+    """
+    away = 0
+    for server in fleet.servers:
+        try:
+            found = await server.get("/health", dict)
+        except EngineUnreachable:
+            away += 1  # nothing can be brought to it now
+            continue
+        except (EngineError, Deadline):
+            continue  # stopped for a reason of its own
+        if found.get("engine", server.instance_id) != server.instance_id:
+            return True
+    return not fleet.ours and away == len(fleet.servers)

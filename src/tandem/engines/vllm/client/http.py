@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.process import EngineProcess
-from tandem.engines.vllm.protocol import messages as wire
 from tandem.errors import EngineError, StaleWeights
 from tandem.lazy import aiohttp
 from tandem.observability import waits
@@ -28,15 +28,15 @@ LOOK_SECONDS = 0.2
 """Between two looks whether a process of ours still runs."""
 
 
-class Unreachable(EngineError):
+class EngineUnreachable(EngineError):
     """Nobody answers: the engine's process is gone, or the way to it."""
 
 
-class Fallen(Unreachable):
+class Fallen(EngineUnreachable):
     """Its HTTP process says that the engine behind it has died; that process will end too, in a few seconds."""
 
 
-class Replaced(Unreachable, StaleWeights):
+class Replaced(EngineUnreachable, StaleWeights):
     """Another process answers than the one that weights were published to."""
 
 
@@ -44,13 +44,13 @@ class Denied(EngineError):
     """It wants another API key."""
 
 
-class Server:
+class EngineServer:
     """An engine's HTTP process, and our child if we started it."""
 
     def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
         self.url = url.rstrip("/")
         self.process: EngineProcess | None = None
-        self.boot = ""
+        self.instance_id = ""
         self.outstanding = 0
         self.key = key
         self._control = control_seconds
@@ -97,9 +97,9 @@ class Server:
             await self._session.close()
             self._session = None
 
-    async def info(self) -> wire.Info:
+    async def info(self) -> wire.EngineInfo:
         """What it is and holds."""
-        return await self.get("/bridge/info", wire.Info)
+        return await self.get("/bridge/info", wire.EngineInfo)
 
     async def address(self) -> str:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
@@ -113,7 +113,7 @@ class Server:
             async with asyncio.timeout(GONE_SECONDS):
                 _, way = await asyncio.open_connection(parts.hostname, port)
         except OSError as error:
-            raise Unreachable(f"{self.name} cannot be connected to: {error}") from error
+            raise EngineUnreachable(f"{self.name} cannot be connected to: {error}") from error
         own = str(way.get_extra_info("sockname")[0])
         way.close()
         return own
@@ -128,7 +128,7 @@ class Server:
 
         Args:
             path: the route.
-            body: a struct of ``protocol.messages`` or plain data.
+            body: a struct of ``protocol`` or plain data.
             kind: type of the answer.
             seconds: deadline; by default that of control messages.
 
@@ -194,7 +194,7 @@ class Server:
         tries = 0
         while True:
             if self._ended():
-                raise Unreachable(f"{self.name} does not answer {path}{self._last_words()}")
+                raise EngineUnreachable(f"{self.name} does not answer {path}{self._last_words()}")
             try:
                 async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
                     if took is None or response.status >= 400:
@@ -208,7 +208,7 @@ class Server:
                     tries += 1
                     continue
                 said = str(error) or type(error).__name__
-                raise Unreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
+                raise EngineUnreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
 
     def _last_words(self) -> str:
         """What its log says, if it is our child and dead."""
@@ -226,7 +226,7 @@ class Server:
                 await self.get("/health", dict)
             except Fallen:
                 return True
-            except Unreachable:
+            except EngineUnreachable:
                 if time.monotonic() > late:
                     return True
                 await asyncio.sleep(0.1)

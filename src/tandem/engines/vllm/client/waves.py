@@ -15,9 +15,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.engines.vllm.client.http import Server
-from tandem.engines.vllm.protocol.frames import Failed, Frame, Many, Sampled, Siblings, TakeBack, frames, siblings
-from tandem.engines.vllm.protocol.messages import Generate
+from tandem.engines.vllm.client.http import EngineServer
+from tandem.engines.vllm.protocol import (
+    Failed,
+    Frame,
+    Generate,
+    Many,
+    Sampled,
+    SiblingRequests,
+    TakeBack,
+    frames,
+    siblings,
+)
 from tandem.errors import EngineError
 from tandem.observability import waits
 
@@ -30,7 +39,7 @@ MOST = 64
 class _Asked:
     """One answer that somebody waits for."""
 
-    siblings: Siblings
+    siblings: SiblingRequests
     seed: int | None
     answer: asyncio.Future[Sampled]
 
@@ -39,12 +48,12 @@ class Waves:
     """What is asked of servers."""
 
     def __init__(self) -> None:
-        self._next: dict[Server, _Wave] = {}
+        self._next: dict[EngineServer, _Wave] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     async def answer(
         self,
-        server: Server,
+        server: EngineServer,
         asked: Callable[[], Generate],
         like: tuple[Sequence[int], object, int],
         *,
@@ -94,12 +103,12 @@ class Waves:
 class _Wave:
     """Answers that are asked for together."""
 
-    server: Server
+    server: EngineServer
     asked: list[_Asked] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     _id: str = ""
     _like: tuple[Sequence[int], object, int] | None = None
-    _siblings: Siblings | None = None
+    _siblings: SiblingRequests | None = None
     _sent: list[int] = field(default_factory=list)
     _buffer: bytearray = field(default_factory=bytearray)
     _taking_back: set[asyncio.Task[None]] = field(default_factory=set)
@@ -149,12 +158,12 @@ class _Wave:
         self._id = secrets.token_hex(8)
         self._sent = [number for number, one in enumerate(self.asked) if not one.answer.done()]
         self._buffer.clear()
-        prompts: list[Siblings] = []
+        prompts: list[SiblingRequests] = []
         last = None
         for one in (self.asked[number] for number in self._sent):
             if one.siblings is not last:
                 last = one.siblings
-                prompts.append(Siblings(asked=last.asked, seeds=[]))
+                prompts.append(SiblingRequests(asked=last.asked, seeds=[]))
             prompts[-1].seeds.append(one.seed)
         return msgspec.json.encode(Many(id=self._id, prompts=prompts))
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.engines.vllm.protocol.messages import IN_PLACE, Refused, parsed
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.protocol import IN_PLACE, Refusal, parsed
 from tandem.engines.vllm.server.frontend import Frontend
 
 FOLDERS = "TANDEM_ADAPTER_FOLDERS"
@@ -26,16 +26,16 @@ class Adapters:
         self._loaded: dict[str, Any] = {}
         self.in_place: Any = None
 
-    async def lend(self, asked: wire.LendSlot) -> list[Any]:
+    async def export_slot(self, asked: wire.ExportSlot) -> list[Any]:
         """Give the adapter in place a slot and lend it; what each rank answers."""
         self.require_enabled()
         arguments = json.dumps(asked.config), json.dumps(asked.tensors)
-        return [json.loads(text) for text in await self._frontend.rpc("tandem_lend_slot", SLOT, *arguments)]
+        return [json.loads(text) for text in await self._frontend.rpc("tandem_export_slot", SLOT, *arguments)]
 
     async def adapt(self, key: str) -> bool:
         """Whether the slot's borrower may write it; it is then taken to hold what nobody has stamped yet."""
         self.require_enabled()
-        held = all(await self._frontend.rpc("tandem_lent_slot", SLOT, key))
+        held = all(await self._frontend.rpc("tandem_is_exported", SLOT, key))
         if held:
             self._frontend.written = True
             self.written()
@@ -51,7 +51,7 @@ class Adapters:
     def require_enabled(self) -> None:
         """Raise Refused unless the engine was started with LoRA."""
         if self._frontend.client.vllm_config.lora_config is None:
-            raise Refused(409, "this engine was started without adapters; start it with trainable: lora in the recipe")
+            raise Refusal(409, "this engine was started without adapters; start it with trainable: lora in the recipe")
 
     def named(self, name: str) -> Any:
         """The request object of a loaded adapter.
@@ -63,7 +63,7 @@ class Adapters:
             return self._loaded[name]
         if name == IN_PLACE and self.in_place is not None:
             return self.in_place
-        raise Refused(404, f"there is no adapter {name!r}; loaded: {', '.join(self._loaded) or 'none'}")
+        raise Refusal(404, f"there is no adapter {name!r}; loaded: {', '.join(self._loaded) or 'none'}")
 
     def slot(self, name: str | None) -> int:
         """Its integer id; of the one written in place by default."""
@@ -87,7 +87,7 @@ class Adapters:
         name = asked.adapter_name or folder.name
         not_kept(name)
         if name in self._loaded:
-            raise Refused(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
+            raise Refusal(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
         if asked.served and self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
             self._frontend.adapter = self._loaded[name]
@@ -100,7 +100,7 @@ class Adapters:
         models = self._state.openai_serving_models
         answer = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder)))
         if not isinstance(answer, str):
-            raise Refused(400, f"vLLM refuses the adapter in {folder}: {answer.error.message}")
+            raise Refusal(400, f"vLLM refuses the adapter in {folder}: {answer.error.message}")
         return models.lora_requests[name]
 
     async def unload(self, body: bytes) -> Any:
@@ -126,7 +126,7 @@ class Adapters:
 def not_kept(name: str) -> None:
     """Raise Refused where loading an adapter of this name would replace the one that is trained."""
     if name == IN_PLACE:
-        raise Refused(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
+        raise Refusal(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
 
 
 def allowed(path: str) -> Path:
@@ -145,12 +145,12 @@ def allowed(path: str) -> Path:
         within = bool(path) and inside(folder)
         held = {file.name: inside(file.resolve()) for file in folder.iterdir()} if within and folder.is_dir() else {}
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a null byte, no right to look
-        raise Refused(400, f"there is no adapter at {path!r}: {error}") from error
+        raise Refusal(400, f"there is no adapter at {path!r}: {error}") from error
     outside = [name for name, found in held.items() if not found]
     if not within or outside:
         what = f"{path!r}" if not within else f"{path!r}, whose {outside[0]} is a link to elsewhere"
         known = ", ".join(map(str, places)) or f"none; name some in {FOLDERS}"
-        raise Refused(403, f"adapters may not be loaded from {what}; allowed folders: {known}")
+        raise Refusal(403, f"adapters may not be loaded from {what}; allowed folders: {known}")
     if "adapter_config.json" not in held:
-        raise Refused(404, f"{path!r} is no adapter: it holds no adapter_config.json")
+        raise Refusal(404, f"{path!r} is no adapter: it holds no adapter_config.json")
     return folder

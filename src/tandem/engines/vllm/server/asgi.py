@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tandem import doors
-from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm.protocol import Refusal
 from tandem.engines.vllm.server.frontend import Stopped
 
 log = logging.getLogger("vllm.tandem")
@@ -68,13 +68,13 @@ def authorise(scope: Scope, path: str) -> None:
         if path != "/health" and not hmac.compare_digest(
             headers.get("authorization", "").encode("latin-1"), f"Bearer {key}".encode()
         ):
-            raise Refused(401, "this engine wants its API key, as in 'Authorization: Bearer KEY'")
+            raise Refusal(401, "this engine wants its API key, as in 'Authorization: Bearer KEY'")
         return
     method = scope.get("method", "GET")
     reads = scope["type"] == "http" and method in ("GET", "HEAD")
     why = doors.from_a_page(method, headers, acts=not reads, names=[os.environ.get(HOST, "")])
     if why := why or ("" if reads else doors.without_json(headers)):
-        raise Refused(403, f"{why}: an engine takes one by engine.api_key_variable")
+        raise Refusal(403, f"{why}: an engine takes one by engine.api_key_variable")
 
 
 async def read(receive: Receive, most: int = MOST) -> bytes:
@@ -91,7 +91,7 @@ async def read(receive: Receive, most: int = MOST) -> bytes:
             raise Gone
         body += message.get("body", b"")
         if len(body) > most:
-            raise Refused(413, f"the request's body is larger than {most >> 20} MiB")
+            raise Refusal(413, f"the request's body is larger than {most >> 20} MiB")
         if not message.get("more_body"):
             return bytes(body)
 
@@ -158,7 +158,7 @@ async def refuse(send: Send, error: Exception) -> None:
     if isinstance(error, Gone):
         return
     status, title, said = problem(error)
-    headers = error.headers if isinstance(error, Refused) else ()
+    headers = error.headers if isinstance(error, Refusal) else ()
     told = {"status": status, "title": title, "detail": said}
     await answer(send, told, status, b"application/problem+json", headers)
 
@@ -177,7 +177,7 @@ def problem(error: Exception) -> tuple[int, str, str]:
 
 
 def _status(error: Exception) -> int:
-    if isinstance(error, Refused):
+    if isinstance(error, Refusal):
         return error.status
     if isinstance(error, Stopped):
         return 503

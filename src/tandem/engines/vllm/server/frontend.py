@@ -13,16 +13,154 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
-from tandem.engines.vllm.arguments import with_grammar
-from tandem.engines.vllm.core.scheduler import ASKED as IN_PIECES
-from tandem.engines.vllm.protocol.messages import IN_PLACE, Refused, unrefused
-from tandem.engines.vllm.server.answers import Answer, Answers
-from tandem.engines.vllm.server.pause_lease import Lease
-from tandem.engines.vllm.server.pausing import Room, Scheduler
+from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
+from tandem.engines.vllm.scheduler import ASKED as IN_PIECES
+from tandem.engines.vllm.server.pausing import PrefillRoom, Scheduler
 from tandem.engines.vllm.server.places import PROBES, Places
+
+
+@dataclass(slots=True)
+class PartialCompletion:
+    """One completion in the making."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Sampled so far."""
+    told: list[Any] = field(default_factory=list)
+    """What vLLM said of their logprobs, piece by piece; empty where nobody asked."""
+    generations: list[int] = field(default_factory=list)
+    """The era that each token was sampled in."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """Eras that ended while it was sampled, each with the number of tokens there were by then."""
+    text: str = ""
+    """The tokens as text; empty where that was spared."""
+    finish: str = "abort"
+    """Why it ended: stop or length; abort until it did."""
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """Of each token: its logprob, and those of the likeliest ones where they were asked for."""
+        return [_plain(position) for piece in self.told for position in piece]
+
+    @property
+    def own_logprobs(self) -> list[float]:
+        """Of each token: its own, without an object for each."""
+        found: list[float] = []
+        for piece in self.told:
+            starts = getattr(piece, "start_indices", None)
+            if starts is None:
+                tokens = self.tokens[len(found) : len(found) + len(piece)]
+                found += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
+            else:  # vLLM's FlatLogprobs; what was sampled is the first of its position
+                logprobs = piece.logprobs
+                found += [logprobs[start] for start in starts]
+        return found
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one request gave."""
+
+    completions: list[PartialCompletion]
+    """As many as were asked for."""
+    prompt: list[int]
+    """Its token ids."""
+    prompt_logprobs: list[dict[int, float] | None] | None
+    """Of each prompt token but the first; None where nobody asked."""
+    cached: int
+    """Prompt tokens that came from the prefix cache."""
+
+    def add(self, output: Any, generation: int) -> None:
+        """File what vLLM sampled since the last time: in this era, but for what its marks say."""
+        if output.prompt_logprobs and self.prompt_logprobs is None:
+            self.prompt_logprobs = [_plain(p) if p else None for p in output.prompt_logprobs]
+        self.cached = max(self.cached, output.num_cached_tokens or 0)
+        for part in output.outputs:
+            answer = self.completions[part.index]
+            # Ended from without, it may lack the logprobs of its last tokens, which the scheduler still had.
+            told = len(part.logprobs) if part.finish_reason == "abort" and part.logprobs is not None else None
+            answer.tokens.extend(part.token_ids[:told])
+            for ended, count in answer.marks:
+                answer.generations.extend([ended] * (min(count, len(answer.tokens)) - len(answer.generations)))
+            answer.generations.extend([generation] * (len(answer.tokens) - len(answer.generations)))
+            if part.logprobs:
+                answer.told.append(part.logprobs)
+            answer.text += part.text or ""
+            answer.finish = part.finish_reason or answer.finish
+
+
+def _plain(logprobs: Mapping[int, Any]) -> dict[int, float]:
+    return {token: value.logprob for token, value in logprobs.items()}
+
+
+class PauseLease:
+    """Whoever paused the engine is to resume it in time: weights half written must not be served.
+
+    Args:
+        stop: stops the engine, for a reason that is told.
+    """
+
+    def __init__(self, stop: Callable[[str], Coroutine[Any, Any, None]]):
+        self._stop = stop
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._by = ""
+        self._since = 0.0
+        self._until = 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Somebody is expected back."""
+        return self._timer is not None
+
+    @property
+    def told(self) -> dict[str, Any] | None:
+        """Who paused the engine, since when (UTC) and for how many seconds more; None while nobody has."""
+        if not self._since:
+            return None
+        left = round(max(0.0, self._until - time.time()), 1) if self.runs else None
+        return {"by": self._by, "since": _utc(self._since), "seconds_left": left}
+
+    def renew(self, seconds: float, by: str = "") -> None:
+        """Stop the engine if nobody ends or renews this in time.
+
+        Args:
+            seconds: from now.
+            by: who asks; by default who did before.
+        """
+        self.hold()
+        loop, now = asyncio.get_running_loop(), time.time()
+        self._since, self._until = self._since or now, now + seconds
+        self._by = by or self._by or "somebody"
+        reason = (
+            f"paused at {_utc(self._since)} by {self._by}, last for {seconds:g} s, and never resumed; its trainer is "
+            "gone. Publish again"
+        )
+
+        def late() -> None:
+            self._stopping = loop.create_task(self._stop(reason))
+
+        self._timer = loop.call_later(seconds, late)
+
+    def hold(self) -> None:
+        """It may take as long as it likes."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def end(self) -> None:
+        """The pause is over."""
+        self.hold()
+        self._by, self._since = "", 0.0
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
 
 log = logging.getLogger("vllm.tandem")
 
@@ -53,21 +191,21 @@ class Frontend:
         self.state: State = "serving"
         self.reason = ""
         self.adapter: Any = None
-        self.era = 0
+        self.generation = 0
         self.updates = 0
         self.steps: dict[int, int] = {UNKNOWN: UNKNOWN, 0: UNKNOWN}
         self.digest = ""
         self.places = Places(client.vllm_config.scheduler_config.max_num_seqs - PROBES)
-        self._live: dict[str, Answers] = {}
+        self._live: dict[str, RequestRecord] = {}
         self._proven = 0
-        self._era_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
-        self.lease = Lease(self.stop)
+        self._generation_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
+        self.lease = PauseLease(self.stop)
         self._broken_off = asyncio.Event()
         self._paused_at = 0.0
         self._stood_still = 0.0
         self._stamped: int | None = None
         self._coming: int | None = None
-        self._room = Room()
+        self._room = PrefillRoom()
         self.written = False
         self._first = 0
         self._changed = asyncio.Event()
@@ -104,7 +242,7 @@ class Frontend:
             if finish:
                 await self.places.empty()
             await self._halt()
-            self._room = Room() if self.places.running else self._scheduler.room()
+            self._room = PrefillRoom() if self.places.running else self._scheduler.room()
             # For those that there is room for now.
             asyncio.get_running_loop().call_later(ANSWERED, lambda: self._turn(self.state))
             self._paused_at = self._paused_at or time.monotonic()
@@ -134,9 +272,9 @@ class Frontend:
         await self._scheduler.halt()
         for key, index, tokens in self._scheduler.counts():
             if key in self._live:
-                self._live[key].completions[index].marks.append((self.era, tokens))
+                self._live[key].completions[index].marks.append((self.generation, tokens))
 
-    async def stamp(self, step: int, digest: str, adapter: Any = None) -> None:
+    async def set_version(self, step: int, digest: str, adapter: Any = None) -> None:
         """The weights held now are this policy step, from the era that is being proven or from the next one.
 
         While serving (a way that never pauses) an era begins at once, for requests handed in from now on: those in
@@ -148,10 +286,10 @@ class Frontend:
             self.digest, self.adapter, self.written = digest, adapter, False
             self.updates += 1
             if self.state == "serving":
-                self.era += 1
-                self._proven = self.era
-                self.steps[self.era] = step
-                self._named_era()
+                self.generation += 1
+                self._proven = self.generation
+                self.steps[self.generation] = step
+                self._name_generation()
                 self._turn("serving")
             else:
                 self._stamped = step
@@ -167,35 +305,35 @@ class Frontend:
             if self.state == "stopped":
                 raise Stopped(self.reason)
             if self._stamped is None and (self.written or self.state == "proving"):
-                raise Refused(409, "weights were written and nobody says whose: stamp them first (POST /bridge/stamp)")
+                raise Refusal(409, "weights were written and nobody says whose: stamp them first (POST /bridge/stamp)")
             if self.state == "paused":
                 if self._room.requests and self._stamped is None:
                     self._break_off("the policy step that it was to be sampled by was not published")
-                self._begin_era()
+                self._begin_generation()
                 await self._go_on()
-            self.steps[self.era] = self.steps[self._proven] if self._stamped is None else self._stamped
+            self.steps[self.generation] = self.steps[self._proven] if self._stamped is None else self._stamped
             self._stamped = self._coming = None
-            self._proven = self.era
-            self._named_era()
+            self._proven = self.generation
+            self._name_generation()
             self.lease.end()
             self._turn("serving")
             still, self._stood_still = self._stood_still, 0.0
             return still
 
-    def _named_era(self) -> None:
+    def _name_generation(self) -> None:
         """Requests that ask for an adapter by name are of the era in which it was stamped."""
         if self.adapter is not None and self.adapter.lora_name != IN_PLACE:
-            self._era_of.setdefault(self.adapter.lora_name, self.era)
+            self._generation_of.setdefault(self.adapter.lora_name, self.generation)
 
     def forget(self, adapter: Any) -> None:
         """An adapter is unloaded; if it was served, what is sampled from now on is of no version anybody stamped."""
-        self._era_of.pop(adapter.lora_name, None)
+        self._generation_of.pop(adapter.lora_name, None)
         if self.adapter is adapter:
             self.adapter = None
-            self.era += 1
-            self.steps[self.era] = UNKNOWN
+            self.generation += 1
+            self.steps[self.generation] = UNKNOWN
             if self.state != "proving":
-                self._proven = self.era
+                self._proven = self.generation
 
     async def stop(self, reason: str) -> None:
         """Give out nothing more until a publish succeeds; requests in flight end with ``Stopped``."""
@@ -238,7 +376,7 @@ class Frontend:
         async with self._control:
             stood, alone = self.state in ("paused", "stopped"), self._alone
             if stood:
-                self._begin_era()
+                self._begin_generation()
                 if not alone:
                     await self._go_on()
             try:
@@ -270,10 +408,10 @@ class Frontend:
         """Nothing is in flight but what was handed in since the scheduler stands still."""
         return self.places.running <= self._room.requests
 
-    def _begin_era(self) -> None:
-        self.era += 1
-        self._room = Room()
-        self.steps[self.era] = UNKNOWN if self._stamped is None else self._stamped
+    def _begin_generation(self) -> None:
+        self.generation += 1
+        self._room = PrefillRoom()
+        self.steps[self.generation] = UNKNOWN if self._stamped is None else self._stamped
 
     async def _go_on(self) -> None:
         await self._scheduler.go_on()
@@ -286,18 +424,18 @@ class Frontend:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def deliverable(self, era: int | None = None) -> None:
+    async def deliverable(self, generation: int | None = None) -> None:
         """Return once tokens of an era (by default: of any) may be given out.
 
         Raises:
             Stopped: they never may.
         """
         while True:
-            if era is not None and era <= self._proven:
+            if generation is not None and generation <= self._proven:
                 return
             if self.state == "stopped":
                 raise Stopped(self.reason)
-            if era is None and self.state == "serving":
+            if generation is None and self.state == "serving":
                 return
             await self._changed.wait()
 
@@ -337,14 +475,14 @@ class Frontend:
 
         What is handed in while the scheduler stands still is of the era to come.
         """
-        return f"{self.id}-{self.era + bool(self._room.requests)}"
+        return f"{self.id}-{self.generation + bool(self._room.requests)}"
 
     def params(self, given: Mapping[str, Any]) -> Any:
         """vLLM's SamplingParams, for as many requests as like; raises ValueError as vLLM does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        given = with_grammar(given)
+        given = _with_grammar(given)
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
         whole = kind is RequestOutputKind.FINAL_ONLY and not given.get("detokenize", True)  # so no text ends it either
@@ -360,7 +498,7 @@ class Frontend:
         adapter: Any = None,
         probe: str = "",
         min_step: int = UNKNOWN,
-    ) -> Answers:
+    ) -> RequestRecord:
         """Sample; the answer is given out once every era in it is proven.
 
         Args:
@@ -381,34 +519,46 @@ class Frontend:
             ):
                 found = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
-            await self.deliverable(max((era for c in found.completions for era in c.eras), default=0))
+            await self.deliverable(
+                max((generation for c in found.completions for generation in c.generations), default=0)
+            )
         return found
 
-    async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> Answers:
-        found = Answers([Answer() for _ in range(params.n)], list(prompt), None, 0)
+    async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> RequestRecord:
+        found = RequestRecord([PartialCompletion() for _ in range(params.n)], list(prompt), None, 0)
         served, adapter = adapter is None, adapter or self.adapter
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
-        era = None
+        generation = None
         if adapter is not None and adapter.lora_name != IN_PLACE:
-            era = self.era if served else self._era_of.get(adapter.lora_name, UNKNOWN)
+            generation = self.generation if served else self._generation_of.get(adapter.lora_name, UNKNOWN)
         key = uuid.uuid4().hex
-        if era is None:
+        if generation is None:
             self._live[key] = found
         try:
             async with self.places.counted(adapter if served else None):
                 # With its type it is what vLLM makes of a prompt, so nothing is left to be done in a thread of its own.
                 asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt or self.salt}
                 async for output in self.client.generate(asked, params, key, lora_request=adapter):
-                    found.add(output, self.era if era is None else era)
+                    found.add(output, self.generation if generation is None else generation)
         finally:
             self._live.pop(key, None)
         return found
 
-    def steps_of(self, answer: Answer) -> list[int]:
+    def steps_of(self, answer: PartialCompletion) -> list[int]:
         """Policy step of each token."""
-        return [self.steps[era] for era in answer.eras]
+        return [self.steps[generation] for generation in answer.generations]
 
     async def rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
         """Call a method of the worker extension on every rank; results by rank. Raises Refused where one refuses."""
         call = self.client.collective_rpc(method, args=args)
         return unrefused(list(await asyncio.wait_for(call, seconds)))
+
+
+def _with_grammar(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of vLLM's SamplingParams, ``regex`` among them as what it makes a grammar of."""
+    if "regex" not in given:
+        return given
+    from vllm.sampling_params import StructuredOutputsParams
+
+    rest = {name: value for name, value in given.items() if name != "regex"}
+    return {**rest, "structured_outputs": StructuredOutputsParams(regex=given["regex"])}

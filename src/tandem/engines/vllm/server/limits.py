@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.engines.vllm.protocol.fields import MOST_ANSWERS
-from tandem.engines.vllm.protocol.messages import Generate, Refused
+from tandem.engines.vllm.protocol import MOST_ANSWERS, Generate, Refusal
 
 CHARACTERS = 256
 """Of the longest token, where the tokenizer does not tell."""
@@ -19,7 +18,7 @@ LONG = 20_000
 """Characters of a text from which on it is not made tokens of in the event loop."""
 
 
-class Limits:
+class EngineLimits:
     """Of one engine; ``client`` is vLLM's."""
 
     def __init__(self, client: Any):
@@ -38,7 +37,7 @@ class Limits:
         tokenizer = self._client.get_tokenizer()
         most = self.context * int(getattr(tokenizer, "max_chars_per_token", CHARACTERS))
         if len(text) > most:
-            raise Refused(
+            raise Refusal(
                 400,
                 f"prompt is longer than the context of {self.context} tokens can be: {len(text)} characters, of which "
                 f"{most} would fit at most",
@@ -53,28 +52,28 @@ class Limits:
         self.tokens("stop_token_ids", asked.stop_token_ids or ())
         self.length("max_tokens", asked.max_tokens)
         if asked.min_tokens > asked.max_tokens:
-            raise Refused(400, f"min_tokens is {asked.min_tokens}, above max_tokens: {asked.max_tokens}")
+            raise Refusal(400, f"min_tokens is {asked.min_tokens}, above max_tokens: {asked.max_tokens}")
 
     def prompt(self, tokens: Sequence[int]) -> None:
         """The same, of a prompt."""
         if not tokens:
-            raise Refused(400, "prompt is empty: it needs at least one token")
+            raise Refusal(400, "prompt is empty: it needs at least one token")
         if len(tokens) > self.context:
-            raise Refused(400, f"prompt is longer than the engine's context: {len(tokens)} tokens, {self.context} fit")
+            raise Refusal(400, f"prompt is longer than the engine's context: {len(tokens)} tokens, {self.context} fit")
         self.tokens("prompt", tokens)
 
     def tokens(self, name: str, tokens: Sequence[int]) -> None:
         """The same, of token ids."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             odd = next(token for token in tokens if not 0 <= token < self.vocabulary)
-            raise Refused(400, f"{name} has token {odd}, which is out of vocabulary: ids are below {self.vocabulary}")
+            raise Refusal(400, f"{name} has token {odd}, which is out of vocabulary: ids are below {self.vocabulary}")
 
     def length(self, name: str, number: int) -> None:
         """The same, of how long an answer may be."""
         if number > self.context:
-            raise Refused(400, f"{name} is {number}, longer than the engine's context of {self.context} tokens")
+            raise Refusal(400, f"{name} is {number}, longer than the engine's context of {self.context} tokens")
 
     def answers(self, number: int) -> None:
         """The same, of how many answers one request asks for."""
         if number > MOST_ANSWERS:
-            raise Refused(400, f"{number} answers are asked for at once, {MOST_ANSWERS} at most: send several requests")
+            raise Refusal(400, f"{number} answers are asked for at once, {MOST_ANSWERS} at most: send several requests")

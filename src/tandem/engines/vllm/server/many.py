@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.engines.vllm.protocol.frames import KIND, Failed, Many, Sampled, Siblings, TakeBack, framed
-from tandem.engines.vllm.protocol.messages import Refused
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.protocol import KIND, Failed, Many, Refusal, Sampled, SiblingRequests, TakeBack, framed
 from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.asgi import Gone, Receive, Send, disconnected, problem
 from tandem.engines.vllm.server.frontend import Frontend
-from tandem.engines.vllm.server.limits import Limits
+from tandem.engines.vllm.server.limits import EngineLimits
 
 MOST = 4096
 """Answers of one request."""
@@ -24,7 +23,7 @@ MOST = 4096
 class ManyAnswers:
     """The routes /generate/many and /generate/take_back."""
 
-    def __init__(self, frontend: Frontend, adapters: Adapters, limits: Limits):
+    def __init__(self, frontend: Frontend, adapters: Adapters, limits: EngineLimits):
         self._frontend = frontend
         self._adapters = adapters
         self._limits = limits
@@ -46,9 +45,9 @@ class ManyAnswers:
         """
         asked = wire.parsed(body, Many)
         if not any(siblings.seeds for siblings in asked.prompts):
-            raise Refused(400, "prompts is empty: no answer is asked for")
+            raise Refusal(400, "prompts is empty: no answer is asked for")
         if (number := sum(len(siblings.seeds) for siblings in asked.prompts)) > MOST:
-            raise Refused(400, f"{number} answers are asked for at once, {MOST} at most: send several requests")
+            raise Refusal(400, f"{number} answers are asked for at once, {MOST} at most: send several requests")
         live = self._live[asked.id] = _Answers(self._frontend)
         ends = [asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._frontend.broken_off())]
         try:
@@ -71,7 +70,7 @@ class _Answers:
         self._number = 0
         self._changed = asyncio.Event()
 
-    def begin(self, siblings: Siblings, adapters: Adapters, limits: Limits) -> None:
+    def begin(self, siblings: SiblingRequests, adapters: Adapters, limits: EngineLimits) -> None:
         """Ask vLLM for the answers to one prompt. What is wrong with it costs these alone."""
         numbers = range(self._number, self._number + len(siblings.seeds))
         self._number += len(numbers)
@@ -79,7 +78,7 @@ class _Answers:
         try:
             asked = wire.parsed(bytes(siblings.asked), wire.Generate)
             if isinstance(asked.prompt, str) or not asked.prompt.prompt_token_ids or asked.n != 1:
-                raise Refused(400, "many answers are asked for by the token ids of their prompts, one by one")
+                raise Refusal(400, "many answers are asked for by the token ids of their prompts, one by one")
             limits.check(asked.prompt.prompt_token_ids, asked)
             adapter = None if asked.adapter is None else adapters.named(asked.adapter)
             given = asked.sampling()

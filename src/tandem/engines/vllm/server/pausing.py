@@ -17,7 +17,7 @@ PROBE_TOKENS = 1024
 """Of a forward pass, kept for a probe: three times its text, or a block of the cache and one token."""
 
 
-class Room:
+class PrefillRoom:
     """Prompts that are handed in while nothing is sampled, no more than one forward pass reads beside a probe.
 
     So they are all read by the first pass, and the probe that is handed in last is not kept waiting.
@@ -82,7 +82,7 @@ class Scheduler:
         at_once = int(os.environ.get(AT_ONCE) or 128)
         return -(-int(self._client.vllm_config.scheduler_config.max_num_seqs) // at_once)
 
-    def room(self) -> Room:
+    def room(self) -> PrefillRoom:
         """What it may be given while it stands still; call it when it does, with nothing in flight."""
         config = self._client.vllm_config
         if (
@@ -91,10 +91,10 @@ class Scheduler:
             or getattr(config.model_config, "enable_sleep_mode", False)  # nothing may be in flight then
             or getattr(config.parallel_config, "data_parallel_size", 1) > 1  # a request sets all replicas going
         ):
-            return Room()
+            return PrefillRoom()
         cached = config.cache_config.enable_prefix_caching
         batched = config.scheduler_config.max_num_batched_tokens
-        return Room(batched - PROBE_TOKENS, config.cache_config.block_size if cached else None)
+        return PrefillRoom(batched - PROBE_TOKENS, config.cache_config.block_size if cached else None)
 
     async def go_on(self) -> None:
         """Sample again."""

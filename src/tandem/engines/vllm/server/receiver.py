@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.engines.vllm.protocol import groups as group
-from tandem.engines.vllm.protocol.messages import Entry, Refused, parsed
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.protocol import Entry, Refusal, parsed
 from tandem.engines.vllm.server.adapters import SLOT, Adapters
 from tandem.engines.vllm.server.frontend import Frontend
 
@@ -31,29 +31,29 @@ class Receiver:
 
     async def start(self, body: bytes) -> Any:
         """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
-        asked = parsed(body, group.StartReceiver)
+        asked = parsed(body, wire.StartReceiver)
         meeting = self._meeting(asked)
         entries = _entries(asked.param_metadata)
         await self._known(name for names in ((e[0] for e in entries), asked.param_mappings) for name in names)
         under_way = max(rank.get("joining", 0) for rank in await self._frontend.rpc("tandem_connection"))
         if under_way >= MOST_JOINING:
-            raise Refused(
+            raise Refusal(
                 429, f"{under_way} joins that were given up are still under way; each ends by its own `seconds`: wait"
             )
         self._announced, self._connected = entries, False
         await self._frontend.rpc("tandem_connect", json.dumps(meeting), asked.first_rank)
         return await self.status(b"")
 
-    def _meeting(self, asked: group.StartReceiver) -> dict[str, Any]:
+    def _meeting(self, asked: wire.StartReceiver) -> dict[str, Any]:
         found = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d{1,5})", asked.init_method)
         if not found or not 0 < int(found[2]) < 2**16:
-            raise Refused(
+            raise Refusal(
                 400, f"init_method must be tcp://host:port of rank 0, with a port to 65535, not {asked.init_method!r}"
             )
         parallel = self._frontend.client.vllm_config.parallel_config
         workers = parallel.tensor_parallel_size * getattr(parallel, "pipeline_parallel_size", 1)
         if asked.first_rank + workers > asked.world_size:
-            raise Refused(
+            raise Refusal(
                 400,
                 f"first_rank {asked.first_rank} and this engine's {workers} worker(s) are not within a world of "
                 f"{asked.world_size}",
@@ -80,9 +80,9 @@ class Receiver:
             self._held = frozenset(json.loads((await self._frontend.rpc("tandem_map"))[0]))
         weights = {name for name in every if ".lora_A." not in name and ".lora_B." not in name}
         if unknown := sorted(weights - self._held):
-            raise Refused(400, f"this engine has no weight {unknown[0]!r}; /bridge/state_dict_info names those it has")
+            raise Refusal(400, f"this engine has no weight {unknown[0]!r}; /bridge/state_dict_info names those it has")
         if len(every) - len(weights) > 4 * len(self._held):  # A and B of each, by both fields
-            raise Refused(400, f"{len(every)} tensors are announced, for a model of {len(self._held)}")
+            raise Refusal(400, f"{len(every)} tensors are announced, for a model of {len(self._held)}")
 
     async def status(self, _: bytes) -> Any:
         """GET /nccl/status: idle, connecting, connected, or error with its reason."""
@@ -106,15 +106,15 @@ class Receiver:
 
     async def receive(self, body: bytes) -> Any:
         """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
-        asked = parsed(body, group.Receive)
+        asked = parsed(body, wire.Receive)
         if self._frontend.state not in ("paused", "stopped"):
-            raise Refused(409, "receiving overwrites what is sampled from: pause first (POST /bridge/pause)")
+            raise Refusal(409, "receiving overwrites what is sampled from: pause first (POST /bridge/pause)")
         await self._known(name for name, _, _ in asked.manifest)
         announced = asked.manifest or self._announced
         if not announced:
-            raise Refused(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
+            raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
         if not self._connected and (state := (await self.status(b""))["status"]) != "connected":
-            raise Refused(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
+            raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
         slot = 0
         if asked.config is not None:
             self._adapters.require_enabled()
@@ -140,14 +140,14 @@ def _entries(metadata: msgspec.Raw) -> list[Entry]:
     """
     try:
         if b'"param_names"' not in memoryview(metadata).tobytes():
-            named = msgspec.json.decode(metadata, type=dict[str, group.Metadata])
+            named = msgspec.json.decode(metadata, type=dict[str, wire.Metadata])
             return [(name, meta.shape, meta.dtype.removeprefix("torch.")) for name, meta in named.items()]
-        listed = msgspec.json.decode(metadata, type=group.Listed)
+        listed = msgspec.json.decode(metadata, type=wire.Listed)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(400, f"param_metadata is not as expected: {error}") from error
+        raise Refusal(400, f"param_metadata is not as expected: {error}") from error
     names, shapes, dtypes = listed.param_names, listed.param_shapes, listed.param_dtypes
     if listed.num_params not in (None, len(names)):
-        raise Refused(400, f"param_metadata: num_params is {listed.num_params}, and param_names has {len(names)}")
+        raise Refusal(400, f"param_metadata: num_params is {listed.num_params}, and param_names has {len(names)}")
     if missing := [name for name in names if name not in shapes or name not in dtypes]:
-        raise Refused(400, f"param_metadata: {missing[0]!r} is missing from param_shapes or param_dtypes")
+        raise Refusal(400, f"param_metadata: {missing[0]!r} is missing from param_shapes or param_dtypes")
     return [(name, shapes[name], dtypes[name].removeprefix("torch.")) for name in names]

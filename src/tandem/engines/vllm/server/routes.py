@@ -7,15 +7,16 @@ being proven; and adapters that vLLM's own route is told to load must lie where 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.engines.vllm.protocol import messages as wire
-from tandem.engines.vllm.protocol.messages import Refused, parsed
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.asgi import (
     LARGE,
@@ -31,13 +32,94 @@ from tandem.engines.vllm.server.asgi import (
     unless,
 )
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.limits import Limits
+from tandem.engines.vllm.server.limits import EngineLimits
 from tandem.engines.vllm.server.many import ManyAnswers
-from tandem.engines.vllm.server.probe import probe
 from tandem.engines.vllm.server.receiver import Receiver
-from tandem.engines.vllm.server.sleep import Sleeper
 from tandem.engines.vllm.server.stock import Stock
-from tandem.engines.vllm.server.watch import APART, Watch
+from tandem.engines.vllm.server.watch import APART, TrainerWatch
+
+
+async def probe(
+    front: Frontend,
+    tokens: Sequence[int],
+    *,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+    adapter: Any = None,
+) -> dict[str, Any]:
+    """Score the tokens and sample a few after them."""
+    ask: dict[str, Any] = {"detokenize": False, "temperature": temperature, "seed": seed, "logprobs": 0}
+    sample = {**ask, "max_tokens": max_tokens, "ignore_eos": True}  # as many tokens as are asked for
+    once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    longer = beyond_a_block(tokens, front.client.vllm_config)
+    async with front.first():
+        async with front.proving():
+            salt = front.salt
+            # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
+            asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
+            asks += [(longer, once, salt)] if longer else []
+            asked = asyncio.gather(*(front.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks))
+            await asyncio.sleep(0)  # each is handed in
+        sampled, scored, *more = await asked
+    answer, cached = sampled.completions[0], (more or [sampled])[0].cached
+    return {
+        "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],
+        "tokens": answer.tokens,
+        "logprobs": answer.own_logprobs,
+        "finish": answer.finish,
+        "cached": cached,
+        "temperature": temperature,
+    }
+
+
+def beyond_a_block(tokens: Sequence[int], config: Any) -> list[int]:
+    """The tokens again and again, one more than the prefix cache's unit: it keeps nothing that is shorter.
+
+    Empty where they are long enough by themselves, or where so many would not fit. ``config`` is vLLM's.
+    """
+    block = int(config.cache_config.block_size)
+    if len(tokens) > block or block + 1 >= config.model_config.max_model_len:
+        return []
+    return ([*tokens] * (block // len(tokens) + 1))[: block + 1]
+
+
+class Sleeper:
+    """The routes /bridge/sleep and /bridge/wake, over ``sleep`` and ``wake_up`` of vLLM's asynchronous engine."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        self.level = 0
+        """How deep it sleeps; 0: it is awake."""
+
+    async def sleep(self, body: bytes) -> Any:
+        """POST /bridge/sleep: release the memory; twice is once."""
+        asked = parsed(body, wire.Sleep)
+        front = self._frontend
+        if front.state not in ("paused", "stopped"):
+            raise Refusal(409, "/bridge/sleep takes the memory of what is being sampled: pause first")
+        if running := front.places.running:
+            raise Refusal(409, f"{running} requests are in flight, and sleep would lose their keys and values")
+        if not getattr(front.client.vllm_config.model_config, "enable_sleep_mode", False):
+            raise Refusal(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
+        if not self.level:
+            front.lease.hold()
+            if asked.level > 1:
+                front.written = True
+            self.level = asked.level
+            await front.client.sleep(asked.level)
+        return {"level": self.level}
+
+    async def wake(self, body: bytes) -> Any:
+        """POST /bridge/wake: have the memory again, and stay paused; an engine that is awake is left alone."""
+        asked, front = parsed(body, wire.Wake), self._frontend
+        if self.level:
+            await front.client.wake_up()
+            await front.still()  # some releases begin to schedule as they wake up
+            self.level = 0
+            front.lease.renew(asked.seconds)
+        return {"level": self.level}
+
 
 AWAKE = frozenset(
     {
@@ -68,7 +150,7 @@ class Routes:
     def __init__(self, app: Any):
         self._app = app
         self._live: _Live | None = None
-        self._watch = Watch.begin()
+        self._watch = TrainerWatch.begin()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI event."""
@@ -97,7 +179,7 @@ class Routes:
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             authorise(scope, "")
-        except Refused as error:
+        except Refusal as error:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
             return
@@ -107,7 +189,7 @@ class Routes:
         if self._live is None:
             engine = getattr(scope["app"].state, "engine_client", None)
             if engine is None:
-                raise Refused(503, "the engine is starting")
+                raise Refusal(503, "the engine is starting")
             self._live = _Live(engine, scope["app"].state, self._watch, self._app)
         return self._live
 
@@ -115,10 +197,10 @@ class Routes:
         handler = methods.get(method)
         if handler is None:
             allow = ", ".join(methods)
-            raise Refused(405, f"{path} answers {allow}, not {method}", [(b"allow", allow.encode())])
+            raise Refusal(405, f"{path} answers {allow}, not {method}", [(b"allow", allow.encode())])
         body = await read(receive)
         if live.sleeper.level and path in AWAKE:
-            raise Refused(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
+            raise Refusal(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
         if path in SAMPLE:
             return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
         return await unless(handler(body), live.frontend.died())
@@ -127,11 +209,11 @@ class Routes:
 class _Live:
     """The routes over a live engine."""
 
-    def __init__(self, engine: Any, state: Any, watch: Watch | None, app: Any):
+    def __init__(self, engine: Any, state: Any, watch: TrainerWatch | None, app: Any):
         self.client = engine
         self._watch = watch
         self.frontend = Frontend(engine)
-        self.limits = Limits(engine)
+        self.limits = EngineLimits(engine)
         self.stock = Stock(app, self.frontend, self.limits)
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
@@ -146,14 +228,14 @@ class _Live:
             "/bridge/notify_update": {"POST": self.notify_update},
             "/bridge/pause": {"POST": self.pause},
             "/bridge/resume": {"POST": self.resume},
-            "/bridge/lend": {"POST": self.lend},
+            "/bridge/lend": {"POST": self.export_weights},
             "/bridge/checksums": {"POST": self.checksums},
             "/bridge/probe": {"POST": self.probe},
-            "/bridge/stamp": {"POST": self.stamp},
+            "/bridge/stamp": {"POST": self.set_version},
             "/bridge/stop": {"POST": self.stop},
             "/bridge/sleep": {"POST": self.sleeper.sleep},
             "/bridge/wake": {"POST": self.sleeper.wake},
-            "/bridge/lend_slot": {"POST": self.lend_slot},
+            "/bridge/lend_slot": {"POST": self.export_slot},
             "/bridge/adapt": {"POST": self.adapt},
             "/bridge/adopt": {"POST": self.adopt},
             "/lora/status": {"GET": self.adapters.status},
@@ -177,7 +259,7 @@ class _Live:
     async def generate(self, body: bytes) -> wire.Generated:
         asked = parsed(body, wire.Generate)
         if asked.stream:
-            raise Refused(400, "stream: /generate answers when all is sampled; /v1/completions streams")
+            raise Refusal(400, "stream: /generate answers when all is sampled; /v1/completions streams")
         text = asked.prompt if isinstance(asked.prompt, str) else None
         ids = await self.limits.ids(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
         self.limits.check(ids, asked)
@@ -198,9 +280,9 @@ class _Live:
             cached=found.cached,
         )
 
-    async def info(self, _: bytes) -> wire.Info:
+    async def info(self, _: bytes) -> wire.EngineInfo:
         front, config = self.frontend, self.client.vllm_config
-        return wire.Info(
+        return wire.EngineInfo(
             engine=front.id,
             state=front.state,
             reason=front.reason,
@@ -233,7 +315,7 @@ class _Live:
         asked = parsed(body, wire.Notify)
         told = asked.update_count if asked.step is None else asked.step
         step = self.frontend.step + 1 if told is None else told
-        await self.frontend.stamp(step, asked.digest, self.frontend.adapter)
+        await self.frontend.set_version(step, asked.digest, self.frontend.adapter)
         return {"status": "ok", "step": step, "updates": self.frontend.updates}
 
     async def pause(self, body: bytes) -> Any:
@@ -247,14 +329,14 @@ class _Live:
         front, seconds = self.frontend, await self.frontend.resume()
         return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
-    async def lend(self, body: bytes) -> Any:
+    async def export_weights(self, body: bytes) -> Any:
         parsed(body, wire.Body)
         if self.frontend.state == "proving":
-            raise Refused(
+            raise Refusal(
                 409, "weights are being proven, and lending may move them: wait, or pause (POST /bridge/pause)"
             )
         async with self.frontend.standing():
-            ranks = await self.frontend.rpc("tandem_lend")
+            ranks = await self.frontend.rpc("tandem_export_weights")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
@@ -268,7 +350,7 @@ class _Live:
         return {"ranks": ranks, "engine": self.frontend.id}
 
     async def probe(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Probe)
+        asked = parsed(body, wire.ProbeRequest)
         self.limits.prompt(asked.tokens)
         self.limits.length("max_tokens", asked.max_tokens)
         return await probe(
@@ -281,12 +363,12 @@ class _Live:
             adapter=self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter),
         )
 
-    async def stamp(self, body: bytes) -> Any:
+    async def set_version(self, body: bytes) -> Any:
         asked = parsed(body, wire.Stamp)
         if asked.step is None:
-            raise Refused(400, "step is missing: which policy step do these weights belong to?")
+            raise Refusal(400, "step is missing: which policy step do these weights belong to?")
         adapter = self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter)
-        await self.frontend.stamp(asked.step, asked.digest, adapter)
+        await self.frontend.set_version(asked.step, asked.digest, adapter)
         return {"step": asked.step, "engine": self.frontend.id}
 
     async def stop(self, body: bytes) -> Any:
@@ -295,10 +377,10 @@ class _Live:
         await self.frontend.stop(asked.reason[:MOST_SAID] + said)
         return {"state": self.frontend.state}
 
-    async def lend_slot(self, body: bytes) -> Any:
-        asked = parsed(body, wire.LendSlot)
+    async def export_slot(self, body: bytes) -> Any:
+        asked = parsed(body, wire.ExportSlot)
         self._require_paused("lend_slot")
-        return {"ranks": await self.adapters.lend(asked)}
+        return {"ranks": await self.adapters.export_slot(asked)}
 
     async def adapt(self, body: bytes) -> Any:
         self._require_paused("adapt")
@@ -307,11 +389,11 @@ class _Live:
     async def adopt(self, body: bytes) -> Any:
         asked = parsed(body, wire.Adopt)
         if self._watch is None:
-            raise Refused(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
+            raise Refusal(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
         if not self._watch.adopt(asked.trainer):
-            raise Refused(404, f"no process {asked.trainer.partition(':')[0]} runs here that started then: not adopted")
+            raise Refusal(404, f"no process {asked.trainer.partition(':')[0]} runs here that started then: not adopted")
         return {"engine": self.frontend.id}
 
     def _require_paused(self, what: str) -> None:
         if self.frontend.state not in ("paused", "stopped"):
-            raise Refused(409, f"/bridge/{what} writes what is sampled from: pause first (POST /bridge/pause)")
+            raise Refusal(409, f"/bridge/{what} writes what is sampled from: pause first (POST /bridge/pause)")

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from tandem.engines.vllm.protocol.fields import (
+from tandem.engines.vllm.protocol import (
     Answers,
     Count,
     Likeliest,
     MinP,
     Penalty,
+    Refusal,
     Repetition,
     Stops,
     StopTokens,
@@ -24,11 +25,10 @@ from tandem.engines.vllm.protocol.fields import (
     Whole,
     shallow,
 )
-from tandem.engines.vllm.protocol.messages import Refused
 from tandem.engines.vllm.server.adapters import allowed, not_kept
 from tandem.engines.vllm.server.asgi import LARGE, Gone, Message, Receive, Scope, Send, given, read, refuse
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.limits import Limits
+from tandem.engines.vllm.server.limits import EngineLimits
 
 SALTED = frozenset(
     {
@@ -50,7 +50,7 @@ MOST_ITEMS = 4096
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Sampling(msgspec.Struct):
+class StockSampling(msgspec.Struct):
     """What is said of sampling, by OpenAI's and vLLM's names; null and what is not here is left to vLLM."""
 
     n: Answers | None = None
@@ -80,13 +80,13 @@ class Sampling(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Asked(Sampling):
+class StockRequest(StockSampling):
     """A body of a stock route."""
 
     prompt: str | list[Any] | None = None
     messages: list[dict[str, Any]] | None = None
     input: str | list[Any] | None = None
-    sampling_params: Sampling | None = None
+    sampling_params: StockSampling | None = None
 
     @property
     def answers(self) -> int:
@@ -94,10 +94,10 @@ class Asked(Sampling):
         several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
         return (self.n or 1) * (max(1, len(self.prompt or ())) if several else 1)
 
-    def fits(self, limits: Limits) -> None:
+    def fits(self, limits: EngineLimits) -> None:
         """Raise Refused unless the engine can be asked this."""
         limits.answers(self.answers)
-        for said in (self, self.sampling_params or Sampling()):
+        for said in (self, self.sampling_params or StockSampling()):
             for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
                 limits.length(name, getattr(said, name) or 0)
             limits.tokens("stop_token_ids", said.stop_token_ids or ())
@@ -109,17 +109,17 @@ class Asked(Sampling):
         _objects("messages", self.messages or ())
 
 
-def _prompts(prompt: list[Any], limits: Limits) -> None:
+def _prompts(prompt: list[Any], limits: EngineLimits) -> None:
     """Raise Refused unless it is one prompt as token ids, or several of whatever form."""
     if not prompt:
-        raise Refused(400, "prompt is an empty list")
+        raise Refusal(400, "prompt is an empty list")
     for one in [prompt] if isinstance(prompt[0], int) else prompt:
         if isinstance(one, list):
             if not all(type(token) is int for token in one):
-                raise Refused(400, "prompt is a list of something else than texts or token ids")
+                raise Refusal(400, "prompt is a list of something else than texts or token ids")
             limits.prompt(one)
         elif not isinstance(one, str):
-            raise Refused(400, f"prompt is a list with {type(one).__name__} in it, not of texts or token ids")
+            raise Refusal(400, f"prompt is a list with {type(one).__name__} in it, not of texts or token ids")
 
 
 def _objects(name: str, items: Sequence[Any]) -> None:
@@ -127,13 +127,13 @@ def _objects(name: str, items: Sequence[Any]) -> None:
     number = len(items)
     for item in items:
         if not isinstance(item, dict):
-            raise Refused(400, f"{name} is a list with {type(item).__name__} in it, not of objects")
+            raise Refusal(400, f"{name} is a list with {type(item).__name__} in it, not of objects")
         if isinstance(content := item.get("content"), list):
             number += len(content)
             if not all(isinstance(part, (dict, str)) for part in content):
-                raise Refused(400, f"{name} has a content that is a list of neither texts nor objects")
+                raise Refusal(400, f"{name} has a content that is a list of neither texts nor objects")
     if number > MOST_ITEMS:
-        raise Refused(400, f"{name} has {number} messages and parts, {MOST_ITEMS} at most")
+        raise Refusal(400, f"{name} has {number} messages and parts, {MOST_ITEMS} at most")
 
 
 def sound(body: bytes) -> dict[str, Any]:
@@ -148,20 +148,20 @@ def sound(body: bytes) -> dict[str, Any]:
             raise ValueError(f"it is no object but {type(tree).__name__}")
         shallow(tree)
     except (ValueError, RecursionError) as error:  # as msgspec's errors are
-        raise Refused(400, f"the request's body is not as expected: {error}") from error
+        raise Refusal(400, f"the request's body is not as expected: {error}") from error
     return tree
 
 
-def asked(tree: dict[str, Any], limits: Limits) -> Asked:
+def asked(tree: dict[str, Any], limits: EngineLimits) -> StockRequest:
     """What a body of a route that samples asks for.
 
     Raises:
         Refused: what vLLM, or this engine, cannot be asked.
     """
     try:
-        found = msgspec.convert(tree, Asked, strict=False)
+        found = msgspec.convert(tree, StockRequest, strict=False)
     except msgspec.ValidationError as error:
-        raise Refused(400, f"the request's body is not as expected: {error}") from error
+        raise Refusal(400, f"the request's body is not as expected: {error}") from error
     found.fits(limits)
     return found
 
@@ -179,7 +179,7 @@ def salted(tree: dict[str, Any], salt: str) -> bytes:
 class Stock:
     """vLLM's own routes, behind ``app``."""
 
-    def __init__(self, app: App, frontend: Frontend, limits: Limits):
+    def __init__(self, app: App, frontend: Frontend, limits: EngineLimits):
         self._app = app
         self._front = frontend
         self._limits = limits
@@ -197,7 +197,7 @@ class Stock:
                 not_kept(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
             answers = asked(tree, self._limits).answers if path in SALTED else 0
-        except (Refused, Gone) as error:
+        except (Refusal, Gone) as error:
             await refuse(send, error)
             return
         if held:
@@ -211,18 +211,18 @@ class Stock:
 
         async def proven(message: Message) -> None:
             nonlocal begun
-            await front.deliverable(None if front.era != era else era)
+            await front.deliverable(None if front.generation != generation else generation)
             begun = True
             await send(message)
 
         try:
             async with front.admitted(answers), front.places.counted():
-                era = front.era
+                generation = front.generation
                 body = salted(tree, front.salt) if answers else json.dumps(tree).encode()
                 headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", str(len(body)).encode()))
                 await self._app({**scope, "headers": headers}, given(body, receive, front.broken_off), proven)
-        except (Refused, Stopped, Gone) as error:
+        except (Refusal, Stopped, Gone) as error:
             if begun:
                 raise  # too late for a status: the connection breaks off, which no client takes for a whole answer
             await refuse(send, error)

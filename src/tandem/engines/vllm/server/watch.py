@@ -28,7 +28,7 @@ ORPHAN_GRACE = 10.0
 """The same for a scheduler that lost its server; its workers follow it by themselves."""
 
 
-class Watch(threading.Thread):
+class TrainerWatch(threading.Thread):
     """Looks after the trainer once a second. A trainer that comes back adopts the engine and is watched instead."""
 
     def __init__(self, trainer: str, linger: float):
@@ -37,7 +37,7 @@ class Watch(threading.Thread):
         self._linger = linger
 
     @classmethod
-    def begin(cls) -> Watch | None:
+    def begin(cls) -> TrainerWatch | None:
         """Start watching whom the environment names."""
         trainer = os.environ.get(TRAINER)
         if not trainer:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.adapter_layout import rank_of, scale_, scaling
-from tandem.engines.vllm.adapter_slot import Loan
+from tandem.engines.vllm.adapters import ExportedSlot, rank_of, scale_, scaling
 from tandem.errors import EngineError
 
 _PEFT = "base_model.model."
@@ -28,7 +27,7 @@ _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class SlotTensor:
     """What one worker's slot holds of one adapter tensor."""
 
     name: str
@@ -72,8 +71,8 @@ class _Target:
     def view(self, slot: int) -> Tensor:
         return self.stacked[slot, 0, : self.rows.size, : self.columns.size]
 
-    def held(self, slot: int) -> Held:
-        return Held(
+    def held(self, slot: int) -> SlotTensor:
+        return SlotTensor(
             name=self.name,
             tensor=self.view(slot),
             first=(self.rows.first, self.columns.first),
@@ -95,11 +94,11 @@ class _Adapter:
     slot: int
     rank: int
     targets: dict[str, _Target]
-    loan: Loan | None = None
-    _held: list[Held] = field(default_factory=list)
+    exported: ExportedSlot | None = None
+    _held: list[SlotTensor] = field(default_factory=list)
     _where: tuple[int, ...] = ()
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[SlotTensor]:
         """What the slot holds; viewed anew only where storage was moved, as lending does."""
         where = tuple(target.stacked.data_ptr() for target in self.targets.values())
         if where != self._where:
@@ -153,7 +152,7 @@ class AdapterSlots:
         torch._foreach_copy_([part.tensor for part in held], parts)
         scale_([part.tensor for part in held if part.scaled], scaling(config))
 
-    def lend(
+    def export(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
     ) -> dict[str, Any]:
         """Give adapter ``lora_id`` a slot, as ``put``, and lend it: the borrower writes what the slot holds.
@@ -165,26 +164,26 @@ class AdapterSlots:
             folder: where a shared file is made; read on a host alone.
 
         Returns:
-            what ``Borrowed`` needs, by the names that ``stored`` gives.
+            what ``AttachedSlot`` needs, by the names that ``stored`` gives.
 
         Raises:
             EngineError: as ``put``.
             TransportError: the memory cannot be lent.
         """
         _, adapter = self._claim(lora_id, config, tensors)
-        if adapter.loan is None:
-            adapter.loan = Loan({name: target.stacked for name, target in adapter.targets.items()}, folder)
-        return adapter.loan.to_borrower(adapter.slot)
+        if adapter.exported is None:
+            adapter.exported = ExportedSlot({name: target.stacked for name, target in adapter.targets.items()}, folder)
+        return adapter.exported.description(adapter.slot)
 
-    def lent(self, lora_id: int, key: str) -> bool:
+    def exported(self, lora_id: int, key: str) -> bool:
         """Whether the slot is still that of the adapter, and ``key`` its last borrower's."""
         adapter = self._alive(lora_id)
-        return adapter is not None and adapter.loan is not None and adapter.loan.key == key
+        return adapter is not None and adapter.exported is not None and adapter.exported.key == key
 
     def _claim(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], _Adapter]:
-        """The tensors under the names of ``Held``, and the adapter in a slot, if they fit it."""
+        """The tensors under the names of ``SlotTensor``, and the adapter in a slot, if they fit it."""
         rank = rank_of(config, self._manager.lora_config.max_lora_rank)
         given = _named(tensors)
         adapter = self._alive(lora_id)
@@ -198,7 +197,7 @@ class AdapterSlots:
         _check_shapes(given, targets)
         return given, adapter or self._register(lora_id, rank, targets)
 
-    def stored(self, lora_id: int) -> Iterator[Held]:
+    def stored(self, lora_id: int) -> Iterator[SlotTensor]:
         """What the slot really holds, tensor by tensor, in the order it was first put.
 
         Raises:
@@ -209,7 +208,7 @@ class AdapterSlots:
             raise EngineError(f"adapter {lora_id} is in no slot; put it first")
         yield from adapter.held()
 
-    def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> Iterator[Held]:
+    def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> Iterator[SlotTensor]:
         """What the slot of an adapter that vLLM loaded from a folder really holds, for the names it should have.
 
         Raises:
@@ -368,7 +367,7 @@ class AdapterSlots:
 
 
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the names of ``Held``."""
+    """The tensors under the names of ``SlotTensor``."""
     given = {}
     for name, tensor in tensors.items():
         found = _NAME.fullmatch(name)

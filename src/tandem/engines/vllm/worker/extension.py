@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.protocol.messages import REFUSED
+from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import AdapterSlots
-from tandem.engines.vllm.worker.parameter_map import Place, places, share, uncovered, whole
+from tandem.engines.vllm.worker.parameter_map import Placement, places, share, uncovered, whole
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
 from tandem.transport.checksums import Shard, Standing
@@ -56,7 +56,7 @@ if os.environ.get(IN_PLACE) and not torch.cuda.is_available():
     keep_layouts()
 
 
-class Worker:
+class WorkerExtension:
     """Mixed into vLLM's worker class; names begin with ``tandem_`` so that they collide with none of its own."""
 
     model_runner: Any
@@ -104,7 +104,7 @@ class Worker:
         module: torch.nn.Module = model.unwrap() if hasattr(model, "unwrap") else model  # hidden by CUDA graph wrappers
         return module
 
-    def tandem_places(self) -> dict[str, list[Place]]:
+    def tandem_places(self) -> dict[str, list[Placement]]:
         """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
 
         Raises:
@@ -127,27 +127,27 @@ class Worker:
             }
         )
 
-    def tandem_lend(self) -> str:
+    def tandem_export_weights(self) -> str:
         """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
 
         The same description is handed out again, to a trainer that comes back.
         """
-        if self._tandem_lent is None:
+        if self._tandem_exported is None:
             parameters = dict(self.tandem_model.named_parameters())
             values = {name: p.data for name, p in parameters.items()}
             if self.tandem_device.type == "cuda":
-                self._tandem_lent = sharing.lend_cuda(values)
+                self._tandem_exported = sharing.export_cuda(values)
             else:
                 # Named by process, so that what a killed engine left behind can be told from what is in use.
-                lent = sharing.lend_host(values, sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}")
+                exported = sharing.export_host(values, sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}")
                 for name, p in parameters.items():
-                    p.data = lent.tensors[name]
-                self._tandem_lent, self._tandem_keep = lent.description, lent
-        return json.dumps({"lent": self._tandem_lent, "map": json.loads(self.tandem_map())})
+                    p.data = exported.tensors[name]
+                self._tandem_exported, self._tandem_keep = exported.description, exported
+        return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
 
-    _tandem_found: dict[str, list[Place]] = {}  # noqa: RUF012 - replaced, never written
+    _tandem_found: dict[str, list[Placement]] = {}  # noqa: RUF012 - replaced, never written
     _tandem_where: tuple[int, ...] = ()
-    _tandem_lent: Any = None
+    _tandem_exported: Any = None
     _tandem_keep: Any = None
 
     def tandem_checksums(self) -> dict[str, str]:
@@ -163,7 +163,7 @@ class Worker:
         sums: dict[str, Standing] = self.__dict__.setdefault("_tandem_sums", {})
         return sums.setdefault(what, Standing())
 
-    def _tandem_current(self) -> dict[str, list[Place]]:
+    def _tandem_current(self) -> dict[str, list[Placement]]:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
         where = tuple(p.data_ptr() for p in self.tandem_model.parameters())
         if where != self._tandem_where:
@@ -171,8 +171,8 @@ class Worker:
         return self._tandem_found
 
     @_refusing
-    def tandem_lend_slot(self, slot: int, config: str, manifest: str) -> str:
-        """Make an adapter's slot attachable by the trainer; JSON of what ``Borrowed`` needs.
+    def tandem_export_slot(self, slot: int, config: str, manifest: str) -> str:
+        """Make an adapter's slot attachable by the trainer; JSON of what ``AttachedSlot`` needs.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
@@ -180,13 +180,13 @@ class Worker:
             name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, shape, dtype in json.loads(manifest)
         }
-        return json.dumps(self._tandem_slots().lend(slot, json.loads(config), tensors, sharing.SHARED_MEMORY))
+        return json.dumps(self._tandem_slots().export(slot, json.loads(config), tensors, sharing.SHARED_MEMORY))
 
-    def tandem_lent_slot(self, slot: int, key: str) -> bool:
+    def tandem_is_exported(self, slot: int, key: str) -> bool:
         """Whether the borrower of this key may write the slot now: it is its own, and nobody reads it any more."""
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
-        return self._tandem_slots().lent(slot, key)
+        return self._tandem_slots().exported(slot, key)
 
     @_refusing
     def tandem_adapter_checksums(self, slot: int, names: list[str], config: str) -> dict[str, str]:
@@ -300,7 +300,7 @@ class _Joining(threading.Thread):
             self.member.close()
 
 
-def _described(place: Place, parameter: Tensor) -> dict[str, Any]:
+def _described(place: Placement, parameter: Tensor) -> dict[str, Any]:
     view = place.tensor
     return {
         "vllm_name": place.parameter,

@@ -18,7 +18,7 @@ WRAPPED = "base_layer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Placement:
     """A part of a Hugging Face tensor that this rank holds."""
 
     tensor: Tensor
@@ -44,7 +44,7 @@ class _Part:
     counted: bool
 
 
-def share(tensor: Tensor, place: Place) -> Tensor:
+def share(tensor: Tensor, place: Placement) -> Tensor:
     """The part of a whole tensor that lies at a place.
 
     Raises:
@@ -59,7 +59,7 @@ def share(tensor: Tensor, place: Place) -> Tensor:
     return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
 
 
-def whole(found: Mapping[str, list[Place]]) -> dict[str, Tensor]:
+def whole(found: Mapping[str, list[Placement]]) -> dict[str, Tensor]:
     """The tensors that lie here whole and in one piece, and so can be written as they come."""
     return {
         name: only.tensor
@@ -68,7 +68,7 @@ def whole(found: Mapping[str, list[Place]]) -> dict[str, Tensor]:
     }
 
 
-def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Place]]:
+def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Placement]]:
     """Every Hugging Face tensor's places on this rank; tied ones once, under the name that comes first.
 
     Args:
@@ -79,7 +79,7 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Place]]
     Raises:
         EngineError: a parameter of a kind that cannot be mapped, or layers that are spread over workers.
     """
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[Placement]] = {}
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     slices = {1}
     for name, parameter in model.named_parameters():
@@ -100,7 +100,7 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Place]]
                     f"the engine's {name!r} has {parameter.shape[0]} rows, {row + part.size} were expected of the "
                     f"tensors fused in it up to {part.name}; use sync: restart for this model"
                 )
-            place = Place(
+            place = Placement(
                 tensor=parameter.data[row : row + part.size],
                 parameter=name,
                 first=(part.first, column),
@@ -209,7 +209,7 @@ def _columns(layer: Any, parameter: Tensor) -> tuple[int, int, bool]:
     return 0, here, False
 
 
-def uncovered(model: nn.Module, found: Mapping[str, list[Place]]) -> list[str]:
+def uncovered(model: nn.Module, found: Mapping[str, list[Placement]]) -> list[str]:
     """Parameters of which some element, vocabulary padding aside, lies in no place."""
     covered: dict[str, int] = {}
     for parts in found.values():

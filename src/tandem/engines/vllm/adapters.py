@@ -1,16 +1,25 @@
-"""An adapter as vLLM's slots store it: what it may be, and B multiplied by alpha/rank."""
+"""LoRA adapters as vLLM's slots store them: what can be served, B times alpha/rank, and a slot lent to the trainer.
+
+The engine is the one that lends its slot, as with weights, and the trainer writes every version there itself: no copy
+lies in between, and the trainer's end takes no memory away from under the engine.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import EngineError
 from tandem.lazy import torch
+from tandem.transport import sharing
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
 _UNSERVED += ("layer_replication", "trainable_token_indices", "target_parameters", "fan_in_fan_out")
@@ -75,7 +84,7 @@ def rank_of(config: Mapping[str, Any], most: int) -> int:
     return rank
 
 
-class Stored:
+class StoredAdapter:
     """The trainer's adapter as slots store it. B is multiplied into memory of its own, the same every time.
 
     One block holds every B, so that a copy of many tensors and one multiplication make all of it, and so that the
@@ -122,3 +131,67 @@ class Stored:
             name: self._block[start : start + tensor.numel()].view(tensor.shape)
             for start, (name, tensor) in zip(starts, given.items(), strict=True)
         }
+
+
+SHARED_NAME = "tandem-adapter"
+"""Names of files in shared memory begin with this; the rest says whose they are."""
+
+
+class ExportedSlot:
+    """The engine's end."""
+
+    def __init__(self, stacked: Mapping[str, Tensor], folder: Path):
+        """Make tensors attachable; on the host they move to a shared file in ``folder`` and views of them end."""
+        self.key = ""
+        """By which the last borrower names it; an earlier one learns that it is not alone."""
+        self._exported: sharing.ExportedTensors | None = None
+        if next(iter(stacked.values())).is_cuda:
+            self._description = sharing.export_cuda(stacked)
+            return
+        path = folder / f"{SHARED_NAME}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._exported = sharing.export_host(stacked, path)
+        self._description = self._exported.description
+        for name, tensor in stacked.items():
+            tensor.data = self._exported.tensors[name]
+
+    def description(self, slot: int) -> dict[str, Any]:
+        """What ``AttachedSlot`` needs; the borrower before, if any, holds it no longer."""
+        self.key = secrets.token_hex(8)
+        return {"key": self.key, "slot": slot, "lent": self._description}
+
+
+class AttachedSlot:
+    """The trainer's end."""
+
+    def __init__(self, answer: Mapping[str, Any], expect: Iterable[tuple[str, Tensor]]):
+        """Attach what ``ExportedSlot`` described.
+
+        Args:
+            answer: its description.
+            expect: the adapter as it will be written.
+
+        Raises:
+            TransportError: it cannot be attached.
+            EngineError: the engine's slot is of another type or has too little room.
+        """
+        self.key: str = answer["key"]
+        self._views: list[Tensor] = []
+        stacked = sharing.attach(answer["lent"])
+        for name, tensor in expect:
+            rows, columns = tensor.shape
+            view = stacked[name][int(answer["slot"]), 0, :rows, :columns]
+            if view.shape != tensor.shape or view.dtype != tensor.dtype:
+                raise EngineError(
+                    f"the engine's slot takes {name} as {view.dtype} {tuple(view.shape)}, the trainer has "
+                    f"{tensor.dtype} {tuple(tensor.shape)}; give both the same dtype"
+                )
+            self._views.append(view)
+
+    def write(self, stored: Iterable[tuple[str, Tensor]]) -> int:
+        """Copy a version into the slot; returns its bytes. The engine must stand still."""
+        values = [tensor for _, tensor in stored]
+        torch._foreach_copy_(self._views, values)
+        if values[0].is_cuda:
+            # Streams order nothing between processes: only what is complete can be told of.
+            torch.cuda.synchronize(values[0].device)
+        return sum(tensor.nbytes for tensor in values)

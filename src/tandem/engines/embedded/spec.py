@@ -1,4 +1,4 @@
-"""The default engine: the policy's own module, sampled in process by a running batch (``_embedded_engine.py``)."""
+"""The default engine's options: the policy's own module, sampled in process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tandem.engines.base import CanLend, Engine, EngineSpec, Needs
+from tandem.engines.base import Engine, EngineRequirements, EngineSpec, ExportsWeights
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Embedded(EngineSpec):
     """transformers in process; needs nothing but the base install."""
 
-    capabilities: ClassVar[frozenset[type]] = frozenset({CanLend})
+    capabilities: ClassVar[frozenset[type]] = frozenset({ExportsWeights})
 
     max_rows: int = 64
     """Most requests sampled at once; more wait."""
@@ -29,9 +29,11 @@ class Embedded(EngineSpec):
             raise ValueError("max_rows and prefill_tokens must be at least 1")
 
     @asynccontextmanager
-    async def open(self, policy: Policy, *, context: int, needs: Needs | None = None) -> AsyncIterator[Engine]:
+    async def open(
+        self, policy: Policy, *, context: int, needs: EngineRequirements | None = None
+    ) -> AsyncIterator[Engine]:
         """Start the sampling task; it ends with the block."""
-        from tandem.engines._embedded_engine import EmbeddedEngine  # which needs torch
+        from tandem.engines.embedded.engine import EmbeddedEngine  # which needs torch
 
         engine = EmbeddedEngine(policy, context, max_rows=self.max_rows, prefill_tokens=self.prefill_tokens)
         try:

@@ -1,4 +1,4 @@
-"""The default engine at work: the policy's own module, sampled in process by a running batch.
+"""Continuous batching for the embedded engine: the policy's own module, sampled in process.
 
 There is one copy of the weights by construction. Requests join the batch as others finish, each stops on its
 own, and each draws from its own counter-based random stream, so that its tokens do not depend on its neighbours.
@@ -58,7 +58,7 @@ class _Request:
 
 
 class EmbeddedEngine(Engine):
-    """It, live."""
+    """The embedded engine: one copy of the weights, a KV cache, and a batch that requests join and leave."""
 
     def __init__(self, policy: Policy, context: int, *, max_rows: int, prefill_tokens: int):
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
@@ -110,7 +110,7 @@ class EmbeddedEngine(Engine):
     def version(self) -> PolicyVersion:
         return self._version
 
-    async def stamp(self, version: PolicyVersion) -> None:
+    async def set_version(self, version: PolicyVersion) -> None:
         self._version = version
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
@@ -151,7 +151,7 @@ class EmbeddedEngine(Engine):
             self._fail(EngineError(self._failure))
             self._cache.clear()
 
-    async def lend(self) -> Mapping[str, Tensor]:
+    async def export_weights(self) -> Mapping[str, Tensor]:
         """Every weight it samples from: the module's own parameters."""
         return dict(self._policy.model.named_parameters())
 

@@ -1,35 +1,70 @@
-"""What travels between the trainer and an engine's HTTP process, as types that refuse what they do not know."""
+"""What travels between the trainer and an engine's HTTP process: msgspec structs that refuse what they do not know."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, repeat
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from tandem.engines.vllm.protocol.fields import (
-    Answers,
-    Count,
-    Dtype,
-    Length,
-    Likeliest,
-    MinP,
-    Penalty,
-    Repetition,
-    Seconds,
-    Shape,
-    Stops,
-    StopTokens,
-    Temperature,
-    Text,
-    Token,
-    TopK,
-    TopP,
-    Whole,
-    shallow,
-)
 from tandem.types import Sampling
+
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What vLLM's processes can tell each other; a larger number would fail on the way, as an error of the server's."""
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""A token id; that it is the model's is checked with its vocabulary."""
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
+"""A time that something may take; a week at most."""
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A name, a digest, a path: what is kept or logged."""
+MOST_ANSWERS = 1024
+"""Most answers to one prompt."""
+Answers = Annotated[int, msgspec.Meta(ge=1, le=MOST_ANSWERS)]
+"""How many answers to one prompt."""
+Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+"""Tokens of an answer; that they fit the engine's context is checked with it."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""A number of tokens that may be none."""
+Likeliest = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+"""Of how many of the likeliest tokens logprobs are told; -1: of all."""
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+MinP = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Repetition = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
+"""Logits are divided by it: by less, they are no numbers any more."""
+Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Stops = Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]], msgspec.Meta(max_length=256)]
+StopTokens = Annotated[list[Token], msgspec.Meta(max_length=4096)]
+Dtype = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^(torch\.)?(float(16|32|64)|bfloat16|float8_(e4m3fn|e5m2)|u?int8|int(16|32|64)|bool)$"),
+]
+"""torch's name of a type."""
+Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**40)]], msgspec.Meta(max_length=8)]
+"""Of a tensor."""
+DEPTH = 64
+"""Most objects and lists in each other; more than any message has, and less than anybody's recursion takes."""
+
+
+def shallow(value: Any) -> None:
+    """See that free JSON is no deeper than ``DEPTH`` and has no number that vLLM's processes could not tell each other.
+
+    Raises:
+        ValueError: it is, or has.
+    """
+    level = [value]
+    for _ in range(DEPTH):
+        inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        if any(isinstance(each, int) and not -(2**63) <= each < 2**63 for each in inner):
+            raise ValueError("a number has more than 64 bits")
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"objects and lists are nested more than {DEPTH} levels deep")
+
 
 T = TypeVar("T")
 
@@ -43,7 +78,7 @@ IN_PLACE = "tandem"
 """Name of the adapter whose tensors are overwritten by each publish."""
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """A request that is answered with an error; ``status`` and ``headers`` are HTTP's."""
 
     def __init__(self, status: int, reason: str, headers: Sequence[tuple[bytes, bytes]] = ()):
@@ -61,14 +96,14 @@ def parsed(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, f"the request's body is not as expected: {error}") from error
+        raise Refusal(400, f"the request's body is not as expected: {error}") from error
 
 
 def unrefused(ranks: list[Any]) -> list[Any]:
     """What workers answered; raises Refused where one of them refuses."""
     for found in ranks:
         if isinstance(found, dict) and REFUSED in found:
-            raise Refused(409, found[REFUSED])
+            raise Refusal(409, found[REFUSED])
     return ranks
 
 
@@ -262,7 +297,7 @@ class Checksums(Body):
         shallow(self.config)
 
 
-class Probe(Body):
+class ProbeRequest(Body):
     """POST /bridge/probe."""
 
     tokens: Annotated[list[Token], msgspec.Meta(min_length=1)]
@@ -272,7 +307,7 @@ class Probe(Body):
     adapter: Text | None = None
 
 
-class Probed(msgspec.Struct, kw_only=True):
+class ProbeResponse(msgspec.Struct, kw_only=True):
     """Answer of /bridge/probe."""
 
     scored: list[float | None]
@@ -284,7 +319,7 @@ class Probed(msgspec.Struct, kw_only=True):
     temperature: float
 
 
-class LendSlot(Body):
+class ExportSlot(Body):
     """POST /bridge/lend_slot."""
 
     config: dict[str, Any]
@@ -344,7 +379,7 @@ class Workers(msgspec.Struct, kw_only=True):
     """Most that torch has held of a GPU at a time: weights, keys and values, working memory; 0 on a host."""
 
 
-class Info(msgspec.Struct, kw_only=True):
+class EngineInfo(msgspec.Struct, kw_only=True):
     """Answer of /bridge/info."""
 
     engine: str
@@ -374,3 +409,149 @@ def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
 def steps(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Inverse of ``runs``."""
     return tuple(chain.from_iterable(repeat(step, count) for step, count in found))
+
+
+MOST_MEMBERS = 1024
+"""Most members of a group: each keeps a record of all others."""
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    """One tensor that will be sent."""
+
+    shape: Shape
+    dtype: Dtype
+
+
+class Listed(Body):
+    """All tensors that will be sent, as Atropos' example trainer says it."""
+
+    param_names: list[Text]
+    """In the order in which they come."""
+    param_shapes: dict[Text, Shape]
+    param_dtypes: dict[Text, Dtype]
+    num_params: int | None = None
+    """How many; checked."""
+
+
+class StartReceiver(Body):
+    """POST /nccl/start_receiver."""
+
+    init_method: Text
+    """tcp://host:port of rank 0."""
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=MOST_MEMBERS)]
+    param_metadata: msgspec.Raw = msgspec.Raw(b"{}")
+    """What comes with each publish, in this order, as ``Metadata`` by name or as ``Listed``; otherwise every
+    /nccl/receive says it. Read once it is known which form it has, so that another makes no objects first."""
+    param_mappings: dict[Text, msgspec.Raw] = msgspec.field(default_factory=dict)
+    """The engine's names of it; checked, for the engine knows where its tensors lie."""
+    first_rank: Annotated[int, msgspec.Meta(ge=1, lt=MOST_MEMBERS)] = 1
+    """Rank of this engine's first worker."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """nccl or gloo; by default what the device has."""
+    name: Text = "tandem"
+    seconds: Seconds = 120.0
+    """Deadline of joining and of each transfer."""
+
+
+class Receive(Body):
+    """POST /nccl/receive."""
+
+    manifest: list[Entry] = msgspec.field(default_factory=list)
+    """Each tensor, in the order in which they come; by default what came last, or what start_receiver announced."""
+    bucket_bytes: Annotated[int, msgspec.Meta(gt=0, le=2**40)] = 64 << 20
+    """Most bytes of one transfer, as rank 0 sends them."""
+    config: dict[str, Any] | None = None
+    """PEFT's configuration, where it is an adapter that comes."""
+
+    def __post_init__(self) -> None:
+        shallow(self.config or {})
+
+
+class SiblingRequests(Body):
+    """Answers to one prompt, each a request of its own to vLLM."""
+
+    asked: msgspec.Raw
+    """What all have in common: a ``Generate`` with token ids as its prompt and one answer with flat logprobs. Read by
+    itself, so that what is wrong with it costs these answers alone."""
+    seeds: Annotated[list[Whole | None], msgspec.Meta(max_length=MOST_ANSWERS)]
+    """Of each answer; null: it draws from the engine's stream."""
+
+
+def siblings(asked: Generate) -> SiblingRequests:
+    """Answers to a prompt, none yet."""
+    return SiblingRequests(asked=msgspec.Raw(msgspec.json.encode(asked)), seeds=[])
+
+
+class Many(Body):
+    """POST /generate/many: answered by a frame for each answer, as soon as it is there."""
+
+    id: Text
+    """By which answers are taken back."""
+    prompts: Annotated[list[SiblingRequests], msgspec.Meta(max_length=MOST_ANSWERS)]
+    """Answers are numbered in this order, from 0."""
+
+
+class TakeBack(Body):
+    """POST /generate/take_back: nobody waits for these answers any more."""
+
+    id: Text
+    """Of the request for many."""
+    numbers: list[Whole]
+    """Of the answers."""
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A frame: one of the answers."""
+
+    number: int
+    """Which."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token its own."""
+    versions: list[tuple[int, int]]
+    """Policy steps that sampled the tokens, as runs of (step, tokens)."""
+    finish: str
+    engine: str
+    """Name that the HTTP process gave itself when it started."""
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A frame: why one of the answers is not there, as a request that is refused is told it."""
+
+    number: int
+    """Which."""
+    status: int
+    title: str
+    detail: str
+
+
+Frame = Sampled | Failed
+
+KIND = b"application/vnd.tandem.frames"
+"""Type of a body of frames: of each its length, and then MessagePack, since numbers as text take ten times as long."""
+_LENGTH = struct.Struct("!I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def framed(frame: Frame) -> bytes:
+    """A frame as it travels."""
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+def frames(buffer: bytearray) -> Iterator[Frame]:
+    """Take the frames that are there out of what came so far.
+
+    Raises:
+        msgspec.DecodeError: they are something else.
+    """
+    at = 0
+    while len(buffer) >= at + _LENGTH.size:
+        begin = at + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(buffer, at)[0]
+        if len(buffer) < end:
+            break
+        yield _decoder.decode(memoryview(buffer)[begin:end].tobytes())
+        at = end
+    del buffer[:at]

@@ -43,7 +43,7 @@ class Pieces:
     """Those that have not ended, by id."""
 
     def __init__(self, **given: Any):
-        self._held = Held()
+        self._held = HeldLogprobs()
         super().__init__(**given)
 
     def update_from_output(self, scheduled: Any, ran: Any) -> Any:
@@ -94,7 +94,7 @@ class Pieces:
         return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(ASKED))
 
 
-class Held:
+class HeldLogprobs:
     """Logprobs that are kept back, up to a piece of each request: a row for each, so that a pass is filed at once."""
 
     def __init__(self) -> None:

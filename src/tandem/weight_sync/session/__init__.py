@@ -1,1 +1,0 @@
-"""What a weight-sync session rests on: its states, and how it outlives the death of an engine."""
