@@ -38,7 +38,7 @@ from tandem.weight_sync.shared import Shared
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)
-NET = Broadcast(seconds=20)
+NET = Broadcast(timeout_seconds=20)
 WAYS: dict[str, tuple[WeightSync, Trainable]] = {
     "shared weights": (Shared(), Full()),
     "shared merged": (Shared(), MERGED),

@@ -889,7 +889,7 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
             monkeypatch.setattr(engine, "workers", workers)
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(EngineError, match="enough"):
-                async with Broadcast(seconds=5).open(policy, engine, START, Full()):
+                async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
 
     async def workers() -> list[list[str]]:
@@ -945,7 +945,7 @@ def test_a_group_that_does_not_form_says_where_it_was_to_meet(
 
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(TransportError, match=r"meet the trainer at 127\.0\.0\.1:\d+; .*sync\.host"):
-                async with Broadcast(seconds=1).open(policy, engine, START, Full()):
+                async with Broadcast(timeout_seconds=1).open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
             await engine.close()
 
@@ -959,7 +959,7 @@ def test_a_broadcast_that_breaks_off_says_why(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Broadcast(seconds=5).open(policy, engine, START, Full()) as session:
+            async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()) as session:
                 receive = engine.receive
 
                 async def other(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:

@@ -24,7 +24,7 @@ watch.GRACE = 0.5
 ignored, adopted = sys.argv[1:]
 if ignored:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-w = watch.Watch.begin()
+w = watch.TrainerWatch.begin()
 if adopted:
     w.adopt(adopted)
 time.sleep(60)
