@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.engines.base import ReportsChecksums, ExportsWeights, ReceivesBroadcast
+from tandem.engines.base import ExportsWeights, ReceivesBroadcast, ReportsChecksums
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.optimizers.base import LARGE_PIECE, Optimizer
