@@ -434,9 +434,9 @@ DEFECTS = (
     # compat, report, alarms
     Defect(
         "Axolotl's correction has another cap",
-        "src/tandem/compat/axolotl/objective.py",
-        "file.get(cap, 3.0)",
-        "file.get(cap, 2.0)",
+        "src/tandem/compat/axolotl/rules.py",
+        "recipe.get(cap, 3.0)",
+        "recipe.get(cap, 2.0)",
         "tests/unit/test_compat_golden.py",
     ),
     Defect(

@@ -36,7 +36,9 @@ class ForeignOption:
     name: str
     """Its name there."""
     becomes: str = ""
-    """What it is in a recipe: the path of the option, where a value is handed on as it is, or a text."""
+    """What it is in a recipe."""
+    path: str = ""
+    """The option of a recipe that its value is handed on to; empty: rules say what becomes of it."""
     idle: str = ""
     """Why it changes nothing here; a note says so where it is set."""
     refused: str = ""
@@ -64,6 +66,11 @@ class ForeignOption:
 def becomes(name: str, takes: Takes, what: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
     """A row of an option that a recipe has."""
     return ForeignOption(name=name, takes=takes, becomes=what, default=default, also=also, where=where)
+
+
+def copied(name: str, takes: Takes, path: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
+    """A row of an option whose value is one of the recipe's, as it is."""
+    return ForeignOption(name=name, takes=takes, becomes=path, path=path, default=default, also=also, where=where)
 
 
 def idle(

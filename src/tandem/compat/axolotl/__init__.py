@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from tandem.compat.axolotl.draft import AxolotlFile, Draft
+from tandem.compat.axolotl.recipe import AxolotlRecipe
 from tandem.compat.axolotl.rules import make
 from tandem.compat.launchers import several
 from tandem.config.dialects import Translated
@@ -30,7 +30,6 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
         return Translated(tree=Branch(where=tree.where))
     for variable, message in () if serving else several(os.environ):
         problems.add(variable, message)
-    file = AxolotlFile(tree, problems)
-    recipe = Draft(file=file, serving=serving)
+    recipe = AxolotlRecipe(tree, problems, serving=serving)
     make(recipe)
-    return Translated(tree=recipe.tree, notes=tuple(file.notes))
+    return Translated(tree=recipe.tree, notes=tuple(recipe.notes))

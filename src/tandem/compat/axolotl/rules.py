@@ -1,18 +1,21 @@
-"""What the options of an Axolotl file come to: Tandem's recipe, part by part."""
+"""What the options of an Axolotl file come to where their rows do not say it: Tandem's recipe, part by part.
+
+Defaults are Axolotl's, and TRL's where it has none of its own.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from tandem.compat.axolotl import engine as engine
-from tandem.compat.axolotl import logs
-from tandem.compat.axolotl import objective as objective
-from tandem.compat.axolotl import rollout as rollout
-from tandem.compat.axolotl.draft import Draft
+from tandem.compat.axolotl import rollout
+from tandem.compat.axolotl.datasets import AxolotlDatasets
+from tandem.compat.axolotl.recipe import AxolotlRecipe
 from tandem.compat.axolotl.templates import TEMPLATES, brought_by
+from tandem.compat.generation import translated
 from tandem.config.loading import RunConfig
 from tandem.config.tree import plain
 from tandem.errors import TandemError
@@ -27,146 +30,185 @@ OPTIMIZERS: Mapping[str, str] = {
     "adafactor": "adafactor",
 }
 """By Axolotl's names."""
-
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 """By Axolotl's names."""
+REDUCTIONS = {
+    "grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token", "sapo": "sequence",
+}  # fmt: skip
+"""trl.loss_type: what the sum over tokens is divided by."""
+ADVANTAGES = {"True": "grpo", "group": "grpo", "batch": "batch_std", "False": "dr_grpo", "none": "dr_grpo"}
+"""trl.scale_rewards."""
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+_NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
+"""Options that narrow what may be sampled, and their values that do not."""
+_ANYWHERE = ("0.0.0.0", "::", "")
+"""Addresses to listen at that mean this machine to who connects."""
+_STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
+_CORRECTION = "trl.vllm_importance_sampling_correction"
 
 
-def make(recipe: Draft) -> None:
+def make(recipe: AxolotlRecipe) -> None:
     """All of it."""
-    recipe.tree.where = recipe.file.tree.where
+    _copies(recipe)
     _model(recipe)
     groups = _batch(recipe)
-    objective.put(recipe)
-    engine.put(recipe)
+    _rewards(recipe)
+    _sampling(recipe)
+    _advantage(recipe)
+    _loss(recipe)
+    _reference(recipe)
+    _differences(recipe)
+    _again(recipe)
+    _engine(recipe)
     steps = _steps(recipe, groups)
     _optimizer(recipe, steps)
-    _run(recipe, steps)
+    _data(recipe)
+    _saved(recipe, steps)
+    _shown(recipe, steps)
+    _loggers(recipe)
     order = [option.name for option in fields(RunConfig)]
     recipe.tree.entries = dict(sorted(recipe.tree.entries.items(), key=lambda entry: order.index(entry[0])))
 
 
-def _model(recipe: Draft) -> None:
-    file = recipe.file
-    recipe.copy("base_model", "model")
-    named = file.get("tokenizer_config")
-    if named not in (None, file.get("base_model")):
-        file.wrong("tokenizer_config", f"the tokenizer is the model's own, {file.get('base_model')}; leave it out")
+def _copies(recipe: AxolotlRecipe) -> None:
+    """Options that are one of a recipe, as they are; notes on those that do not count where they stand."""
+    places = {"": "", **_places(recipe)}
+    for path, row in recipe.table.items():
+        why, value = places[row.where], recipe[path]
+        if why and recipe.get(path):
+            recipe.note(path, f"changes nothing{why}")
+        elif row.path and value is not None and not why:
+            recipe.put(row.path, value, path)
+
+
+def _places(recipe: AxolotlRecipe) -> dict[str, str]:
+    """Why options of each place change nothing; empty where they count."""
+    vllm = "" if recipe["trl.use_vllm"] else ": trl.use_vllm is false"
+    colocated = recipe["trl.vllm_mode"] == "colocate"
+    uncorrected = ": the policy itself samples (trl.use_vllm is false)" if vllm else f": {_CORRECTION} is false"
+    return {
+        "adapter": "" if recipe["adapter"] else " without adapter: lora",
+        "cosine": "" if recipe["lr_scheduler"] == "cosine" else " without lr_scheduler: cosine",
+        "warm-up": " with lr_scheduler: constant, which has no warm-up in Axolotl, too"
+        if recipe["lr_scheduler"] == "constant"
+        else "",
+        "wandb": "" if recipe["use_wandb"] or recipe["wandb_project"] else " without wandb_project or use_wandb: true",
+        "trackio": "" if recipe["use_trackio"] else " without use_trackio: true",
+        "shown": "" if recipe["trl.log_completions"] else " without log_completions: true",
+        "vllm": vllm,
+        "server": vllm or (" with vllm_mode: colocate; there is no server" if colocated else ""),
+        "colocate": vllm or ("" if colocated else " with vllm_mode: server; the server is the group vllm's"),
+        "interval": vllm or (" with vllm_mode: colocate; weights are shared after every step" if colocated else ""),
+        "prefetch": "" if recipe["trl.async_prefetch"] else " without async_prefetch",
+        "correction": "" if _weighed(recipe) else uncorrected,
+        "moving reference": "" if recipe["trl.sync_ref_model"] else " without sync_ref_model",
+    }
+
+
+def _model(recipe: AxolotlRecipe) -> None:
+    model = recipe["base_model"] or ""
+    if recipe["tokenizer_config"] not in (None, model):
+        recipe.wrong("tokenizer_config", f"the tokenizer is the model's own, {model}; leave it out")
     _template(recipe)
-    recipe.copy("trl.chat_template_kwargs", "chat_template_kwargs")
-    own = {key: text for key, text in file.get("special_tokens", {}).items() if key != "pad_token"}
+    own = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token"}
     if own:
         _check_tokens(recipe, own)
     _adapter(recipe)
     _precision(recipe)
 
 
-def _template(recipe: Draft) -> None:
-    file = recipe.file
-    template, jinja = file.get("chat_template", "tokenizer_default"), file.get("chat_template_jinja")
+def _template(recipe: AxolotlRecipe) -> None:
+    template, jinja = recipe["chat_template"], recipe["chat_template_jinja"]
     if template == "jinja" and jinja:
         recipe.copy("chat_template_jinja", "chat_template")
     elif template == "jinja":
-        file.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
+        recipe.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
     elif jinja:
-        file.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
+        recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
     elif template in TEMPLATES:
         recipe.put("chat_template", TEMPLATES[template], "chat_template")
-    elif brought_by(file.get("base_model", ""), template):
-        file.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
+    elif brought_by(recipe["base_model"] or "", template):
+        recipe.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
     elif not template.startswith("tokenizer_default"):
-        file.wrong(
+        recipe.wrong(
             "chat_template",
             f"there is no {template} here; write tokenizer_default for the model's own, one of {', '.join(TEMPLATES)}, "
             "or jinja with the template in chat_template_jinja",
         )
 
 
-def _check_tokens(recipe: Draft, own: Mapping[str, Json]) -> None:
+def _check_tokens(recipe: AxolotlRecipe, own: Mapping[str, Json]) -> None:
     """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
     from tandem.model.policy import load_tokenizer
 
-    file = recipe.file
     try:
-        tokenizer = load_tokenizer(file.get("base_model", ""))
+        tokenizer = load_tokenizer(recipe["base_model"] or "")
     except TandemError as error:
-        file.wrong("special_tokens", f"they cannot be compared with the tokenizer's: {error}")
+        recipe.wrong("special_tokens", f"they cannot be compared with the tokenizer's: {error}")
         return
     for key, text in own.items():
         if (its := getattr(tokenizer, key, None)) != text:
-            file.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {its!r}; leave it out")
+            recipe.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {its!r}; leave it out")
 
 
-def _adapter(recipe: Draft) -> None:
-    file = recipe.file
-    adapter = file.get("adapter", "")
+def _adapter(recipe: AxolotlRecipe) -> None:
+    adapter = recipe["adapter"]
     if adapter not in ("", "lora"):
-        file.wrong("adapter", f"{adapter} is not trained here; write lora with bfloat16 weights, or leave it out")
+        recipe.wrong("adapter", f"{adapter} is not trained here; write lora with bfloat16 weights, or leave it out")
         return
     recipe.put("trainable.kind", adapter or "full", "adapter")
     if not adapter:
-        for option in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules", "peft_layers_to_transform"):
-            if file.get(option):
-                file.note(option, "changes nothing without adapter: lora")
         return
-    recipe.copy("peft_layers_to_transform", "trainable.layers")
-    for option, path in {"lora_r": "trainable.rank", "lora_alpha": "trainable.alpha"}.items():
-        if option not in file:
-            file.wrong("adapter", f"lora needs {option}")
-        recipe.copy(option, path)
-    modules = file.get("lora_target_modules")
-    if file.get("lora_target_linear") or modules == "all-linear":
+    for option in ("lora_r", "lora_alpha"):
+        if option not in recipe:
+            recipe.wrong("adapter", f"lora needs {option}")
+    modules = recipe["lora_target_modules"]
+    if recipe["lora_target_linear"] or modules == "all-linear":
         recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
     elif isinstance(modules, list) and modules:
         recipe.copy("lora_target_modules", "trainable.target_modules")
     elif modules:
-        file.wrong("lora_target_modules", "expected a list of names such as [q_proj, v_proj], or all-linear")
+        recipe.wrong("lora_target_modules", "expected a list of names such as [q_proj, v_proj], or all-linear")
     else:
-        file.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
+        recipe.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
 
 
-def _precision(recipe: Draft) -> None:
-    file = recipe.file
-    half = file.get("bf16", not file.get("float32", False))
+def _precision(recipe: AxolotlRecipe) -> None:
+    half = recipe.get("bf16", not recipe["float32"])
     if half not in (True, False, "auto", "full"):
-        file.wrong("bf16", f"expected true, false, auto or full, got {half!r}")
-    recipe.put("dtype", "bfloat16" if half else "float32", "bf16", "float32")
+        recipe.wrong("bf16", f"expected true, false, auto or full, got {half!r}")
+    dtype = "bfloat16" if half else "float32"
+    recipe.put("dtype", dtype, "bf16", "float32")
     for option in ("vllm.dtype", "trl.vllm_dtype"):
-        asked = file.get(option, "auto")
-        if asked not in ("auto", "bfloat16" if half else "float32"):
-            file.wrong(option, f"the engine samples from the weights that are trained; write auto, not {asked}")
-    if file.get("fp8"):
+        if recipe[option] not in ("auto", dtype):
+            why = f"the engine samples from the weights that are trained; write auto, not {recipe[option]}"
+            recipe.wrong(option, why)
+    if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
-    recipe.copy("torch_compile", "compile")
-    checkpointing = file.get("gradient_checkpointing")
+    checkpointing = recipe["gradient_checkpointing"]
     if checkpointing in ("offload", "offload_disk"):
-        file.note("gradient_checkpointing", "what is kept stays on the device, as with true")
+        recipe.note("gradient_checkpointing", "what is kept stays on the device, as with true")
     if checkpointing not in (None, True, False, "offload", "offload_disk"):
-        file.wrong("gradient_checkpointing", f"expected true, false or offload, got {checkpointing!r}")
+        recipe.wrong("gradient_checkpointing", f"expected true, false or offload, got {checkpointing!r}")
     elif checkpointing is not None:
         recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
 
 
-def _batch(recipe: Draft) -> int:
+def _batch(recipe: AxolotlRecipe) -> int:
     """Groups of a step."""
-    file = recipe.file
-    micro, accumulated = file.get("micro_batch_size", 1), file.get("gradient_accumulation_steps", 1)
-    size: int = file.get("trl.num_generations", 8)
-    tokens = max(file.get("sequence_len", 512), file.get("trl.max_completion_length", 512))
-    for path, number in {
-        "micro_batch_size": micro,
-        "gradient_accumulation_steps": accumulated,
-        "trl.num_generations": size,
-        "sequence_len": tokens,
-    }.items():
-        if number < 1:
-            file.wrong(path, "it must be at least 1")
+    micro, accumulated = recipe["micro_batch_size"], recipe["gradient_accumulation_steps"]
+    size: int = recipe["trl.num_generations"]
+    tokens = max(recipe["sequence_len"], recipe["trl.max_completion_length"])
+    for path in ("micro_batch_size", "gradient_accumulation_steps", "trl.num_generations"):
+        if recipe[path] < 1:
+            recipe.wrong(path, "it must be at least 1")
             return 1
     groups, rest = divmod(recipe.completions, size)
     if size < 2:
-        file.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
+        recipe.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
     elif rest or not groups:
-        file.wrong(
+        recipe.wrong(
             "trl.num_generations",
             f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated} = {recipe.completions} "
             f"completions, which are no whole number of groups of {size}; change one of the three",
@@ -177,111 +219,441 @@ def _batch(recipe: Draft) -> int:
     return max(groups, 1)
 
 
-def _steps(recipe: Draft, groups: int) -> int:
+def _steps(recipe: AxolotlRecipe, groups: int) -> int:
     """Steps of the run: those that are said, or as many as the rows are enough for."""
-    from tandem.compat.axolotl.datasets import AxolotlDatasets
-
-    file = recipe.file
-    if file.get("max_steps", 0) > 0:
-        steps = recipe.per_step(file.get("max_steps"))
+    if recipe["max_steps"] > 0:
+        steps = recipe.per_step(recipe["max_steps"])
         recipe.put("steps", steps, "max_steps")
-    elif recipe.serving or "datasets" not in file or file.problems:
+    elif recipe.serving or not recipe["datasets"] or recipe.problems:
         recipe.put("steps", steps := 1, "num_epochs")  # an engine alone takes none, and mistakes are told first
     else:
-        epochs = file.get("num_epochs", 1)
+        epochs = recipe["num_epochs"]
         try:
             rows = AxolotlDatasets(cfg=recipe.plain).count("train")
         except TandemError as error:
-            file.wrong("num_epochs", f"rows cannot be counted, so give max_steps instead: {error}")
+            recipe.wrong("num_epochs", f"rows cannot be counted, so give max_steps instead: {error}")
             return 1
         steps = max(1, math.ceil(epochs * (rows // groups)))
         recipe.put("steps", steps, "num_epochs", "datasets")
-        file.note("num_epochs", f"{rows} rows, {groups} of them a step, {epochs:g} times: {steps} steps")
-    if recipe.updates > 1:
-        file.note("trl.num_iterations", f"a step has {recipe.updates} updates, each of which Axolotl counts as a step")
+        recipe.note("num_epochs", f"{rows} rows, {groups} of them a step, {epochs:g} times: {steps} steps")
+    if (updates := recipe.updates) > 1:
+        recipe.note("trl.num_iterations", f"a step has {updates} updates, each of which Axolotl counts as a step")
     return steps
 
 
-def _optimizer(recipe: Draft, steps: int) -> None:
-    file = recipe.file
-    name = file.get("optimizer", "adamw_torch_fused")
+def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
+    name, scheduler = recipe["optimizer"], recipe["lr_scheduler"]
     if name not in OPTIMIZERS:
-        file.wrong("optimizer", f"there is no {name} here; choose from {', '.join(OPTIMIZERS)}")
-    kind = OPTIMIZERS.get(name, "adamw")
-    recipe.put("optimizer.kind", kind, "optimizer")
-    if kind == "adafactor":
-        file.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
-    if "learning_rate" not in file:
-        file.problems.add(file.tree.where, "missing 'learning_rate'")
-    recipe.copy("learning_rate", "optimizer.lr")
-    scheduler = file.get("lr_scheduler", "cosine")
+        recipe.wrong("optimizer", f"there is no {name} here; choose from {', '.join(OPTIMIZERS)}")
+    recipe.put("optimizer.kind", OPTIMIZERS.get(name, "adamw"), "optimizer")
+    if name == "adafactor":
+        recipe.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
+    if "learning_rate" not in recipe:
+        recipe.problems.add(recipe.file.where, "missing 'learning_rate'")
     if scheduler not in SCHEDULES:
-        file.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
+        recipe.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
     recipe.put("optimizer.schedule", SCHEDULES.get(scheduler, "cosine"), "lr_scheduler")
-    if scheduler == "cosine":
-        recipe.copy("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
-    elif "cosine_min_lr_ratio" in file:
-        file.note("cosine_min_lr_ratio", "changes nothing without lr_scheduler: cosine")
-    if scheduler == "constant":
-        for option in ("warmup_steps", "warmup_ratio"):
-            if file.get(option):
-                file.note(option, "changes nothing with lr_scheduler: constant, which has no warm-up in Axolotl, too")
-    elif warmup := _warmup(recipe, steps):
+    if scheduler != "constant" and (warmup := _warmup(recipe, steps)):
         recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
-    for option, path in {
-        "weight_decay": "weight_decay",
-        "adam_epsilon": "eps",
-        "max_grad_norm": "max_grad_norm",
-        "adam_beta1": "beta1",
-        "adam_beta2": "beta2",
-    }.items():
-        recipe.copy(option, f"optimizer.{path}")
 
 
-def _warmup(recipe: Draft, steps: int) -> int:
-    """Steps of warm-up; by default Axolotl's with rl: grpo, three in a hundred."""
-    file = recipe.file
-    if file.get("warmup_steps") and file.get("warmup_ratio"):
-        file.wrong("warmup_ratio", "Axolotl takes it or warmup_steps, not both; leave one of them out")
-    if "warmup_steps" in file:
-        asked = file.get("warmup_steps")
-        return recipe.per_step(2 if asked == 1 else asked)  # Axolotl, whose first rate is 0, makes one step two
-    warmup: int = math.ceil(file.get("warmup_ratio", 0.03) * steps)
-    if "warmup_ratio" not in file:
-        file.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
+def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
+    """Steps of warm-up; by default Axolotl's with rl: grpo, three in a hundred.
+
+    It does not know there how many steps there are, so that the share is rounded up, and has no bound.
+    """
+    if recipe["warmup_steps"] and recipe.get("warmup_ratio"):
+        recipe.wrong("warmup_ratio", "Axolotl takes it or warmup_steps, not both; leave one of them out")
+    if (updates := recipe["warmup_steps"]) is not None:
+        return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
+    warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
+    if "warmup_ratio" not in recipe:
+        recipe.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
     return warmup
 
 
-def _run(recipe: Draft, steps: int) -> None:
-    """Data, what is measured and written down."""
-    file = recipe.file
-    if "datasets" not in file:
-        file.problems.add(file.tree.where, "missing 'datasets': a list of mappings with path and type")
+def _rewards(recipe: AxolotlRecipe) -> None:
+    names: list[Json] = recipe["trl.reward_funcs"]
+    weights: list[Json] = recipe.get("trl.reward_weights", [1.0] * len(names))
+    recipe.note("trl.reward_funcs", "an answer of which every reward is None is left out; in TRL it counts as 0")
+    if not names:
+        recipe.wrong("trl.reward_funcs", "name at least one function, such as rewards.accuracy_reward")
+    if len(names) != len(weights):
+        why = f"{len(names)} reward_funcs need {len(names)} weights, and there are {len(weights)}"
+        recipe.wrong("trl.reward_weights", why)
+        return
+    models = 0
+    for name, weight in zip(names, weights, strict=True):
+        if not isinstance(name, str) or not name.strip():
+            recipe.wrong("trl.reward_funcs", f"expected import paths and models, got {name!r}")
+        elif names.count(name) > 1:
+            recipe.wrong("trl.reward_funcs", f"{name} is given twice; add up its weights")
+        elif _FUNCTION.match(name) and not Path(name).exists():
+            played = {"kind": rollout.REWARD, "path": name, "weight": weight}
+            recipe.put(("rewards", name), played if recipe["trl.rollout_func"] else weight, "trl.reward_funcs")
+        else:
+            models += 1
+            part = {"kind": "reward_model", "weight": weight, "model": name}
+            recipe.put(("rewards", "reward_model" + (f"_{models}" if models > 1 else "")), part, "trl.reward_funcs")
+
+
+def _sampling(recipe: AxolotlRecipe) -> None:
+    if "trl.max_completion_length" not in recipe:
+        recipe.note("trl.max_completion_length", f"{recipe['trl.max_completion_length']}, TRL's default")
+    if "trl.top_k" in recipe:
+        recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
+    # As in TRL, these come before the options that have names of their own.
+    found = translated(recipe["trl.generation_kwargs"])
+    for option, value in found.sampling.items():
+        recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
+    for why in found.notes:
+        recipe.note("trl.generation_kwargs", why)
+    for why in found.wrong:
+        recipe.wrong("trl.generation_kwargs", why)
+
+
+def _advantage(recipe: AxolotlRecipe) -> None:
+    usual = "normalize_then_sum" if recipe["rl"] == "gdpo" else "sum_then_normalize"
+    aggregation, scale = recipe.get("trl.multi_objective_aggregation", usual), recipe["trl.scale_rewards"]
+    if str(scale) not in ADVANTAGES:
+        recipe.wrong("trl.scale_rewards", f"expected true, false, group, batch or none, got {scale!r}")
+    if aggregation == "normalize_then_sum":
+        if scale not in (True, "group"):
+            recipe.nothing("trl.scale_rewards", "normalize_then_sum standardises each reward by itself")
+        recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation", "rl")
+    elif aggregation != "sum_then_normalize":
+        why = f"expected sum_then_normalize or normalize_then_sum, got {aggregation}"
+        recipe.wrong("trl.multi_objective_aggregation", why)
+    else:
+        recipe.put("advantage", ADVANTAGES.get(str(scale), "grpo"), "trl.scale_rewards")
+
+
+def _loss(recipe: AxolotlRecipe) -> None:
+    level, named = recipe["trl.importance_sampling_level"], recipe["trl.loss_type"]
+    if named not in REDUCTIONS:
+        recipe.wrong("trl.loss_type", f"expected one of {', '.join(REDUCTIONS)}, got {named}")
+    if level not in ("token", "sequence"):
+        recipe.wrong("trl.importance_sampling_level", f"expected token or sequence, got {level}")
+    clipless = named in ("cispo", "sapo")
+    if clipless and level == "sequence":
+        recipe.wrong("trl.importance_sampling_level", f"of {named} ratios are the token's; leave it out")
+    kind = named if clipless else "gspo" if level == "sequence" else "grpo"
+    recipe.put("loss.kind", kind, "trl.loss_type", "trl.importance_sampling_level")
+    recipe.put("loss.reduction", REDUCTIONS.get(named, "token"), "trl.loss_type")
+    if "trl.loss_type" not in recipe:
+        recipe.note("trl.loss_type", "dapo, TRL's default")
+    sampled = _against_the_sampler(recipe)
+    if recipe.updates > 1:
+        recipe.put("updates_per_batch", recipe.updates, "trl.num_iterations")
+    elif recipe["trl.num_iterations"] < 1:
+        recipe.wrong("trl.num_iterations", "it must be at least 1")
+    _clips(recipe, kind, recipe.updates > 1 or sampled)
+    whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
+    recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
+    _corrections(recipe, sampled=sampled)
+    if recipe["trl.mask_truncated_completions"]:
+        recipe.put("truncated", "mask", "trl.mask_truncated_completions")
+
+
+def _clips(recipe: AxolotlRecipe, kind: str, differ: bool) -> None:
+    """What epsilon and epsilon_high are to this loss; ``differ``: whether any ratio may be other than 1."""
+    low = recipe["trl.epsilon"]
+    high = recipe.get("trl.epsilon_high", low)
+    if kind == "cispo":
+        recipe.put("loss.cap", high, "trl.epsilon_high", "trl.epsilon")
+        if high < 1:
+            text = f"{high:g} is the largest weight of a token under cispo, as in TRL, so that even tokens of ratio 1"
+            recipe.note("trl.epsilon_high", f"{text} count {high:g} times; its authors take 5")
+    elif kind != "sapo" and differ:
+        recipe.put("loss.clip_low", low, "trl.epsilon")
+        recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
+        if kind == "grpo":
+            recipe.put("loss.dual_clip", None, "trl.epsilon")
+    read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
+    unclipped = "with num_iterations 1 every ratio to the step's own policy is 1"
+    why = f"{kind} does not clip" if kind in ("cispo", "sapo") else "" if differ else unclipped
+    for option in ("trl.epsilon", "trl.epsilon_high"):
+        if why and option in recipe and option != read:
+            recipe.nothing(option, why)
+
+
+def _weighed(recipe: AxolotlRecipe) -> bool:
+    """Whether corrections weigh how far the sampler was from the policy."""
+    return bool(recipe["trl.use_vllm"] and recipe[_CORRECTION])
+
+
+def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
+    """Whether ratios are to the logprobs that were sampled with.
+
+    Only they tell how old an answer is that is replayed, or that was sampled together with those of earlier steps.
+    """
+    recomputed, several = recipe["trl.replay_recompute_logps"], recipe.generated > 1
+    if several:
+        how = f"{recipe.generated} steps are sampled together, and ratios are to the sampler's logprobs"
+        recipe.note("trl.generation_batch_size", how)
+    if not recipe["trl.replay_buffer_size"]:
+        if not recomputed:
+            recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
+        return several
+    if recomputed and _weighed(recipe):
+        return several
+    why = "replayed answers are of an older policy, and no correction weighs that"
+    if not recomputed and _weighed(recipe):
+        recipe.note(
+            "trl.replay_recompute_logps", "ratios are to the sampler's logprobs, which are as old as the answer"
+        )
+    elif recomputed:
+        recipe.note("trl.replay_recompute_logps", f"ratios are to the sampler's logprobs: {why}")
+    return True
+
+
+def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
+    """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always.
+
+    Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
+    """
+    mode, threshold = "trl.vllm_importance_sampling_mode", "trl.off_policy_mask_threshold"
+    corrections: list[Json] = []
+    if _weighed(recipe):
+        default = "token_truncate" if recipe.asynchronous else "sequence_mask"
+        over, _, beyond = recipe.get(mode, default).partition("_")
+        if over not in ("token", "sequence") or beyond not in ("truncate", "mask"):
+            recipe.wrong(mode, "expected token_truncate, token_mask, sequence_truncate or sequence_mask")
+            return
+        low, high = _bounds(recipe)
+        if sampled and beyond == "truncate":
+            recipe.note(
+                mode, f"{over}_truncate is left out: ratios to the sampler, clipped by epsilon, hold its weights"
+            )
+        else:
+            bounds = {} if low is None else {"low": low}
+            corrections.append({"kind": over, "beyond": beyond, **bounds, "high": high})
+        if mode not in recipe:
+            whose = " of the asynchronous trainer" if recipe.asynchronous else ""
+            recipe.note(mode, f"{default} with cap {high:g}, its default{whose}")
+    if threshold in recipe:
+        corrections.append({"kind": "opsm", "threshold": recipe[threshold]})
+    if corrections:
+        recipe.put("corrections", corrections, mode, _CORRECTION, threshold)
+
+
+def _bounds(recipe: AxolotlRecipe) -> tuple[float | None, float]:
+    """Least and greatest weight; the greatest has an older and a newer name."""
+    cap, most, least = (f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
+    if cap in recipe and most in recipe:
+        recipe.wrong(cap, "vllm_importance_sampling_clip_max is its newer name; leave one of them out")
+    return recipe[least], recipe.get(most, recipe.get(cap, 3.0))
+
+
+def _ratio_corrected(recipe: AxolotlRecipe) -> bool:
+    """Whether the penalty has the ratio before it."""
+    return bool(recipe.get("trl.use_bias_correction_kl", not recipe.asynchronous))
+
+
+def _reference(recipe: AxolotlRecipe) -> None:
+    moves = recipe["trl.sync_ref_model"]
+    if not recipe["trl.beta"]:
+        for option in ("trl.sync_ref_model", "trl.use_bias_correction_kl"):
+            if recipe[option]:
+                recipe.wrong(option, "it needs a penalty: set trl.beta above 0, or leave it out")
+        return
+    recipe.put("reference.kind", "average" if moves else "start", "trl.sync_ref_model", "trl.beta")
+    recipe.put("reference.beta", recipe["trl.beta"], "trl.beta")
+    recipe.put("reference.ratio_corrected", _ratio_corrected(recipe), "trl.use_bias_correction_kl")
+    if moves:
+        every = recipe.per_step(recipe["trl.ref_model_sync_steps"])
+        recipe.put("reference.mixup", recipe["trl.ref_model_mixup_alpha"], "trl.ref_model_mixup_alpha")
+        recipe.put("reference.every", every, "trl.ref_model_sync_steps")
+
+
+def _differences(recipe: AxolotlRecipe) -> None:
+    """What is computed otherwise than in TRL on purpose, in a line each where it matters to this file."""
+    loss, masked = recipe["trl.loss_type"], "trl.mask_truncated_completions"
+    if narrow := [path for path, off in _NARROWING.items() if recipe.get(path, off[0]) not in off]:
+        why = "logprobs are those of the tokens that may be sampled; TRL's are of the whole vocabulary"
+        recipe.note(narrow[0], why)
+    if recipe[masked] and loss in ("grpo", "dr_grpo"):
+        why = f"with {loss} the loss is divided by the answers that are left; TRL counts the masked ones, too"
+        recipe.note(masked, why)
+    if recipe["trl.importance_sampling_level"] == "sequence" and recipe["trl.beta"] and _ratio_corrected(recipe):
+        why = "use_bias_correction_kl weighs each token's KL by its own ratio; TRL by the sequence's"
+        recipe.note("trl.importance_sampling_level", why)
+
+
+def _again(recipe: AxolotlRecipe) -> None:
+    """Groups that are trained again, tasks that come again, and groups that are not trained."""
+    if size := recipe["trl.replay_buffer_size"]:
+        recipe.put("replay.size", size, "trl.replay_buffer_size")
+        recipe.note("trl.replay_buffer_size", "groups are replayed for replay.max_age (8) steps at most")
+    start, most, skips = "trl.reroll_start_fraction", "trl.reroll_max_groups", "trl.skip_zero_advantage_batches"
+    if recipe[start] != 1:
+        recipe.copy(start, "reroll.start_fraction")
+        recipe.copy(most, "reroll.max_groups")
+    elif most in recipe:
+        recipe.nothing(most, "reroll_start_fraction is 1, so no task comes again")
+    recipe.put("zero_variance_groups", "drop" if recipe[skips] else "keep", skips)
+    if recipe[skips]:
+        recipe.note(skips, "groups of equal rewards are not trained; others are sampled instead")
+
+
+def _engine(recipe: AxolotlRecipe) -> None:
+    """What samples, how weights reach it, and how far it may be behind."""
+    vllm, mode = recipe["trl.use_vllm"], recipe["trl.vllm_mode"]
+    if mode not in ("server", "colocate"):
+        recipe.wrong("trl.vllm_mode", f"expected server or colocate, got {mode}")
+    if recipe.serving and (not vllm or mode == "colocate"):
+        why = "an engine is served alone with use_vllm: true and vllm_mode: server; this file's is no server"
+        recipe.wrong("trl.vllm_mode" if vllm else "trl.use_vllm", why)
+    recipe.put("engine.kind", "vllm" if vllm else "embedded", "trl.vllm_mode" if mode == "colocate" else "trl.use_vllm")
+    if vllm:
+        (_colocated if mode == "colocate" else _served)(recipe)
+    _context(recipe)
+    lag = _ahead(recipe) + (_every(recipe) - 1 if vllm and mode == "server" else 0)
+    if lag:
+        recipe.put("max_lag", lag, "trl.prefetch_depth", "trl.async_prefetch", "trl.vllm_sync_interval")
+
+
+def _served(recipe: AxolotlRecipe) -> None:
+    """An engine in a process of its own, by ``tandem serve engine``."""
+    if recipe.serving:
+        recipe.put("engine.host", recipe["vllm.host"], "vllm.host")
+        recipe.put("engine.port", recipe["vllm.port"], "vllm.port")
+        _started(recipe, 0.9)
+    else:
+        host = recipe["trl.vllm_server_host"]
+        url = f"http://{'127.0.0.1' if host in _ANYWHERE else host}:{recipe['trl.vllm_server_port']}"
+        recipe.put("engine.urls", [url], "trl.vllm_server_port", "trl.vllm_server_host")
+        recipe.put("engine.start_seconds", recipe["trl.vllm_server_timeout"], "trl.vllm_server_timeout")
+        recipe.note("vllm", f"the engine is expected at {url}; it is started by: tandem serve engine FILE")
+    lora, swaps = recipe["adapter"] == "lora", recipe["trl.vllm_lora_sync"]
+    if swaps and not lora:
+        recipe.wrong("trl.vllm_lora_sync", "it needs adapter: lora; leave it out")
+    recipe.put("sync.kind", "hotswap" if swaps and lora else "broadcast", "trl.vllm_lora_sync")
+    if "trl.vllm_sync_interval" in recipe:
+        recipe.put("sync.every", _every(recipe), "trl.vllm_sync_interval")
+
+
+def _colocated(recipe: AxolotlRecipe) -> None:
+    """An engine that the run starts on its own GPU, one copy of the weights."""
+    _started(recipe, 0.3)
+    recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
+    recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
+    several = any(recipe.get(f"vllm.{option}", 1) > 1 for option in ("tensor_parallel_size", "data_parallel_size"))
+    recipe.put("sync.kind", "broadcast" if several else "shared", "trl.vllm_mode")
+    if recipe["trl.vllm_enable_sleep_mode"] and several:
+        recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")
+    elif recipe["trl.vllm_enable_sleep_mode"]:
+        recipe.nothing("trl.vllm_enable_sleep_mode", "shared weights are one copy, so none is put to sleep")
+    if recipe["trl.vllm_lora_sync"]:
+        recipe.wrong("trl.vllm_lora_sync", "it needs vllm_mode: server, in Axolotl too; leave it out")
+
+
+def _started(recipe: AxolotlRecipe, share: float) -> None:
+    """Options of an engine that is started here; ``share`` is the default of its memory."""
+    recipe.put("engine.gpu_memory_utilization", share, "vllm.gpu_memory_utilization")
+    for option in _STARTED:
+        recipe.copy(f"vllm.{option}", f"engine.{option}")
+    if recipe["vllm.data_parallel_size"] > 1:
+        recipe.copy("vllm.data_parallel_size", "engine.replicas")
+
+
+def _context(recipe: AxolotlRecipe) -> None:
+    """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
+    named = ("vllm.max_model_len", "trl.vllm_max_model_len") if recipe["trl.use_vllm"] else ()
+    bounds = [path for path in named if path in recipe]
+    for path in bounds:
+        recipe.copy(path, "context")
+    if "sequence_len" in recipe:
+        whose = "max_model_len does" if bounds else "the model's own limit does, or with use_vllm vllm.max_model_len"
+        recipe.note("sequence_len", f"bounds no prompt and no answer, as in Axolotl: {whose}")
+
+
+def _every(recipe: AxolotlRecipe) -> int:
+    """Steps from one publish to the next."""
+    every: int = recipe["trl.vllm_sync_interval"]
+    if every < 1:
+        recipe.wrong("trl.vllm_sync_interval", "it must be at least 1")
+    return recipe.per_step(every)
+
+
+def _ahead(recipe: AxolotlRecipe) -> int:
+    """Steps by which generation is ahead of training."""
+    option, completions = "trl.generation_batch_size", recipe.completions
+    depth = recipe["trl.prefetch_depth"] if recipe["trl.async_prefetch"] else 0
+    if depth < 1 and recipe["trl.async_prefetch"]:
+        recipe.wrong("trl.prefetch_depth", "it must be at least 1")
+    batch, micro, size = recipe.get(option, completions), recipe["micro_batch_size"], recipe["trl.num_generations"]
+    if batch < 1 or batch % size or batch % micro:
+        why = f"{batch} is no multiple of both num_generations {size} and micro_batch_size {micro}"
+        recipe.wrong(option, why)
+    elif batch > completions and batch % completions:
+        recipe.wrong(option, f"{batch} is no multiple of the {completions} completions of a step")
+    elif batch < completions and recipe.updates > 1:
+        recipe.wrong(
+            option,
+            f"with {batch} of a step's {completions} completions and num_iterations {recipe.updates} a step would "
+            "train the same completions twice; leave it out",
+        )
+    elif batch < completions:
+        recipe.nothing(option, "all of a step is sampled by the same weights anyway")
+    return max(0, int(depth)) + recipe.generated - 1
+
+
+def _data(recipe: AxolotlRecipe) -> None:
+    """The environment."""
+    if not recipe["datasets"]:
+        recipe.problems.add(recipe.file.where, "missing 'datasets': a list of mappings with path and type")
     recipe.put("env.kind", ENV, "datasets")
     recipe.put("env.cfg", recipe.plain, "datasets")
-    if file.get("trl.rollout_func"):
+    if recipe["trl.rollout_func"]:
         recipe.put("env.kind", rollout.ENV, "trl.rollout_func")
         recipe.copy("trl.rollout_func", "env.rollout_func")
         template = recipe.tree.entries.get("chat_template")
         if template is not None:
             recipe.put("env.chat_template", plain(template), "chat_template")
-    for entry in [*file.get("datasets", []), *file.get("test_datasets", [])]:
+    for entry in [*recipe["datasets"], *recipe["test_datasets"]]:
         if isinstance(entry, dict) and entry.get("name") and Path(str(entry.get("path"))).exists():
-            file.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")
+            recipe.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")
+
+
+def _saved(recipe: AxolotlRecipe, steps: int) -> None:
+    """What is evaluated and saved."""
     evaluated = recipe.every("eval_steps", "evals_per_epoch", steps)
-    saved = recipe.every("save_steps", "saves_per_epoch", steps)
-    if not (file.get("val_set_size") or file.get("test_datasets")):
+    if not (recipe["val_set_size"] or recipe["test_datasets"]):
         recipe.put("evaluate.tasks", 0, "val_set_size")
         if evaluated:
-            by = "evals_per_epoch" if file.get("evals_per_epoch") else "eval_steps"
-            file.note(by, "changes nothing: val_set_size and test_datasets hold no rows out")
+            by = "evals_per_epoch" if recipe["evals_per_epoch"] else "eval_steps"
+            recipe.nothing(by, "val_set_size and test_datasets hold no rows out")
     elif evaluated:
         recipe.put("evaluate.every", evaluated, "eval_steps")
-    if saved:
+    if saved := recipe.every("save_steps", "saves_per_epoch", steps):
         recipe.put("checkpoint.every", saved, "save_steps")
-    recipe.copy("save_total_limit", "checkpoint.keep")
-    recipe.copy("trl.reward_num_workers", "grading.workers")
-    recipe.copy("seed", "seed")
-    recipe.copy("wandb_name", "name")
-    recipe.put("runs", file.get("output_dir", "model-out"), "output_dir")
-    logs.put(recipe, steps)
+
+
+def _shown(recipe: AxolotlRecipe, steps: int) -> None:
+    """Answers that are printed, as often as TRL logs."""
+    shown, count = "trl.log_completions", "trl.num_completions_to_print"
+    every = recipe.every("logging_steps", "", steps)
+    if recipe[shown]:
+        recipe.put("print_completions.every", max(1, every), "logging_steps", shown)
+        recipe.put("print_completions.count", recipe[count], count, shown)
+        return
+    if shown in recipe:
+        recipe.put("print_completions.every", 0, shown)
+    if recipe["logging_steps"] != 1:
+        recipe.nothing("logging_steps", "every step is logged")
+
+
+def _loggers(recipe: AxolotlRecipe) -> None:
+    """Where numbers go."""
+    loggers: list[Json] = ["console"]
+    if (recipe["use_wandb"] or recipe["wandb_project"]) and recipe["wandb_mode"] != "disabled":
+        named = {key: recipe[f"wandb_{key}"] for key in ("project", "entity", "mode")}
+        loggers.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
+    if recipe["use_tensorboard"]:
+        loggers.append("tensorboard")
+    if recipe["use_trackio"]:
+        named = {"project": recipe["trackio_project_name"], "space": recipe["trackio_space_id"]}
+        loggers.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
+    if len(loggers) > 1:
+        recipe.put("loggers", loggers, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")
