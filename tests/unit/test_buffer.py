@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from feeding import Kind, Mixture, Trainer, always_good, ids, makeup, mixed, rollout, run, tasks, trained
+from buffering import Kind, Mixture, Trainer, always_good, ids, makeup, mixed, rollout, run, tasks, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from feeding import Trainer, ids
-from feeding import run as limited
+from buffering import Trainer, ids
+from buffering import run as limited
 
 from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
 from tandem.rollout.data_state import DataState
@@ -86,8 +86,7 @@ class Scene:
             pack=self.pack,  # type: ignore[arg-type]
             step=self,  # type: ignore[arg-type]
             checkpoints=self,  # type: ignore[arg-type]
-            evaluate=self.evaluate,
-            evaluates=self.evaluates,
+            evaluator=SimpleNamespace(maybe=self.evaluate, wants=self.evaluates),  # type: ignore[arg-type]
             telemetry=self,  # type: ignore[arg-type]
             records=self.records,
             show=lambda step, groups: None,

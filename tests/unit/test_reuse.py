@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from feeding import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trained
+from buffering import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -36,6 +36,7 @@ from tandem.observability.watchdog import deadline_in
 from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import Batch, RolloutSource
 from tandem.trainer.checkpoint import Checkpoints
+from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
@@ -45,45 +46,43 @@ from tandem.weight_sync.base import Commit, Published, WeightSyncSession
 T = TypeVar("T")
 
 NUM_RECENT = 4
-"""Rollouts of a step about which an engine is asked where its proof is in doubt."""
+"""Rollouts of a step that are scored on the engine where its verification is in doubt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The live parts of one run, as ``assemble.py`` puts them together; one field for each, so more than fifteen."""
+    """The live parts of one run, as ``assemble.py`` puts them together."""
 
     steps: int
     """Optimizer steps of the whole run."""
     policy: Policy
-    """What is trained."""
+    """The model that is trained."""
     weight_sync: WeightSyncSession
-    """How the engine gets the policy's weights; bound to both."""
+    """Publishes the policy's weights to the engine; bound to both."""
     source: RolloutSource
-    """Groups, in order of admission."""
+    """Batches of groups, in order of admission."""
     pack: Packer
     """Groups to micro-batches."""
     step: Step
     """Gradient and update."""
     checkpoints: Checkpoints
-    """What survives."""
-    evaluate: Callable[[int], Awaitable[None]]
-    """Looks at held-out tasks if this step is due."""
-    evaluates: Callable[[int], bool]
-    """Whether it is."""
+    """Saves the trainer state."""
+    evaluator: Evaluator
+    """Held-out tasks, and the steps at which they are evaluated."""
     telemetry: Telemetry
-    """Where numbers go."""
+    """Metrics, events and rollout records."""
     records: Callable[[int, StepBatch, StepStats], Iterable[Mapping[str, Json]]]
-    """Rollout records of a step, for people, each made when it is asked for."""
+    """Rollout records of a step, each made on iteration."""
     show: Callable[[int, Sequence[Group]], None]
-    """Told each step's groups, for people to see some of their answers."""
+    """Prints some answers of each step's groups."""
     stop: asyncio.Event
-    """Set to end after what is under way, with everything saved."""
+    """Set to end the run in order, with everything saved."""
     reached: Callable[[int], None]
-    """Told each step that training has reached."""
+    """Called with each step that training has reached; lag is measured from it."""
     grading: Callable[[], Mapping[str, Value]]
-    """What the graders counted since the last call."""
+    """Metrics of the graders since the last call."""
     lag_control: LagControl
-    """How far sampling is ahead, and who waits for whom."""
+    """How far sampling may be ahead."""
 
 
 async def train(run: RunParts, state: TrainerState) -> TrainerState:
@@ -92,7 +91,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
         weight_sync = await stack.enter_async_context(run.weight_sync.open(state.version))
         # Before anything is sampled for training: a resumed run may have this evaluation behind it, and its first
         # groups must not be sampled in other company than theirs for that.
-        await _unless_stopped(run, run.evaluate(state.step))
+        await _unless_stopped(run, run.evaluator.maybe(state.step))
         buffer = await _unless_stopped(run, stack.enter_async_context(run.source.open(state.data_state)))
         if buffer is None:  # it waited for a broker
             await run.checkpoints.save(state)
@@ -105,7 +104,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             if batch is None:
                 break
             # What is evaluated has the engine to itself: then the next groups are requested after it.
-            evaluates = step == run.steps or run.evaluates(step)
+            evaluates = step == run.steps or run.evaluator.wants(step)
             release = None if evaluates else batch.release
             await weight_sync.sleep()
             with trace.span("seconds/pack"):
@@ -126,7 +125,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             if run.checkpoints.due(step):
                 await _save(run, buffer, rollouts, state)
             if evaluates:
-                await _unless_stopped(run, run.evaluate(state.step))
+                await _unless_stopped(run, run.evaluator.maybe(state.step))
                 batch.release()
         if run.stop.is_set():
             # What was sampled since the last step is kept too.
