@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: its libraries ask for a minute, aloud, before they say it cannot."""
+"""Reachability of the Hugging Face hub, whose libraries retry for a minute before they give up."""
 
 from __future__ import annotations
 

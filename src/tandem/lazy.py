@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """Stands for a module until an attribute of it is asked for."""
+        """Stands for a module until an attribute of it is read."""
 
         def __init__(self, name: str):
             self._name = name

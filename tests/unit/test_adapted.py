@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.model import compilation
-from tandem.model.checkpointing import recomputed
+from tandem.model.layers import recomputed
 from tandem.trainable import _adapted
 from tandem.trainable.lora import Lora
 

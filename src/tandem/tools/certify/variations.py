@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from tandem.model import layers
-from tandem.model.checkpointing import Checkpointing
+from tandem.model.layers import Checkpointing
 from tandem.tools.certify.gradients import CertifiedPolicy, Gradient
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.types import Group
