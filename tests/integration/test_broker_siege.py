@@ -35,7 +35,7 @@ from tandem.broker.server.serving import listening
 log = logging.getLogger(__name__)
 pytestmark = pytest.mark.long
 
-TRAINER, HONEST, STRANGER = ({"Authorization": f"Bearer {key}"} for key in ("trainable", "plays", "strange"))
+TRAINER, HONEST, STRANGER = ({"Authorization": f"Bearer {key}"} for key in ("trains", "plays", "strange"))
 HANG_SECONDS = 5.0
 """The longest that anybody may wait for an answer."""
 BEAT_SECONDS = 0.05
@@ -66,7 +66,7 @@ class Siege:
 
     def start(self) -> None:
         """Start it, at the port it had before."""
-        variables = {"TANDEM_BROKER_KEY": "trainable", "TANDEM_BROKER_ENV_KEY": "plays,strange"}
+        variables = {"TANDEM_BROKER_KEY": "trains", "TANDEM_BROKER_ENV_KEY": "plays,strange"}
         command = [sys.executable, "-m", "tandem", "serve", "broker", "--port", self.url.rpartition(":")[2]]
         command += ["--data", str(self.folder / "data"), "--max-body", str(FEW_MIB)]
         with (self.folder / "said").open("ab") as said:

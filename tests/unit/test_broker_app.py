@@ -279,7 +279,7 @@ def test_keys() -> None:
         paths = {(r.method, r.resource.canonical) for r in client.broker.application().router.routes() if r.resource}
         assert paths == {tuple(call.split()) for calls in ROUTES.values() for call in calls}
 
-    play(scene, keys=Keys(trainer="trainable", environments="plays"))
+    play(scene, keys=Keys(trainer="trains", environments="plays"))
 
 
 def test_one_key_is_for_both_and_environments_alone_cannot_have_one() -> None:
@@ -288,7 +288,7 @@ def test_one_key_is_for_both_and_environments_alone_cannot_have_one() -> None:
         assert (await client.get("/info", Authorization="Bearer trains")).status == 200
         assert (await client.get("/info", Authorization="Bearer ")).status == 401
 
-    play(scene, keys=Keys(trainer="trainable"))
+    play(scene, keys=Keys(trainer="trains"))
     with pytest.raises(ValueError, match="set both"):
         Keys(environments="plays")
 

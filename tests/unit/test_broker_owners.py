@@ -14,8 +14,8 @@ from tandem.broker.queue.records import EnvSpec, Options, Run
 from tandem.broker.queue.store import Store
 from tandem.broker.server.keys import Keys
 
-KEYS = Keys(trainer="trainable", environments="alice, bob")
-ALICE, BOB, TRAINER = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob", "trainable"))
+KEYS = Keys(trainer="trains", environments="alice, bob")
+ALICE, BOB, TRAINER = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob", "trains"))
 
 
 async def begun(client: Client) -> None:
