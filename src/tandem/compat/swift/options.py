@@ -5,7 +5,7 @@ Where the text of an argument's ``becomes`` says what it is in a recipe, ``rules
 
 from __future__ import annotations
 
-from tandem.compat.table import ForeignOption, becomes, idle, refused
+from tandem.compat.table import ForeignOption, becomes, copied, idle, refused
 
 _ONE = "the trainer is one process; memory: fit, micro_batch_tokens and offload_optimizer lower its memory"
 _READ = "the model's folder says so"
@@ -20,25 +20,25 @@ _RESUME = "to go on with a run: tandem train RUN"
 _SWANLAB = "numbers go to metrics.jsonl of the run's folder, and to wandb, trackio or tensorboard where named"
 
 ENGINE: tuple[ForeignOption, ...] = (
-    becomes("vllm_gpu_memory_utilization", "number", "engine.gpu_memory_utilization", None, "gpu_memory_utilization",
+    copied("vllm_gpu_memory_utilization", "number", "engine.gpu_memory_utilization", None, "gpu_memory_utilization",
         where="colocate"),
-    becomes("vllm_tensor_parallel_size", "whole", "engine.tensor_parallel_size", 1, "tensor_parallel_size",
+    copied("vllm_tensor_parallel_size", "whole", "engine.tensor_parallel_size", 1, "tensor_parallel_size",
         where="colocate"),
-    becomes("vllm_max_model_len", "whole", "engine.max_model_len", None, "max_model_len", where="colocate"),
-    becomes("vllm_max_num_seqs", "whole", "engine.max_num_seqs", 256, "max_num_seqs", where="colocate"),
-    becomes("vllm_enforce_eager", "truth", "engine.enforce_eager", False, "enforce_eager", where="colocate"),
-    becomes("vllm_limit_mm_per_prompt", "mapping", "engine.limit_mm_per_prompt", None, "limit_mm_per_prompt",
+    copied("vllm_max_model_len", "whole", "engine.max_model_len", None, "max_model_len", where="colocate"),
+    copied("vllm_max_num_seqs", "whole", "engine.max_num_seqs", 256, "max_num_seqs", where="colocate"),
+    copied("vllm_enforce_eager", "truth", "engine.enforce_eager", False, "enforce_eager", where="colocate"),
+    copied("vllm_limit_mm_per_prompt", "mapping", "engine.limit_mm_per_prompt", None, "limit_mm_per_prompt",
         where="colocate"),
-    becomes("vllm_enable_prefix_caching", "truth", "engine.enable_prefix_caching", True, "enable_prefix_caching",
+    copied("vllm_enable_prefix_caching", "truth", "engine.enable_prefix_caching", True, "enable_prefix_caching",
         where="colocate"),
     becomes("vllm_enable_lora", "truth", "trainable.merged: false, so that the adapter travels and not the sum", False,
         where="vllm"),
     becomes("vllm_engine_kwargs", "mapping", "engine.args", None, where="colocate"),
-    becomes("vllm_disable_custom_all_reduce", "truth", "engine.args.disable_custom_all_reduce", False,
+    copied("vllm_disable_custom_all_reduce", "truth", "engine.args.disable_custom_all_reduce", False,
         "disable_custom_all_reduce", where="colocate"),
-    becomes("vllm_disable_cascade_attn", "truth", "engine.args.disable_cascade_attn", False, where="colocate"),
-    becomes("vllm_enable_expert_parallel", "truth", "engine.args.enable_expert_parallel", False, where="colocate"),
-    becomes("vllm_max_logprobs", "whole", "engine.args.max_logprobs", None, "max_logprobs", where="colocate"),
+    copied("vllm_disable_cascade_attn", "truth", "engine.args.disable_cascade_attn", False, where="colocate"),
+    copied("vllm_enable_expert_parallel", "truth", "engine.args.enable_expert_parallel", False, where="colocate"),
+    copied("vllm_max_logprobs", "whole", "engine.args.max_logprobs", None, "max_logprobs", where="colocate"),
     refused("vllm_pipeline_parallel_size", "whole", "an engine is split by tensor_parallel_size alone", 1),
     refused("vllm_quantization", "text", _QUANTISED + ", and the engine samples from them"),
     refused("vllm_speculative_config", "text", "its drafts are not versioned with the policy"),

@@ -8,20 +8,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tandem.compat.launchers import several
-from tandem.compat.swift.parts import datasets, engine, rewards, rows
-from tandem.compat.swift.running import (
+from tandem.compat.swift.parts import (
     OPTIMIZERS,
     SCHEDULES,
     checkpoint,
+    datasets,
+    engine,
     evaluated,
     folder,
     loggers,
     optimizer,
     per_step,
+    rewards,
+    rows,
     trained,
 )
-from tandem.compat.table import Reader
+from tandem.compat.table import Reader, several_trainers
 from tandem.types import Json
 
 _REDUCTIONS = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
@@ -233,7 +235,7 @@ class SwiftRecipe:
 
     def _check_batch(self) -> None:
         given = self.given
-        for variable, message in several(self.environ):
+        for variable, message in several_trainers(self.environ):
             given.problems.add(variable, message)
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
