@@ -36,7 +36,7 @@ import _models
 import torch
 from _step_profile import measured
 
-from tandem.engines.vllm.scheduler import ASKED
+from tandem.engines.vllm.speedups import ASKED
 
 PROMPT = 96
 SIBLINGS = 8
@@ -182,7 +182,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
             max_model_len=PROMPT + args.tokens,
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
-            scheduler_cls="tandem.engines.vllm.scheduler.scheduler",
+            scheduler_cls="tandem.engines.vllm.speedups.scheduler",
             worker_extension_cls="tandem.engines.vllm.worker.extension.WorkerExtension",
             **here | args.engine_args,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engines.vllm.server.pausing import PROBE_TOKENS
+from tandem.engines.vllm.speedups import PROBE_TOKENS
 
 LIMIT = 64
 """Context of the fake."""

@@ -11,10 +11,9 @@ import pytest
 from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal
-from tandem.engines.vllm.scheduler import ASKED
 from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, PartialCompletion, RequestRecord, Stopped
-from tandem.engines.vllm.server.pausing import AT_ONCE
 from tandem.engines.vllm.server.routes import probe as question
+from tandem.engines.vllm.speedups import ASKED, AT_ONCE, SWITCH
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
@@ -444,6 +443,22 @@ def test_the_public_pause_and_the_quick_one_are_the_same(
         await front.set_version(2, "d")
         await front.resume()
         assert steps(front, await task) == [1, 1]
+
+    run(body)
+
+
+def test_without_speedups_an_engine_is_paused_by_vllms_public_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+
+    async def quick(**_: Any) -> None:
+        raise AssertionError("an internal of vLLM")
+
+    async def body(front: Frontend, client: FakeClient) -> None:
+        client.engine_core = SimpleNamespace(pause_scheduler_async=quick)  # type: ignore[attr-defined]
+        client.output_processor = SimpleNamespace(request_states={})  # type: ignore[attr-defined]
+        await publish(front, client, 1)
+        assert not front._scheduler.counting
+        assert not front._room.takes([1], 1)
 
     run(body)
 

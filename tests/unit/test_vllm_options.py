@@ -18,14 +18,14 @@ from tandem.config import loading as config
 from tandem.engines.base import EngineRequirements
 from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
-from tandem.engines.vllm.server.pausing import AT_ONCE, FEW
 from tandem.engines.vllm.spec import LAST_PORT, RANKS, Vllm
+from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
 from tandem.errors import ConfigError
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer import assemble as run
 
-SCHEDULER = "tandem.engines.vllm.scheduler.scheduler"
+SCHEDULER = "tandem.engines.vllm.speedups.scheduler"
 THERE = "echo warning; echo True"
 """What an interpreter that has vLLM does when it is asked."""
 
@@ -182,6 +182,15 @@ def test_the_interpreter_is_asked_as_the_engine_would_be_started(
 def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python is not set.*has no vLLM; let engine\.python name one"):
         Vllm().check(trainable=Full(), folder=tmp_path)
+
+
+@pytest.mark.parametrize(("on", "told"), [(True, None), (False, "0")])
+def test_an_engine_is_told_to_leave_vllms_internals_alone(
+    on: bool, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    needs = EngineRequirements(model="m", dtype="float32")
+    assert Vllm(speedups=on)._environment(needs, tmp_path, 0, "").get(SWITCH) == told
 
 
 def test_an_adapter_that_is_too_large_is_refused(tmp_path: Path) -> None:

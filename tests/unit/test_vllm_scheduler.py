@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engines.vllm import scheduler as _vllm_scheduler
-from tandem.engines.vllm.scheduler import ASKED, FIELDS, PIECE, scheduler
+from tandem.engines.vllm import speedups
+from tandem.engines.vllm.speedups import ASKED, FIELDS, PIECE, scheduler
 
 INSTALLED = sorted((Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/v1"))
 """vLLM's own files, which nothing of this environment can import."""
@@ -133,7 +133,7 @@ def make(monkeypatch: pytest.MonkeyPatch, lists: type) -> Any:
 class Config:
     """vLLM's: without a name it chooses for itself."""
 
-    scheduler_cls: str | None = "tandem.engines.vllm.scheduler.scheduler"
+    scheduler_cls: str | None = "tandem.engines.vllm.speedups.scheduler"
 
     def get_scheduler_cls(self) -> Any:
         assert self.scheduler_cls is None
@@ -167,7 +167,7 @@ def lengths(parts: Sequence[Any]) -> list[int]:
 
 def test_vllms_own_choice_is_what_comes_after_ours(made: Any) -> None:
     assert isinstance(made, Scheduler)
-    assert isinstance(made, _vllm_scheduler.Pieces)
+    assert isinstance(made, speedups.Pieces)
     assert made.config.scheduler_config.scheduler_cls == Config.scheduler_cls, "vLLM's own record is left as it was"
 
 
@@ -176,6 +176,11 @@ def test_where_logprobs_are_handed_over_in_another_way_nothing_is_changed(monkey
         logprobs: Any
 
     assert type(make(monkeypatch, Other)) is Scheduler
+
+
+def test_without_speedups_vllms_own_scheduler_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(speedups.SWITCH, "0")
+    assert type(make(monkeypatch, LogprobsLists)) is Scheduler
 
 
 def test_a_piece_leaves_when_it_is_full_and_the_last_with_the_end(made: Any) -> None:

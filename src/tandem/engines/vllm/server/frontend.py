@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
-from tandem.engines.vllm.scheduler import ASKED as IN_PIECES
-from tandem.engines.vllm.server.pausing import PrefillRoom, Scheduler
 from tandem.engines.vllm.server.places import PROBES, Places
+from tandem.engines.vllm.speedups import ASKED as IN_PIECES
+from tandem.engines.vllm.speedups import PrefillRoom, Scheduler
 
 
 @dataclass(slots=True)

@@ -1,13 +1,20 @@
-"""The engine's scheduler (``--scheduler-cls``): the logprobs of an answer leave its process in pieces of many tokens.
+"""What reaches into vLLM's internals for speed: logprobs in pieces, quick pauses, prompts handed in while paused.
 
-vLLM hands over a token's logprob as three arrays of one number each. To encode them takes the process that samples
-forty times as long as the token itself, under the lock that the next forward pass needs to be launched, and the HTTP
-process as long again to read them. Who waits for a whole answer needs none of it before its end.
+All of it is optional: ``engine.speedups: false`` uses vLLM's public methods alone, as does a release in which an
+internal is not where it is known to be. ``benchmarks/decoding.py`` measures the logprobs and ``benchmarks/sync.py`` the
+pauses; docs/design/performance.md has the figures.
+
+Logprobs in pieces (``--scheduler-cls``): vLLM hands over a token's logprob as three arrays of one number each. To
+encode them takes the process that samples forty times as long as the token itself, under the lock that the next forward
+pass needs to be launched, and the HTTP process as long again to read them. A request for a whole answer needs none of
+it before its end, so logprobs leave the process in pieces of many tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +22,8 @@ import numpy as np
 
 from tandem.engines.vllm.server.watch import end_with_parent
 
+SWITCH = "TANDEM_SPEEDUPS"
+"""Environment variable of the engine: 0 goes without all of this."""
 ASKED = "tandem_pieces"
 """In a request's ``extra_args``: it is answered whole, so its logprobs may come in pieces."""
 PIECE = 32
@@ -22,6 +31,11 @@ PIECE = 32
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 """Of vLLM's ``LogprobsLists``, as far as they are known here; the last says where each request's rows begin, and is
 None where each has one row, or all rows are of one request."""
+
+
+def enabled() -> bool:
+    """Whether vLLM's internals may be used."""
+    return os.environ.get(SWITCH) != "0"
 
 
 def scheduler(**given: Any) -> Any:
@@ -32,7 +46,7 @@ def scheduler(**given: Any) -> Any:
     config = copy.copy(given["vllm_config"].scheduler_config)
     config.scheduler_cls = None
     chosen = config.get_scheduler_cls()
-    known = getattr(LogprobsLists, "_fields", None) == FIELDS
+    known = enabled() and getattr(LogprobsLists, "_fields", None) == FIELDS
     return (type("Scheduler", (Pieces, chosen), {}) if known else chosen)(**given)
 
 
@@ -169,3 +183,113 @@ def joined(one: Any, other: Any) -> Any:
     width = min(one.logprobs.shape[1], other.logprobs.shape[1])
     ids, logprobs = (np.concatenate([getattr(part, name)[:, :width] for part in (one, other)]) for name in FIELDS[:2])
     return type(one)(ids, logprobs, np.concatenate([one.sampled_token_ranks, other.sampled_token_ranks]), None)
+
+
+AT_ONCE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+"""vLLM's variable: of how many requests the tokens of a forward pass are filed in one turn of the event loop."""
+FEW = 8
+"""The same, so that answers which end together are on their way one after another, and not all behind the last."""
+SETTLE = 20
+"""Turns of the event loop in which tokens that were filed reach whoever asked for them."""
+PROBE_TOKENS = 1024
+"""Of a forward pass, kept for a probe: three times its text, or a block of the cache and one token."""
+
+
+class PrefillRoom:
+    """Prompts that are handed in while nothing is sampled, no more than one forward pass reads beside a probe.
+
+    So they are all read by the first pass, and the probe that is handed in last is not kept waiting.
+
+    Args:
+        tokens: that there is room for.
+        block: unit of the prefix cache, beyond which a prompt that was read costs nothing; None where there is none.
+    """
+
+    def __init__(self, tokens: int = 0, block: int | None = None):
+        self.requests = 0
+        """Handed in."""
+        self._tokens, self._block = tokens, block
+        self._read: set[tuple[int, ...]] = set()
+
+    def takes(self, prompt: Sequence[int], answers: int) -> bool:
+        """Hand a request in, if there is room for it."""
+        again = len(prompt) if self._block is None else min(self._block, len(prompt))
+        key = tuple(prompt)
+        cost = again * answers if key in self._read else len(prompt) + again * (answers - 1)
+        if cost > self._tokens:
+            return False
+        self._tokens -= cost
+        self._read.add(key)
+        self.requests += 1
+        return True
+
+
+class Scheduler:
+    """Of vLLM's asynchronous engine (``AsyncLLM``), of which only public methods are used but three.
+
+    The three, each with a public way to fall back on: ``engine_core.pause_scheduler_async``, because the public
+    ``pause_generation`` sleeps 20 ms after the work is done, and then keeps back what is asked; ``outputs_queue``
+    of the same, to see that every token sampled before a pause has been handed out; and
+    ``output_processor.request_states``, which counts the tokens of requests in flight, so that they need not be handed
+    over one by one.
+    """
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    @property
+    def _core(self) -> Any:
+        return getattr(self._client, "engine_core", None)
+
+    @property
+    def _quick(self) -> Any:
+        return getattr(self._core, "pause_scheduler_async", None) if enabled() else None
+
+    async def halt(self) -> None:
+        """Return once nothing is sampled, and whoever waits for tokens has got those that were."""
+        await (self._quick or self._client.pause_generation)(mode="keep", clear_cache=False)
+        queue = getattr(self._core, "outputs_queue", None)
+        while queue is not None and not queue.empty():
+            await asyncio.sleep(0)
+        for _ in range(SETTLE + self._turns):
+            await asyncio.sleep(0)
+
+    @property
+    def _turns(self) -> int:
+        """Of the event loop, in which the tokens of one forward pass are filed."""
+        at_once = int(os.environ.get(AT_ONCE) or 128)
+        return -(-int(self._client.vllm_config.scheduler_config.max_num_seqs) // at_once)
+
+    def room(self) -> PrefillRoom:
+        """What it may be given while it stands still; call it when it does, with nothing in flight."""
+        config = self._client.vllm_config
+        if (
+            self._quick is None  # the public pause keeps them back itself
+            or config.lora_config is not None  # the adapter that comes is not known yet
+            or getattr(config.model_config, "enable_sleep_mode", False)  # nothing may be in flight then
+            or getattr(config.parallel_config, "data_parallel_size", 1) > 1  # a request sets all replicas going
+        ):
+            return PrefillRoom()
+        cached = config.cache_config.enable_prefix_caching
+        batched = config.scheduler_config.max_num_batched_tokens
+        return PrefillRoom(batched - PROBE_TOKENS, config.cache_config.block_size if cached else None)
+
+    async def go_on(self) -> None:
+        """Sample again."""
+        await self._client.resume_generation()
+
+    @property
+    def counting(self) -> bool:
+        """vLLM's own record of requests in flight counts their tokens, and is where it is known to be."""
+        return self._states is not None
+
+    def counts(self) -> Iterator[tuple[str, int, int]]:
+        """Of each answer in flight: the key of its request, its number there and its tokens so far."""
+        for state in (self._states or {}).values():
+            owner = getattr(state, "parent_req", None) or state
+            yield owner.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
+
+    @property
+    def _states(self) -> Mapping[str, Any] | None:
+        states = getattr(getattr(self._client, "output_processor", None), "request_states", None)
+        return states if enabled() and isinstance(states, Mapping) else None
