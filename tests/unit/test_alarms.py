@@ -103,9 +103,9 @@ def test_what_lasts_is_told_again_ever_more_rarely() -> None:
     found = Finding(seen="1", means="m.", change="c.")
     episode, told = _Episode(), []
     for step in range(1, 1000):
-        told += [step] if watch._told(ALARMS[1], episode, found, step) else []
+        told += [step] if watch._notice(ALARMS[1], episode, found, step) else []
     assert told == [3, 103, 303, 703]
-    over = [watch._told(ALARMS[1], episode, None, step) for step in range(1000, 1010)]
+    over = [watch._notice(ALARMS[1], episode, None, step) for step in range(1000, 1010)]
     assert [notice is not None for notice in over] == [False] * 9 + [True]
 
 
@@ -166,6 +166,6 @@ def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
     found = Finding(seen="s", means="m", change="c")
     watch, episode, raised = AlarmWatch({}), _Episode(), 0
     for step in range(1, 801):
-        notice = watch._told(ALARMS[1], episode, found if step // 20 % 2 else None, step)
+        notice = watch._notice(ALARMS[1], episode, found if step // 20 % 2 else None, step)
         raised += notice is not None and notice.finding is not None
     assert raised == 5  # at steps 20, 60 and, as it goes on, three times more; before, in each of 20 episodes

@@ -194,7 +194,7 @@ def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_pa
     lines += ["loggers: []", "evaluate: {tasks: 0}", "zero_variance_groups: keep"]
     file.write_text("\n".join(lines))
     loaded = load(file, ["steps=1"])
-    folder = asyncio.run(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
+    folder = asyncio.run(run.train(loaded.config, resume=None, given=frozenset(loaded.places)))
     saved = load(folder / "config.yaml").config
     assert saved.memory == "check"
     assert saved.micro_batch_tokens != RunConfig.micro_batch_tokens

@@ -214,7 +214,7 @@ def test_a_chain_goes_by_what_a_wait_is_within_and_then_by_names() -> None:
             links = ["trainer", "rollouts", "rollouts group 3", "environment e", "engine http://a"]
             assert waits.parties(last) == links
             assert waits.parties(first) == links
-            assert last.told().endswith("who waits for whom: " + " <- ".join(links))
+            assert last.sentence().endswith("who waits for whom: " + " <- ".join(links))
             task.cancel()
 
     asyncio.run(run())

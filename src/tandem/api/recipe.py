@@ -73,7 +73,7 @@ class Recipe:
             config=loaded.config,
             written=loaded.options,
             notes=loaded.notes,
-            set_options=frozenset(loaded.given),
+            set_options=frozenset(loaded.places),
         )
 
     @property

@@ -214,11 +214,11 @@ def evaluate(
     return run_to_end(run.evaluate(config, weights=weights))
 
 
-def _trained(config: RunConfig, resume: Path | None, given: Collection[str], on_step: OnStep | None) -> Run:
+def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str], on_step: OnStep | None) -> Run:
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     stop = asyncio.Event()
-    return Run(run_to_end(run.train(config, resume=resume, given=given, on_step=on_step, stop=stop), stop))
+    return Run(run_to_end(run.train(config, resume=resume, given=set_options, on_step=on_step, stop=stop), stop))
 
 
 class MetricsTable(Sequence[dict[str, float]]):

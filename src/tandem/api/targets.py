@@ -32,12 +32,12 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """
     recipe = recipe_of(folder)
     within = {f"sync.{name}" for name in RESUMABLE_SYNC}
-    for given in overrides:
-        name = given.partition("=")[0]
+    for override in overrides:
+        name = override.partition("=")[0]
         option = name.partition(".")[0]
         if option not in RESUMABLE and name not in within:
             raise ConfigError(
-                f"command line: {given}: a resumed run keeps its {option!r}, for it would be another run; "
+                f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
                 f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
                 f"{recipe})"
             )
@@ -48,7 +48,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"with; start a run anew from {recipe}"
         )
     newest = max(digests.steps_in(folder / "checkpoints"), default=0)
-    if config.steps < newest and any(given.partition("=")[0] == "steps" for given in overrides):
+    if config.steps < newest and any(override.partition("=")[0] == "steps" for override in overrides):
         raise ConfigError(
             f"command line: steps={config.steps}: {folder} is at step {newest} already, and steps are those of the "
             f"whole run: name at least {newest}, or take an earlier checkpoint out of it with tandem export --step"
@@ -68,13 +68,13 @@ def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
         CheckpointError: there is none.
     """
     checkpoints = run / "checkpoints"
-    found = digests.steps_in(checkpoints)
-    if not found:
+    steps = digests.steps_in(checkpoints)
+    if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet; one is written every {config.checkpoint.every} steps")
-    if step is not None and step not in found:
-        kept = ", ".join(str(number) for number in sorted(found))
+    if step is not None and step not in steps:
+        kept = ", ".join(str(number) for number in sorted(steps))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
-    folder = found[max(found) if step is None else step] / config.trainable.folder_name
+    folder = steps[max(steps) if step is None else step] / config.trainable.folder_name
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is missing; the checkpoint is damaged, choose another with --step")
     return folder
@@ -125,5 +125,5 @@ def _to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tu
 def _runs_nearby(folder: Path) -> str:
     """Run folders beside or inside what was given."""
     places = (folder, folder.parent, Path("runs"))
-    found = {str(config.parent): None for place in places for config in sorted(place.glob("*/config.yaml"))}
-    return f"; runs: {', '.join(list(found)[-8:])}" if found else ""
+    runs = {str(config.parent): None for place in places for config in sorted(place.glob("*/config.yaml"))}
+    return f"; runs: {', '.join(list(runs)[-8:])}" if runs else ""

@@ -226,12 +226,12 @@ class Producer:
         seconds, worker = self.pace.group_seconds, f"tandem work {self.client.spec.desired_name}"
         async with waits.waiting(worker, "a whole group", on=f"rollouts group {name}") as wait:
             # While those that it waits for are there, so before it is cancelled.
-            telling = asyncio.get_running_loop().call_later(seconds, wait.told)
+            telling = asyncio.get_running_loop().call_later(seconds, wait.sentence)
             try:
                 async with asyncio.timeout(seconds):
                     return await self.worker.run(task, id=name, index=draw, size=self._size, sampling=self.sampling)
             except TimeoutError as error:
-                raise Deadline(f"{wait.told()}; group_seconds is {seconds:g}", on=wait.on) from error
+                raise Deadline(f"{wait.sentence()}; group_seconds is {seconds:g}", on=wait.on) from error
             finally:
                 telling.cancel()
 

@@ -91,14 +91,14 @@ def read(path: Path | None) -> ModelFigures | None:
         return None
 
 
-def write(path: Path | None, found: ModelFigures) -> None:
+def write(path: Path | None, figures: ModelFigures) -> None:
     """Keep it; a disk that cannot is no fault of the recipe."""
     if path is None:
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(msgspec.json.encode(found))
+        aside.write_bytes(msgspec.json.encode(figures))
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)
@@ -106,8 +106,8 @@ def write(path: Path | None, found: ModelFigures) -> None:
 
 def _stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
     """Name, size and time of each file."""
-    found = ((str(path.resolve()), path.stat()) for path in paths)
-    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    stats = ((str(path.resolve()), path.stat()) for path in paths)
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _version(library: str) -> str:

@@ -44,7 +44,7 @@ def _with(options: Iterator[inspect.Parameter]) -> Callable[[Verb], Verb]:
     return decorate
 
 
-def _given(table: Iterable[ForeignOption], values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_missing(table: Iterable[ForeignOption], values: Mapping[str, Any]) -> dict[str, Any]:
     """Words of options that were not left out, by their names."""
     named = {row.name: values[re.sub(r"\W", "_", row.name)] for row in table}
     return {name: value for name, value in named.items() if value is not None and value != []}
@@ -63,7 +63,7 @@ def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any)
     """
     from tandem.cli.atropos import atropos
 
-    typer.echo(atropos(_given(TRAINER.values(), flags), overrides or [], show=show))
+    typer.echo(atropos(_without_missing(TRAINER.values(), flags), overrides or [], show=show))
 
 
 @_with(_options(TRAINER.values()))
@@ -74,7 +74,7 @@ def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: 
     """
     from tandem.cli.atropos import atropos
 
-    typer.echo(atropos(_given(TRAINER.values(), flags), overrides or [], show=show, unified=True))
+    typer.echo(atropos(_without_missing(TRAINER.values(), flags), overrides or [], show=show, unified=True))
 
 
 @_with(_options(SERVER.values()))
@@ -92,7 +92,7 @@ def _atropos_server(
     """
     from tandem.cli.atropos import server
 
-    server(_given(SERVER.values(), flags), overrides or [], show=show)
+    server(_without_missing(SERVER.values(), flags), overrides or [], show=show)
 
 
 @_with(_options(ENVIRONMENT.values()))
@@ -108,7 +108,7 @@ def _env(
     """
     from tandem.cli.env import env
 
-    typer.echo(env(name, mode, _given(ENVIRONMENT.values(), flags), overrides or []))
+    typer.echo(env(name, mode, _without_missing(ENVIRONMENT.values(), flags), overrides or []))
 
 
 class _SwiftCommand(TyperCommand):
@@ -124,7 +124,7 @@ def _swift_rlhf(overrides: Overrides = None, show: Show = False, **arguments: An
     """
     from tandem.cli.swift import rlhf
 
-    typer.echo(rlhf(_given(RLHF, arguments), overrides or [], show=show))
+    typer.echo(rlhf(_without_missing(RLHF, arguments), overrides or [], show=show))
 
 
 @_with(_options(DEPLOY))
@@ -135,7 +135,7 @@ def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: 
     """
     from tandem.cli.swift import deploy
 
-    deploy(_given(DEPLOY, arguments), overrides or [], show=show)
+    deploy(_without_missing(DEPLOY, arguments), overrides or [], show=show)
 
 
 def register(app: typer.Typer) -> None:

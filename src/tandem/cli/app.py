@@ -30,8 +30,8 @@ app = typer.Typer(
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"tandem {__version__}")
         raise typer.Exit
 
@@ -324,15 +324,15 @@ def with_foreign_verbs() -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line: the one place where errors become messages and exit codes."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     # Threads of a product that wait for one another sleep soon instead of spinning: on a machine with anything else
     # to do, spinning costs several times the work itself. Read when torch loads its OpenMP, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    debug = "--debug" in given or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
-    if next((word for word in given if not word.startswith("-")), "") not in OWN_VERBS:
+    debug = "--debug" in words or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
+    if next((word for word in words if not word.startswith("-")), "") not in OWN_VERBS:
         with_foreign_verbs()
     try:
-        app([argument for argument in given if argument != "--debug"], prog_name="tandem")
+        app([argument for argument in words if argument != "--debug"], prog_name="tandem")
     except TandemError as error:
         if debug:
             traceback.print_exc()

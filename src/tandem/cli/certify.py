@@ -30,24 +30,24 @@ def prove(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) 
     Raises:
         ConfigError: the recipe is wrong, or its model cannot be read.
     """
-    found = certify(load(recipe, overrides).config, real=real)
+    certificate = certify(load(recipe, overrides).config, real=real)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(certificate.as_json(), indent=2))
     else:
-        _show(found, Console())
-    return 0 if found.passed else 1
+        _show(certificate, Console())
+    return 0 if certificate.passed else 1
 
 
-def _show(found: Certificate, console: Console) -> None:
+def _show(certificate: Certificate, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("", "what was compared", "apart", "allowed", "with what"):
         table.add_column(column, justify="right" if column in ("apart", "allowed") else "left")
-    for line in found.lines:
+    for line in certificate.lines:
         figures = ["" if value is None else f"{value:.1e}" if value else "0" for value in (line.figure, line.bound)]
-        told = "; ".join(text for text in (line.compared_with, line.note) if text)
-        table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(told))
-    console.print(found.model, markup=False, highlight=False)
+        note = "; ".join(text for text in (line.compared_with, line.note) if text)
+        table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(note))
+    console.print(certificate.model, markup=False, highlight=False)
     console.print(table)
-    failed = sum(line.state == "fail" for line in found.lines)
+    failed = sum(line.state == "fail" for line in certificate.lines)
     verdict = f"{failed} failed" if failed else "passed"
-    console.print(f"{verdict} in {found.seconds:.0f} s", style="bold red" if failed else "green", highlight=False)
+    console.print(f"{verdict} in {certificate.seconds:.0f} s", style="bold red" if failed else "green", highlight=False)

@@ -37,7 +37,7 @@ from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import MemoryPlan
 from tandem.types import Rollout, Task
 
-Found = str | None
+CheckText = str | None
 """What a look found; None if what it needs is missing."""
 
 _STATE = len("problem")
@@ -58,7 +58,7 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    look = _RecipeCheck(loaded.config, tasks, loaded.given)
+    look = _RecipeCheck(loaded.config, tasks, loaded.places)
     console = Console()
     problems: list[TandemError] = []
     doubtful = 0
@@ -68,13 +68,13 @@ async def _check(loaded: Loaded, tasks: int) -> int:
         for what, ask in questions.items():
             try:
                 with console.status(Text(f"{what} ...")):
-                    found = await asked if inspect.isawaitable(asked := ask()) else asked
+                    text = await pending if inspect.isawaitable(pending := ask()) else pending
             except TandemError as error:
                 problems.append(error)
                 console.print(_row(Text("problem", "bold red"), what, str(error), width))
             else:
-                state = Text("skipped", "yellow") if found is None else Text("ok", "green")
-                console.print(_row(state, what, found or "what it needs is missing, see above", width))
+                state = Text("skipped", "yellow") if text is None else Text("ok", "green")
+                console.print(_row(state, what, text or "what it needs is missing, see above", width))
             doubtful += len(look.doubts)
             while look.doubts:
                 console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
@@ -89,12 +89,12 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     return 0
 
 
-def _row(state: Text, what: str, told: str, width: int) -> Table:
+def _row(state: Text, what: str, text: str, width: int) -> Table:
     """One finding, printed as it is found; all of them are in line."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(width=_STATE)
     table.add_column(width=width)
-    table.add_row(state, what, Text(told))
+    table.add_row(state, what, Text(text))
     return table
 
 
@@ -103,7 +103,7 @@ class _RecipeCheck:
 
     def __init__(self, config: RunConfig, most: int, given: Collection[str]):
         self._config = config
-        self._given = given
+        self._set_options = given
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
@@ -111,7 +111,7 @@ class _RecipeCheck:
         self._opening: dict[str, asyncio.Task[Graders]] = {}
         self._place: Path | None = None
         self._kept: ModelFigures | None = None
-        self._said: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
         self.doubts: list[str] = []
@@ -150,12 +150,12 @@ class _RecipeCheck:
             else:
                 shutil.rmtree(log.parent)
 
-    def all(self) -> dict[str, Callable[[], Found | Awaitable[Found]]]:
+    def all(self) -> dict[str, Callable[[], CheckText | Awaitable[CheckText]]]:
         """Questions by name."""
         config = self._config
         plays = config.plays
         held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
-        tasks: dict[str, Callable[[], Found | Awaitable[Found]]] = {
+        tasks: dict[str, Callable[[], CheckText | Awaitable[CheckText]]] = {
             "train tasks": self._train_tasks,
             **held_out,
             "gold answers": self._gold,
@@ -186,9 +186,9 @@ class _RecipeCheck:
     def _engine(self) -> str:
         """Whether this machine can have it."""
         config = self._config
-        found = config.engine.check(trainable=config.trainable, folder=Path(config.runs) / (config.name or ""))
+        text = config.engine.check(trainable=config.trainable, folder=Path(config.runs) / (config.name or ""))
         lent = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
-        return f"{found}; {_TURNS}" if lent and config.most_lag and machine.in_turns() else found
+        return f"{text}; {_TURNS}" if lent and config.most_lag and machine.in_turns() else text
 
     def _loggers(self) -> str:
         """Libraries that loggers need."""
@@ -198,9 +198,9 @@ class _RecipeCheck:
 
     async def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        found = await asyncio.to_thread(self._read, "train")  # graders start meanwhile
-        self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in found.items()}
-        return _of_each({name: f"{len(tasks):,}" for name, tasks in found.items()})
+        splits = await asyncio.to_thread(self._read, "train")  # graders start meanwhile
+        self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in splits.items()}
+        return _of_each({name: f"{len(tasks):,}" for name, tasks in splits.items()})
 
     def _test_tasks(self) -> str | None:
         """Held-out data, where those to train on could be read."""
@@ -208,11 +208,11 @@ class _RecipeCheck:
         if not self._tasks:
             return None
 
-        def told(count: int) -> str:
+        def sizes_text(count: int) -> str:
             few = f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
             return f"{count:,}{few}"
 
-        return _of_each({name: told(len(tasks)) for name, tasks in self._read("test").items()})
+        return _of_each({name: sizes_text(len(tasks)) for name, tasks in self._read("test").items()})
 
     def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
         from tandem.trainer import environments
@@ -251,9 +251,9 @@ class _RecipeCheck:
         self._model = load_config(self._config.model)
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
-        told = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
-        self._said["model"] = f"{self._config.model}: {self._model.model_type}, {told}"
-        return self._said["model"]
+        sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
+        self._texts["model"] = f"{self._config.model}: {self._model.model_type}, {sizes}"
+        return self._texts["model"]
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -274,8 +274,8 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        self._said["prompts"] = f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
-        return self._said["prompts"]
+        self._texts["prompts"] = f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
+        return self._texts["prompts"]
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -298,7 +298,7 @@ class _RecipeCheck:
         elif planner is None:
             return None
         elif self._config.memory == "fit":
-            fitted = memory.fit(planner, self._config, self._given)
+            fitted = memory.fit(planner, self._config, self._set_options)
             self._config, plan, chosen = fitted.config, fitted.plan, fitted.told
         else:
             plan = planner.plan(self._config)
@@ -309,17 +309,17 @@ class _RecipeCheck:
 
     def _remember(self, planner: memory.Planner, plan: MemoryPlan) -> None:
         """For the next time: what the model told, and it took long to hear."""
-        if "prompts" not in self._said and self._config.plays:
+        if "prompts" not in self._texts and self._config.plays:
             return
-        found = ModelFigures(
-            model=self._said["model"],
-            prompts=self._said.get("prompts", ""),
+        figures = ModelFigures(
+            model=self._texts["model"],
+            prompts=self._texts.get("prompts", ""),
             lines=plan.lines,
             parameters=plan.parameters,
             trainable=plan.trainable,
             checkpoint_bytes=planner.checkpoint_bytes(self._config),
         )
-        _check_cache.write(self._place, found)
+        _check_cache.write(self._place, figures)
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
@@ -337,10 +337,10 @@ class _RecipeCheck:
             return None
         folder, kept = self._config.runs, self._config.checkpoint.keep + 1
         need, free = kept * each, machine.free_disk(Path(folder))
-        told = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
+        room = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
         if need > free:
-            raise ConfigError(f"{told} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
-        return told
+            raise ConfigError(f"{room} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
+        return room
 
 
 def _environment(name: str, source: EnvSource) -> str:
@@ -349,9 +349,9 @@ def _environment(name: str, source: EnvSource) -> str:
     return f"env {name}" + (f" ({kind})" if kind != name else "")
 
 
-def _of_each(told: Mapping[str, str]) -> str:
+def _of_each(texts: Mapping[str, str]) -> str:
     """What is said of each environment; of one alone without its name."""
-    return "; ".join(told.values() if len(told) == 1 else (f"{name} {text}" for name, text in told.items()))
+    return "; ".join(texts.values() if len(texts) == 1 else (f"{name} {text}" for name, text in texts.items()))
 
 
 _SHOWN = 4
@@ -381,7 +381,7 @@ def graded_text(graders: Graders, graded: Sequence[GradedPair]) -> str:
     """What each reward gave; only a person can judge one that does not say what full marks are."""
     if not graded:
         return "the environment knows none: its rewards are not proven"
-    each = [_told(name, full, graded) for name, full in graders.full_marks.items()]
+    each = [_reward_text(name, full, graded) for name, full in graders.full_marks.items()]
     return f"{len(graded)} graded, each beside a wrong answer: {'; '.join(each)}"
 
 
@@ -404,7 +404,7 @@ def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedPair]) -> I
         )
 
 
-def _told(name: str, full: float | None, graded: Sequence[GradedPair]) -> str:
+def _reward_text(name: str, full: float | None, graded: Sequence[GradedPair]) -> str:
     right, wrong = (_mean(_values(name, some)) for some in ([p.right for p in graded], [p.wrong for p in graded]))
     if full is not None:
         return f"{name} gives full marks, and the wrong ones {wrong}"

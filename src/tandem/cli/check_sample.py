@@ -38,8 +38,8 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
 
     log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
     with shown():
-        found = run_to_end(_played(config, count, log))
-    for line in lines(found, config):
+        forecast = run_to_end(_played(config, count, log))
+    for line in lines(forecast, config):
         typer.echo(line)
     if log.exists() and log.stat().st_size:
         typer.echo(f"  what rewards printed, and their tracebacks: {log}")
@@ -55,20 +55,20 @@ async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
         return await forecast(config, runners, count)
 
 
-def lines(found: Forecast, config: RunConfig) -> Iterator[str]:
+def lines(forecast: Forecast, config: RunConfig) -> Iterator[str]:
     """What was seen, in words."""
     from tandem.observability.board import answer_lines
     from tandem.observability.completions import change, shown, why
 
-    groups, signal = found.groups, found.signal
+    groups, signal = forecast.groups, forecast.signal
     without = [
         ("zero_variance" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance
     ]
     tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
-    yield f"played {len(groups)} groups of {config.group_size} answers in {found.seconds:.0f} s, {tokens:,} tokens"
+    yield f"played {len(groups)} groups of {config.group_size} answers in {forecast.seconds:.0f} s, {tokens:,} tokens"
     share = len(signal) / len(groups)
-    told = Counter(why(reason, group) for reason, group in without).most_common(4)
-    rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in told)
+    commonest = Counter(why(reason, group) for reason, group in without).most_common(4)
+    rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in commonest)
     yield f"  signal: {len(signal)} of {len(groups)} groups ({share:.0%}) have different rewards{rest}"
     yield from _answers(groups)
     yield from failures([rollout.error for group in groups for rollout in group.rollouts])

@@ -41,8 +41,8 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
         yield f"{run}: {machine.readable(size)}, checkpoints of steps {steps}"
         if yes:
             _remove(run, old)
-    said = f"{machine.readable(freed)} freed" if yes else f"{machine.readable(freed)} would be freed"
-    yield said if yes or not freed else f"{said}; to remove them: tandem clean {folder} --yes"
+    total = f"{machine.readable(freed)} freed" if yes else f"{machine.readable(freed)} would be freed"
+    yield total if yes or not freed else f"{total}; to remove them: tandem clean {folder} --yes"
 
 
 def _finished(run: Path) -> bool:

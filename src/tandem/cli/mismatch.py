@@ -31,50 +31,50 @@ def mismatch(run: Path, *, step: int | None, tokens: int, as_json: bool) -> None
         ConfigError: it is not a run's folder, or its model cannot be read.
         TandemError: there is nothing to look at.
     """
-    found = look(run, load(recipe_of(run)).config, step=step, tokens=tokens)
+    gap = look(run, load(recipe_of(run)).config, step=step, tokens=tokens)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(gap.as_json(), indent=2))
     else:
-        _show(found, Console())
+        _show(gap, Console())
 
 
-def _show(found: Mismatch, console: Console) -> None:
-    _print_headline(console, found)
-    _print_parts(console, found)
-    _print_positions(console, found)
-    if found.dominant is not None:
-        _print_worst(console, found)
-    _print_breaks(console, found)
-    style = "green" if found.dominant is None else "bold" if found.dominant.fault else ""
+def _show(mismatch: Mismatch, console: Console) -> None:
+    _print_headline(console, mismatch)
+    _print_parts(console, mismatch)
+    _print_positions(console, mismatch)
+    if mismatch.dominant is not None:
+        _print_worst(console, mismatch)
+    _print_breaks(console, mismatch)
+    style = "green" if mismatch.dominant is None else "bold" if mismatch.dominant.fault else ""
     console.print()
-    console.print(Text(found.verdict, style))
+    console.print(Text(mismatch.verdict, style))
 
 
-def _print_headline(console: Console, found: Mismatch) -> None:
+def _print_headline(console: Console, mismatch: Mismatch) -> None:
     """What was looked at, and how large the gap is."""
-    gap = found.gap
-    sampled = ", ".join(f"{version} ({count})" for version, count in found.versions.items())
+    gap = mismatch.gap
+    sampled = ", ".join(f"{version} ({count})" for version, count in mismatch.versions.items())
     lines = [
-        f"step {found.step}: {found.tokens} tokens of {found.rollouts} rollouts, by version {sampled}; "
-        f"{found.dtype} on {found.device}",
+        f"step {mismatch.step}: {mismatch.tokens} tokens of {mismatch.rollouts} rollouts, by version {sampled}; "
+        f"{mismatch.dtype} on {mismatch.device}",
         f"trainer minus engine, nats: mean {gap['mean']:+.2g}, rms {gap['rms']:.2g}, widest {gap['max']:.2g}; "
-        f"KL {gap['k3']:.2g}; rms that {found.dtype} explains: {found.allowed:.2g}",
+        f"KL {gap['k3']:.2g}; rms that {mismatch.dtype} explains: {mismatch.allowed:.2g}",
     ]
-    if found.passed:
-        lines.append(f"{found.passed} rollouts have no gap: not trained, or no logprobs of their sampler")
-    for version, other in found.stand_ins.items():
+    if mismatch.passed:
+        lines.append(f"{mismatch.passed} rollouts have no gap: not trained, or no logprobs of their sampler")
+    for version, other in mismatch.stand_ins.items():
         lines.append(f"version {version} is not on disk; suppositions are computed with version {other}")
-    if found.probe_gap is not None:
-        lines.append(f"proofs after the publishes before it: at most {found.probe_gap:.2g} nats on a probe")
+    if mismatch.probe_gap is not None:
+        lines.append(f"proofs after the publishes before it: at most {mismatch.probe_gap:.2g} nats on a probe")
     for line in lines:
         console.print(line, markup=False, highlight=False)
 
 
-def _print_parts(console: Console, found: Mismatch) -> None:
+def _print_parts(console: Console, mismatch: Mismatch) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("share", "95 %", "mean", "rms", "kind", "cause"):
         table.add_column(column, justify="left" if column in ("kind", "cause") else "right")
-    for part in found.parts:
+    for part in mismatch.parts:
         table.add_row(
             f"{part.share:.1%}",
             "" if part.interval is None else f"{part.interval[0]:.0%} to {part.interval[1]:.0%}",
@@ -87,24 +87,24 @@ def _print_parts(console: Console, found: Mismatch) -> None:
     console.print(table)
 
 
-def _print_positions(console: Console, found: Mismatch) -> None:
-    kinds = sorted(found.categories, key=lambda kind: -found.categories[kind])
+def _print_positions(console: Console, mismatch: Mismatch) -> None:
+    kinds = sorted(mismatch.categories, key=lambda kind: -mismatch.categories[kind])
     table = Table(box=None, pad_edge=False)
     table.add_column("place in turn")
     for column in ("tokens", "mean", "rms", *kinds):
         table.add_column(column, justify="right")
-    for place in found.positions:
+    for place in mismatch.positions:
         shares = (f"{place.shares[kind]:.0%}" for kind in kinds)
         table.add_row(place.where, str(place.tokens), f"{place.mean:+.1e}", f"{place.rms:.1e}", *shares)
     console.print()
     console.print(table)
 
 
-def _print_worst(console: Console, found: Mismatch) -> None:
+def _print_worst(console: Console, mismatch: Mismatch) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("engine", "trainer", "mostly", "token"):
         table.add_column(column, justify="left" if column in ("mostly", "token") else "right")
-    for token in found.worst:
+    for token in mismatch.worst:
         kind = max(token.parts, key=lambda kind: abs(token.parts[kind]))
         text = Text.assemble((_plain(token.context), "dim"), (_plain(token.text), "reverse"))
         table.add_row(f"{token.engine:.3f}", f"{token.trainer:.3f}", kind, text)
@@ -112,8 +112,8 @@ def _print_worst(console: Console, found: Mismatch) -> None:
     console.print(table)
 
 
-def _print_breaks(console: Console, found: Mismatch) -> None:
-    if not found.breaks:
+def _print_breaks(console: Console, mismatch: Mismatch) -> None:
+    if not mismatch.breaks:
         return
     what = {
         "opening": "the first prompt is not what the template makes of its messages",
@@ -121,14 +121,14 @@ def _print_breaks(console: Console, found: Mismatch) -> None:
         "reply": "what lies between two turns is not what the template makes of it",
     }
     console.print()
-    for broken in found.breaks[:_SHOWN]:
+    for broken in mismatch.breaks[:_SHOWN]:
         console.print(
             f"{broken.rollout}, turn {broken.turn + 1}: {what[broken.kind]}, first at token {broken.at}: "
             f"expected {_quoted(broken.expected)}, recorded {_quoted(broken.recorded)}",
             markup=False, highlight=False,
         )  # fmt: skip
-    if len(found.breaks) > _SHOWN:
-        console.print(f"and {len(found.breaks) - _SHOWN} more turns", markup=False, highlight=False)
+    if len(mismatch.breaks) > _SHOWN:
+        console.print(f"and {len(mismatch.breaks) - _SHOWN} more turns", markup=False, highlight=False)
 
 
 def _quoted(pieces: tuple[str, ...]) -> str:

@@ -116,14 +116,14 @@ def _time(folder: RunFolder) -> str:
     """How long each phase took over the whole run, and its share; empty before anything did."""
     spans = {name: sum(column(folder, name)) for name in (f"seconds/{part}" for part in PHASES)}
     spans["seconds/evaluate"] = sum(float(row.get("seconds") or 0.0) for row in folder.evaluations)
-    found, total = phases(spans, folder.config), summarise(folder)["seconds"]
-    if not found:
+    by_phase, total = phases(spans, folder.config), summarise(folder)["seconds"]
+    if not by_phase:
         return ""
-    if (rest := total - sum(found.values())) > 0.01 * total:
-        found["start and the rest"] = rest
-    total = max(total, sum(found.values()))  # phases that overlap count in full
-    told = ", ".join(f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in found.items())
-    return f"\ntime: {told}"
+    if (rest := total - sum(by_phase.values())) > 0.01 * total:
+        by_phase["start and the rest"] = rest
+    total = max(total, sum(by_phase.values()))  # phases that overlap count in full
+    parts = ", ".join(f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in by_phase.items())
+    return f"\ntime: {parts}"
 
 
 def _now(folder: RunFolder) -> str:
@@ -133,8 +133,8 @@ def _now(folder: RunFolder) -> str:
         return ""
     age = max(0.0, time.time() - signs["at"])
     doing = [f"{phase(name, folder.config)} for {duration(seconds + age)}" for name, seconds in signs["doing"]]
-    told = ", ".join(doing) or "starting, or between two phases"
-    return f"now: {told} (who waits for whom: tandem why {folder.path})"
+    text = ", ".join(doing) or "starting, or between two phases"
+    return f"now: {text} (who waits for whom: tandem why {folder.path})"
 
 
 def _events(folder: RunFolder) -> Iterator[str]:

@@ -37,7 +37,7 @@ def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: 
         assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
     )
 
-    folder = run_to_end(run.train(loaded.config, resume=None, given=frozenset(loaded.given)))
+    folder = run_to_end(run.train(loaded.config, resume=None, given=frozenset(loaded.places)))
     return ended(folder)
 
 

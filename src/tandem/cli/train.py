@@ -19,15 +19,15 @@ def train(target: Path, overrides: Sequence[str], *, show: bool) -> str:
     if show:
         return written(recipe_of(target) if target.is_dir() else target, overrides)
     if target.is_dir():
-        config, resume, given = resumed(target, overrides), target, frozenset[str]()
+        config, resume, set_options = resumed(target, overrides), target, frozenset[str]()
     else:
         loaded = load(target, overrides)
         for note in loaded.notes:
             typer.echo(f"tandem: {note}", err=True)
-        config, resume, given = loaded.config, None, frozenset(loaded.given)
+        config, resume, set_options = loaded.config, None, frozenset(loaded.places)
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
-    folder = run_to_end(run.train(config, resume=resume, given=given))
+    folder = run_to_end(run.train(config, resume=resume, given=set_options))
     return ended(folder)
 
 

@@ -69,16 +69,16 @@ class _Sign:
     left: float | None
 
     @classmethod
-    def of(cls, place: int, said: Mapping[str, Json], age: float) -> _Sign:
-        deadline = said["deadline"]
+    def of(cls, place: int, row: Mapping[str, Json], age: float) -> _Sign:
+        deadline = row["deadline"]
         return cls(
-            number=said.get("number", -1 - place),
-            within=said.get("within"),
-            owner=said["owner"],
-            on=said["on"],
-            reason=said["reason"],
-            seconds=said["seconds"] + age,
-            left=None if deadline is None else deadline - said.get("moved", said["seconds"]) - age,
+            number=row.get("number", -1 - place),
+            within=row.get("within"),
+            owner=row["owner"],
+            on=row["on"],
+            reason=row["reason"],
+            seconds=row["seconds"] + age,
+            left=None if deadline is None else deadline - row.get("moved", row["seconds"]) - age,
         )
 
     @property
@@ -122,17 +122,17 @@ def why(run: Path, *, stacks: bool, as_json: bool) -> int:
     """
     recipe_of(run)
     story = read(run, now=time.time())
-    found = _stacks(run) if stacks and story.state in ("alive", "stuck") else None
+    traces = _stacks(run) if stacks and story.state in ("alive", "stuck") else None
     if as_json:
         plain: dict[str, Json] = {"state": story.state, "headline": story.headline, "culprit": story.culprit}
         plain |= {name: [_plain(one) for one in getattr(story, name)] for name in ("waits", "chain")}
-        plain |= {"doing": story.doing, "last": story.last, "stacks": found}
+        plain |= {"doing": story.doing, "last": story.last, "stacks": traces}
         typer.echo(json.dumps(plain, indent=2))
     else:
         console = Console()
         _print(console, story)
         if stacks:
-            console.print(found or "no stacks: it does not run", markup=False, highlight=False, soft_wrap=True)
+            console.print(traces or "no stacks: it does not run", markup=False, highlight=False, soft_wrap=True)
     return 0 if story.state in ("alive", "ended") else 1
 
 
@@ -158,8 +158,8 @@ def read(run: Path, *, now: float) -> Story:
         head = f"{run} is not running; the last words are below (go on with: tandem train {run})"
         return Story(state="gone", headline=head, last=last)
     age = max(0.0, now - signs["at"])
-    said = [_Sign.of(place, sign, age) for place, sign in enumerate(signs["waits"])]
-    going = sorted(said, key=lambda sign: -sign.seconds)
+    rows = [_Sign.of(place, sign, age) for place, sign in enumerate(signs["waits"])]
+    going = sorted(rows, key=lambda sign: -sign.seconds)
     alike = _alike(going)
     chain = waits.chain(going[0], going) if going else ()
     story = Story(
@@ -279,9 +279,9 @@ def _stacks(run: Path) -> str | None:
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
         _until(_whole(path, begin))
-    with path.open("rb") as found:
-        found.seek(begin)
-        return found.read().decode(errors="replace").strip() or None
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace").strip() or None
 
 
 def _whole(path: Path, begin: int) -> Callable[[], bool]:

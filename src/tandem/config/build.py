@@ -89,7 +89,7 @@ class Builder:
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
-        self.given: dict[str, str] = {}
+        self.places: dict[str, str] = {}
         """Where each option that the user set was written, by dotted path."""
 
     def dataclass(self, cls: type, tree: Branch, path: str, label: str = "") -> Any:
@@ -104,7 +104,7 @@ class Builder:
                 bad = True
                 continue
             inner = f"{path}.{key}" if path else key
-            self.given[inner] = where
+            self.places[inner] = where
             values[key] = self.field(cls, fields[key], value, inner)
             bad = bad or values[key] is BAD
         for name, field in fields.items():
@@ -210,7 +210,7 @@ class Builder:
                 attempt = Builder(Problems())
                 built = attempt.value(choice, tree, path)
                 if not attempt.problems:
-                    self.given.update(attempt.given)
+                    self.places.update(attempt.places)
                     return built
         return self._wrong(tree, path, describe(hint))
 
@@ -296,12 +296,12 @@ class Builder:
             for line in str(error).splitlines() or ["its options are refused"]:
                 self._refused(cls, line, where, path, _kind_of(error))
             return self._alone(cls, values, where, path)
-        shell = {other for other, written in self.given.items() if written.startswith(SHELL)}
+        shell = {other for other, written in self.places.items() if written.startswith(SHELL)}
         overridden = bool(path) and any(other.startswith(f"{path}.") for other in shell)
         for name, reason in inert(built).items():
             full = f"{path}.{name}" if path else name
-            if full in self.given and (full in shell or not overridden):
-                self.problems.add(self.given[full], f"{full} changes nothing: {reason}; remove it")
+            if full in self.places and (full in shell or not overridden):
+                self.problems.add(self.places[full], f"{full} changes nothing: {reason}; remove it")
         return built
 
     def _alone(self, cls: type, values: dict[str, Any], where: str, path: str) -> _Bad:
@@ -325,7 +325,7 @@ class Builder:
         name = f"{path}.{first}" if path else first
         is_option = first.partition(".")[0] in {field.name for field in resolve.options(cls)}
         text = f"{path}{'.' if is_option else ': '}{message}" if path else message
-        self.problems.add(self.given.get(name, where), text, kind)
+        self.problems.add(self.places.get(name, where), text, kind)
 
     def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str) -> None:
         known = [field.name for field in resolve.options(cls)]
@@ -335,8 +335,8 @@ class Builder:
             self.problems.add(where, f"{key!r}{of} is called {renamed[0]!r} now")
             return
         foreign = {} if nested else elsewhere(key, value, where)
-        for place, told in foreign.items():
-            self.problems.add(place, told)
+        for place, text in foreign.items():
+            self.problems.add(place, text)
         hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
         if not foreign:
@@ -382,14 +382,14 @@ def _any_bad(values: Iterable[Any]) -> bool:
 
 def _nested(cls: type) -> list[str]:
     """Dotted paths of the options one level down, to guess what a misplaced key meant."""
-    found = []
+    paths = []
     for field in resolve.options(cls):
         inner = hints(cls)[field.name]
         if field.metadata.get("default"):
             inner = resolve.find(field.metadata["slot"], field.metadata["default"])
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            found += [f"{field.name}.{option.name}" for option in resolve.options(inner)]
-    return found
+            paths += [f"{field.name}.{option.name}" for option in resolve.options(inner)]
+    return paths
 
 
 def _without(branch: Branch, key: str) -> Branch:

@@ -39,11 +39,11 @@ def elsewhere(option: str, value: Tree, where: str) -> dict[str, str]:
     meant: Callable[[str], str | None] = importlib.import_module(NAMES).meant
     if (itself := meant(option)) is not None:
         return {where: f"unknown option {option!r}; {itself}"}
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     if isinstance(value, Branch):
         for key, inner in value.entries.items():
-            found |= elsewhere(f"{option}.{key}", inner, value.key_where[key])
-    return found
+            texts |= elsewhere(f"{option}.{key}", inner, value.key_where[key])
+    return texts
 
 
 def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:

@@ -227,8 +227,8 @@ class RunConfig:
     @property
     def evaluates(self) -> bool:
         """True if held-out tasks are looked at in this run."""
-        asked = self.evaluate
-        return bool(self.sources) and asked.tasks > 0 and bool(asked.before or asked.after or asked.every)
+        options = self.evaluate
+        return bool(self.sources) and options.tasks > 0 and bool(options.before or options.after or options.every)
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, given the others."""
@@ -308,7 +308,7 @@ class Loaded:
     """The run it describes."""
     source: Path
     """The file."""
-    given: Mapping[str, str]
+    places: Mapping[str, str]
     """Where each option that was set is written, by dotted path."""
     options: Json
     """What was set, overrides included, as plain data."""
@@ -361,10 +361,10 @@ def _build(
 ) -> Loaded:
     """Overrides laid over a tree, and the whole of it built."""
     spell_out(tree)
-    given = rewarded(tree)
+    rewarded_paths = rewarded(tree)
     override.apply(tree, RunConfig, overrides, problems)
     spell_out(tree)
-    complete_rewards(tree, given)
+    complete_rewards(tree, rewarded_paths)
     builder = Builder(problems)
     config = builder.dataclass(RunConfig, tree, "")
     problems.raise_if_any(str(source))
@@ -372,7 +372,7 @@ def _build(
     options = plain(tree)
     if options.get("dtype") == "auto" and config.dtype == "float32":
         notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
-    return Loaded(config=config, source=source, given=builder.given, options=options, notes=notes)
+    return Loaded(config=config, source=source, places=builder.places, options=options, notes=notes)
 
 
 def _read(source: Path) -> str:
@@ -403,12 +403,12 @@ def _runs_beside(source: Path) -> list[str]:
 def _nearby(source: Path) -> str:
     """Recipes that may have been meant."""
     folders = (source.parent, Path("recipes"), Path())
-    found = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
-    by_stem = {Path(path).stem: path for path in reversed(list(found))}
+    recipes = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
+    by_stem = {Path(path).stem: path for path in reversed(list(recipes))}
     close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
     if close:
         return f"; did you mean {by_stem[close[0]]}?"
-    return f"; there are {', '.join(list(found)[:8])}" if found else f" (looked in {Path.cwd()})"
+    return f"; there are {', '.join(list(recipes)[:8])}" if recipes else f" (looked in {Path.cwd()})"
 
 
 def dump(config: RunConfig) -> str:

@@ -45,10 +45,10 @@ def names(slot: str) -> list[str]:
     if slot not in SLOTS:
         raise ConfigError(f"there is no slot {slot!r}{did_you_mean(slot, SLOTS)}; slots: {', '.join(SLOTS)}")
     package = importlib.import_module(SLOTS[slot])
-    found = [module for module in pkgutil.iter_modules(package.__path__) if module.name != "base"]
+    modules = [module for module in pkgutil.iter_modules(package.__path__) if module.name != "base"]
     return sorted(
         module.name
-        for module in found
+        for module in modules
         if not module.name.startswith("_") and (not module.ispkg or _has_spec(package, module.name))
     )
 
@@ -93,8 +93,8 @@ def find(slot: str, kind: str) -> type:
         and not name.startswith("_")
     ]
     if len(public) != 1:
-        found = ", ".join(cls.__name__ for cls in public) or "none"
-        raise ConfigError(f"{module.__name__} must define exactly one public dataclass, its part; found: {found}")
+        classes = ", ".join(cls.__name__ for cls in public) or "none"
+        raise ConfigError(f"{module.__name__} must define exactly one public dataclass, its part; found: {classes}")
     return public[0]
 
 
@@ -209,8 +209,8 @@ def summary(cls: type) -> str:
     return "" if doc.startswith(f"{cls.__name__}(") else doc
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` if something known is close, else nothing."""
     lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(given.lower(), list(lower), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return f"; did you mean {lower[close[0]]!r}?" if close else ""

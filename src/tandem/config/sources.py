@@ -93,15 +93,15 @@ def rewarded(tree: Branch) -> set[str]:
     return {path for path, branch in _branches(tree).items() if "rewards" in branch.entries}
 
 
-def complete_rewards(tree: Branch, given: Collection[str]) -> None:
+def complete_rewards(tree: Branch, rewarded_paths: Collection[str]) -> None:
     """Overrides of single rewards change the environment's own set, so that set goes beneath them.
 
     Args:
         tree: a recipe with overrides laid over it.
-        given: what ``rewarded`` said of it before that.
+        rewarded_paths: what ``rewarded`` said of it before that.
     """
     for path, branch in _branches(tree).items():
-        if path not in given:
+        if path not in rewarded_paths:
             _complete(branch, path)
 
 

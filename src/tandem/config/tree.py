@@ -91,32 +91,32 @@ class Problems:
     """Everything wrong with a recipe, gathered so that it is told at once."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, type[Exception]]] = []
+        self._noted: list[tuple[str, type[Exception]]] = []
 
     def add(self, where: str, message: str, kind: type[Exception] = ConfigError) -> None:
         """Note a problem; ``kind`` is the error it would be if it were the only one."""
         option = where.removeprefix(SHELL)
         named = where.startswith(SHELL) and re.match(rf"{re.escape(option)}[:. ]", message)
         line = f"{SHELL}{message}" if named else f"{where}: {message}"
-        if all(line != known for known, _ in self._found):
-            self._found.append((line, kind))
+        if all(line != known for known, _ in self._noted):
+            self._noted.append((line, kind))
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._noted)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(line for line, _ in self._found)
+        return iter(line for line, _ in self._noted)
 
     def raise_if_any(self, source: str) -> None:
         """One error for all of them, of the kind they share or else ConfigError."""
-        if not self._found:
+        if not self._noted:
             return
-        kinds = {kind for _, kind in self._found}
+        kinds = {kind for _, kind in self._noted}
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
-        if len(self._found) == 1:
-            raise kind(self._found[0][0])
-        lines = "".join(f"\n  {line}" for line, _ in self._found)
-        raise kind(f"{source} has {len(self._found)} problems:{lines}")
+        if len(self._noted) == 1:
+            raise kind(self._noted[0][0])
+        lines = "".join(f"\n  {line}" for line, _ in self._noted)
+        raise kind(f"{source} has {len(self._noted)} problems:{lines}")
 
 
 def parse(text: str, source: str, problems: Problems) -> Tree | None:
@@ -206,8 +206,8 @@ def _convert(node: yaml.Node, reading: _YamlReading, parents: tuple[yaml.Node, .
         return None
     parents = (*parents, node)
     if isinstance(node, yaml.SequenceNode):
-        found = (_convert(item, reading, parents) for item in node.value)
-        return Items(items=tuple(item for item in found if item is not None), where=where)
+        items = (_convert(item, reading, parents) for item in node.value)
+        return Items(items=tuple(item for item in items if item is not None), where=where)
     if isinstance(node, yaml.MappingNode):
         return _convert_mapping(node, reading, parents)
     try:
@@ -245,9 +245,9 @@ def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading, parents: tup
 
 def _merged(value: Tree | None, where: str, reading: _YamlReading) -> list[Branch]:
     """The mappings that a ``<<`` names, the first before the others."""
-    found = value.items if isinstance(value, Items) else () if value is None else (value,)
-    branches = [one for one in found if isinstance(one, Branch)]
-    if len(branches) < len(found):
+    values = value.items if isinstance(value, Items) else () if value is None else (value,)
+    branches = [one for one in values if isinstance(one, Branch)]
+    if len(branches) < len(values):
         reading.problems.add(where, "what << merges must be a mapping, or a list of mappings")
     return branches
 

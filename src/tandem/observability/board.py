@@ -290,10 +290,10 @@ def answer_lines(sample: Mapping[str, Json], head: str) -> list[str]:
     """An answer of the policy with its reward, its task before it: a head, then ``> prompt`` and ``< answer``."""
     reward = "no reward" if sample.get("reward") is None else f"reward {float(sample['reward']):.4g}"
     rewards = sample.get("rewards") or {}
-    told = f" ({parts(sample)})" if len(rewards) > 1 else ""
+    parts_text = f" ({parts(sample)})" if len(rewards) > 1 else ""
     cut = ", cut by a length limit" if sample.get("truncated") else ""
     gold = f", gold answer {_clean(str(sample['answer']))[:60]}" if sample.get("answer") else ""
-    out = [f"{head}, {reward}{told}{cut}: task {_clean(str(sample.get('task', '')))}{gold}"]
+    out = [f"{head}, {reward}{parts_text}{cut}: task {_clean(str(sample.get('task', '')))}{gold}"]
     out += [f"  > {line}" for line in _few_lines(str(sample.get("prompt") or ""), 4)]
     out += [f"  < {line}" for line in _few_lines(str(sample.get("text") or ""), 12) or ["(nothing)"]]
     return out + ([f"  failed: {_clean(str(sample['error']))}"] if sample.get("error") else [])
@@ -332,12 +332,12 @@ def _clean(text: str) -> str:
 def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     """Groups that were dropped while a step was sampled: one line, or with an example and what to change."""
     why = sorted(fields["why"].items(), key=lambda item: -item[1])
-    told = ", ".join(
+    reasons = ", ".join(
         f"{count} with {reason}" if reason.startswith("every") else f"{count} {reason}" for reason, count in why[:3]
     )
     more = f", {sum(count for _, count in why[3:])} others" * (len(why) > 3)
     count = fields["dropped"]
-    head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {told}{more}"
+    head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {reasons}{more}"
     head = f"WARNING {head}" if fields["warning"] else head
     if "example" not in fields:
         return [head]

@@ -102,13 +102,13 @@ class DroppedGroups:
             self._why.clear()
             self._last.clear()
         self._last.append((reason, group))
-        told = why(reason, group)
-        self._why[told] += 1
+        reason_text = why(reason, group)
+        self._why[reason_text] += 1
         rewards: Json = [rollout.reward for rollout in group.rollouts]
         self.telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
         count = self._why.total()
         if count <= KEPT and group.rollouts:
-            self.telemetry.dropped(_record(step, reason, told, group))
+            self.telemetry.dropped(_record(step, reason, reason_text, group))
         if group.rollouts and (not self._any or self._due(count)):
             self._say(step, count, group)
 
@@ -160,8 +160,8 @@ def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
     if alike * 2 > len(groups):
         return "answers to a task are all alike, to the letter: raise sampling.temperature"
     if cut * 2 > len(answers):
-        told = f"{cut} of {len(answers)} answers were cut at a length limit"
-        return f"{told}: raise sampling.max_tokens ({max_tokens}), or ask for shorter answers"
+        share = f"{cut} of {len(answers)} answers were cut at a length limit"
+        return f"{share}: raise sampling.max_tokens ({max_tokens}), or ask for shorter answers"
     if commonest == ZERO:
         return (
             "read the answer: if it is right, mend the reward; if not, use easier tasks, a stronger model, an "

@@ -292,7 +292,11 @@ def _check_methods(writer: Writer, name: str) -> None:
         ConfigError: one is missing; names the one that it may be.
     """
     expected = [method for method in vars(Writer) if not method.startswith("_")]
-    missing = [m for m in expected if not callable(found := getattr(type(writer), m, None)) or found is vars(Writer)[m]]
+    missing = [
+        m
+        for m in expected
+        if not callable(own_method := getattr(type(writer), m, None)) or own_method is vars(Writer)[m]
+    ]
     own = [m for m in dir(type(writer)) if not m.startswith("_") and m not in expected]
     for method in missing:
         if close := difflib.get_close_matches(method, own, n=1, cutoff=0.6):

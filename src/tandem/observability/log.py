@@ -63,7 +63,7 @@ def _utc(pattern: str) -> logging.Formatter:
 class _File(logging.FileHandler):
     """Loses lines while the disk is full, and says so once: a log is no reason for a run to end."""
 
-    _told = False
+    _reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -79,8 +79,8 @@ class _File(logging.FileHandler):
             self._tell(error)
 
     def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             sys.stderr.write(f"ERROR: {self.baseFilename} cannot be written ({error}); lines are missing there\n")
 
 

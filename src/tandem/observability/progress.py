@@ -152,20 +152,20 @@ class ProgressLines:
     def __init__(self, say: Callable[[str], None]) -> None:
         """``say`` writes one line."""
         self._say = say
-        self._told: dict[Progress, float] = {}
+        self._reported: dict[Progress, float] = {}
 
     def __call__(self, shown: Progress) -> None:
         """Something began, came nearer to its end or ended."""
-        told = self._told.get(shown)
+        last = self._reported.get(shown)
         if shown.over:
-            self._told.pop(shown, None)
+            self._reported.pop(shown, None)
             if not shown.total and shown.seconds >= LONG:
                 self._say(f"{shown.what} took {duration(shown.seconds)}")
         elif not shown.total:
-            self._told[shown] = time.monotonic()
+            self._reported[shown] = time.monotonic()
             self._say(shown.what)
-        elif shown.done and (shown.seconds >= _FIRST if told is None else time.monotonic() - told >= _EVERY):
-            self._told[shown] = time.monotonic()
+        elif shown.done and (shown.seconds >= _FIRST if last is None else time.monotonic() - last >= _EVERY):
+            self._reported[shown] = time.monotonic()
             self._say(text(shown))
 
 

@@ -52,10 +52,10 @@ def request(folder: Path) -> Path:
 def read(folder: Path) -> dict[str, Json] | None:
     """The last sign of life; None if there is none."""
     try:
-        found = json.loads(file(folder).read_text(encoding="utf-8"))
+        signs = json.loads(file(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return signs if isinstance(signs, dict) else None
 
 
 def process(folder: Path) -> Literal["", "alive", "gone"]:

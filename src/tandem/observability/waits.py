@@ -105,9 +105,9 @@ class Wait:
         """The error of a passed deadline."""
         with _lock:
             _late.add(self)
-        return Deadline(self.told(), on=self.on)
+        return Deadline(self.sentence(), on=self.on)
 
-    def told(self) -> str:
+    def sentence(self) -> str:
         """One sentence on who waited for whom."""
         if not self.story:
             limit = "" if self.deadline is None else f", but the deadline is {self.deadline:g} s"
@@ -121,7 +121,7 @@ class Wait:
 Listener = Callable[[Wait, State], None]
 
 _open: dict[Wait, None] = {}
-_told: set[Wait] = set()
+_reported: set[Wait] = set()
 _late: set[Wait] = set()
 _listeners: list[Listener] = []
 _looks: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
@@ -254,7 +254,7 @@ class _Waiting:
         if left > 0:
             self._alarm = self._loop.call_later(left, self._ring)
             return
-        one.told()  # while those that it depends on are there
+        one.sentence()  # while those that it depends on are there
         self._limit.reschedule(self._loop.time())
 
 
@@ -298,10 +298,10 @@ def _looking(loop: asyncio.AbstractEventLoop) -> None:
 
 def _look(loop: asyncio.AbstractEventLoop) -> None:
     with _lock:
-        mine = [wait for wait in _open if wait not in _told and wait.give_up and _loop_of(wait) is loop]
+        mine = [wait for wait in _open if wait not in _reported and wait.give_up and _loop_of(wait) is loop]
     for wait in mine:
         _tell_if_long(wait)
-    left = [LONG - wait.seconds for wait in mine if wait not in _told and wait in _open]
+    left = [LONG - wait.seconds for wait in mine if wait not in _reported and wait in _open]
     if left:
         loop.call_later(max(0.0, min(left)), _look, loop)
     else:
@@ -349,9 +349,9 @@ def _end(wait: Wait, token: Token[Wait | None], state: State) -> None:
         # a late wait inside this one fails it, but is not its own lateness
         if state != "done" and wait in _late:
             state = "deadline"
-        worth_telling = wait in _told or state == "deadline" or wait.seconds >= LONG
+        worth_telling = wait in _reported or state == "deadline" or wait.seconds >= LONG
         _open.pop(wait, None)
-        _told.discard(wait)
+        _reported.discard(wait)
         _late.discard(wait)
     try:
         _within.reset(token)
@@ -365,9 +365,9 @@ def _tell_if_long(wait: Wait) -> None:
     """Tell listeners of a wait that lasts, once."""
     with _lock:
         # an alarm may ring a clock tick early
-        if wait not in _open or wait in _told or wait.seconds < 0.99 * LONG:
+        if wait not in _open or wait in _reported or wait.seconds < 0.99 * LONG:
             return
-        _told.add(wait)
+        _reported.add(wait)
     _tell(wait, "waiting")
 
 
@@ -421,14 +421,14 @@ def chain(wait: L, every: Sequence[L]) -> list[L]:
         wait: the first.
         every: all there are, longest first; among several that explain one the longest is taken.
     """
-    found = [wait]
+    links = [wait]
     while True:
-        last = found[-1]
-        inner = [one for one in every if one.within == last.number and one not in found]
-        named = inner or [one for one in every if one not in found and is_part(last.on, one.owner)]
+        last = links[-1]
+        inner = [one for one in every if one.within == last.number and one not in links]
+        named = inner or [one for one in every if one not in links and is_part(last.on, one.owner)]
         if not named:
-            return found
-        found.append(named[0])
+            return links
+        links.append(named[0])
 
 
 def is_part(party: str, owner: str) -> bool:

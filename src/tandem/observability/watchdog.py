@@ -85,7 +85,7 @@ class Watchdog:
         """The one message on why a run was stopped."""
         where = "" if self.folder is None else f". Stacks are in {vitals.stacks(self.folder)}"
         again = "" if self.folder is None else f"; go on with: tandem train {self.folder}"
-        return f"{late}{self._words.told()}{where}{again}"
+        return f"{late}{self._words.sentence()}{where}{again}"
 
     # The thread
 
@@ -153,18 +153,18 @@ class Watchdog:
         timeouts = self._timeouts
         if wait in self._given_up:
             if idle - self._given_up[wait] > timeouts.end_seconds:
-                self._stop(f"{wait.told()}; and it could not be given up")
+                self._stop(f"{wait.sentence()}; and it could not be given up")
         elif wait.deadline is not None:
             if idle > wait.deadline + timeouts.end_seconds:  # whoever waits should have seen to that
-                self._stop(wait.told())
+                self._stop(wait.sentence())
         elif idle > timeouts.wait_seconds and _is_last(wait, every):
             self._stacks = self._stand()
             if wait.give_up is None:
-                self._stop(wait.told())
+                self._stop(wait.sentence())
             else:
                 self._given_up[wait] = idle
                 wait.deadline = timeouts.wait_seconds  # which the story tells
-                _say(f"{wait.told()}; it is given up")
+                _say(f"{wait.sentence()}; it is given up")
                 wait.give_up()
 
     def _judge_silence(self, waiting: bool) -> None:
@@ -189,7 +189,7 @@ class Watchdog:
             return  # it is known to hold everything up, and for how long it may
         frame = sys._current_frames().get(self._thread)
         where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "native code"
-        named = f"; {inner[-1].told()}" if inner else ""
+        named = f"; {inner[-1].sentence()}" if inner else ""
         self._stop(f"the event loop was held up for {idle:.1f} s in {where}, but the deadline is {limit:g} s{named}")
 
     # The end
@@ -249,7 +249,7 @@ class _LastWords(logging.Handler):
         self._last.pop(part, None)
         self._last[part] = (time.monotonic(), text[:100])
 
-    def told(self) -> str:
+    def sentence(self) -> str:
         """Of the parts that spoke last."""
         now, last = time.monotonic(), list(self._last.items())[-_WORDS:]
         words = "; ".join(f"{part} {now - at:.0f} s ago: {text!r}" for part, (at, text) in reversed(last))
@@ -276,8 +276,8 @@ def deadline_in(error: BaseException | None) -> Deadline | None:
 
 def _is_last(wait: waits.Wait, every: list[waits.Wait]) -> bool:
     """Whether nobody else is to blame: who is waited for waits for nobody, or for this one."""
-    found = waits.chain(wait, every)
-    return len(found) == 1 or waits.is_part(found[-1].on, wait.owner)
+    links = waits.chain(wait, every)
+    return len(links) == 1 or waits.is_part(links[-1].on, wait.owner)
 
 
 @contextmanager

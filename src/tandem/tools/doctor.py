@@ -56,17 +56,17 @@ def doctor(folder: Path = Path("runs"), recipe: Path | None = None, overrides: S
     Raises:
         ConfigError: the recipe is wrong.
     """
-    found = [*findings(folder), _asked_engine(recipe, overrides) if recipe else _any_engine()]
+    diagnoses = [*findings(folder), _recipe_engine(recipe, overrides) if recipe else _any_engine()]
     table = Table(box=None, show_header=False, pad_edge=False)
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
-    for finding in found:
+    for finding in diagnoses:
         detail = Text(finding.detail)
         if finding.fix:
             detail.append(f"\n→ {finding.fix}", "bold" if finding.state == "problem" else "")
         table.add_row(Text(finding.state, colours[finding.state]), finding.what, detail)
     console = Console()
     console.print(table)
-    problems = sum(finding.state == "problem" for finding in found)
+    problems = sum(finding.state == "problem" for finding in diagnoses)
     console.print(f"{problems} problem{'s' * (problems != 1)}" if problems else "ready to train", markup=False)
     return 1 if problems else 0
 
@@ -166,7 +166,7 @@ def _any_engine() -> Diagnosis:
     return Diagnosis(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
 
 
-def _asked_engine(recipe: Path, overrides: Sequence[str]) -> Diagnosis:
+def _recipe_engine(recipe: Path, overrides: Sequence[str]) -> Diagnosis:
     """vLLM, where a recipe's engine.python says."""
     from tandem.config.loading import load
     from tandem.engines.vllm.spec import Vllm

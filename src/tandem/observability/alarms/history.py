@@ -47,8 +47,8 @@ class Window:
 
     def values(self, metric: str) -> list[float]:
         """Finite values, oldest first; a step may have none."""
-        found = (row.get(metric) for _, row in self.rows)
-        return [value for value in found if value is not None and math.isfinite(value)]
+        column = (row.get(metric) for _, row in self.rows)
+        return [value for value in column if value is not None and math.isfinite(value)]
 
     def median(self, metric: str) -> float | None:
         """Median over the steps that have a value; None where fewer than half do."""

@@ -32,12 +32,12 @@ class RewardHackingAlarm(Alarm):
         now = history.now()
         if now is None:
             return None
-        found = (
+        findings = (
             self._compared(history, now, then, name, weight)
             for then in history.earlier()
             for name, weight in history.recipe.bonuses.items()
         )
-        return first(found)
+        return first(findings)
 
     def _compared(self, history: MetricsHistory, now: Window, then: Window, name: str, weight: float) -> Finding | None:
         """A bonus now against then, and the goal beside it."""

@@ -49,11 +49,11 @@ class Notice:
 
     def fields(self) -> dict[str, Json]:
         """As an event tells it."""
-        told: dict[str, Json] = {"alarm": self.alarm, "step": self.step, "since": self.since}
+        head: dict[str, Json] = {"alarm": self.alarm, "step": self.step, "since": self.since}
         if self.finding is None:
-            return told
-        found = {"seen": self.finding.seen, "means": self.finding.means, "change": self.finding.change}
-        return {**told, **found, "metrics": list(self.metrics)}
+            return head
+        texts = {"seen": self.finding.seen, "means": self.finding.means, "change": self.finding.change}
+        return {**head, **texts, "metrics": list(self.metrics)}
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Episode:
     """Steps in a row that showed the pattern."""
     clear: int = 0
     """Steps in a row that did not."""
-    told: int | None = None
+    notified: int | None = None
     """Step at which it was told last; None while it is not open."""
     again: int = AGAIN
     clears: int = CLEAR
@@ -81,9 +81,9 @@ class AlarmWatch:
         Args:
             config: the resolved recipe as plain data; its ``alarms`` say what is ignored, and what becomes of the run.
         """
-        asked = config.get("alarms") or {}
-        self._alarms = [alarm for alarm in ALARMS if alarm.name not in (asked.get("ignore") or ())]
-        self._stops = asked.get("action") == "stop"
+        options = config.get("alarms") or {}
+        self._alarms = [alarm for alarm in ALARMS if alarm.name not in (options.get("ignore") or ())]
+        self._stops = options.get("action") == "stop"
         self._history = MetricsHistory(RecipeOptions(config))
         self._episodes = {alarm.name: _Episode() for alarm in self._alarms}
         self.ended: Notice | None = None
@@ -118,39 +118,39 @@ class AlarmWatch:
         notices = []
         for alarm in self._alarms:
             episode, finding = self._episodes[alarm.name], alarm.look(self._history)
-            if (notice := self._told(alarm, episode, finding, step)) is not None:
+            if (notice := self._notice(alarm, episode, finding, step)) is not None:
                 notices.append(notice)
-            if self._stops and self.ended is None and finding is not None and episode.told is not None:
+            if self._stops and self.ended is None and finding is not None and episode.notified is not None:
                 self.ended = Notice(alarm=alarm.name, step=step, since=episode.since, finding=finding)
                 self.stop()
         return notices
 
     def scalars(self) -> dict[str, float]:
         """How many alarms are open, and a 1 for each of them."""
-        names = [f"alarms/{name}" for name, episode in self._episodes.items() if episode.told is not None]
+        names = [f"alarms/{name}" for name, episode in self._episodes.items() if episode.notified is not None]
         return {"alarms": float(len(names)), **dict.fromkeys(names, 1.0)}
 
-    def _told(self, alarm: Alarm, episode: _Episode, finding: Finding | None, step: int) -> Notice | None:
+    def _notice(self, alarm: Alarm, episode: _Episode, finding: Finding | None, step: int) -> Notice | None:
         """Take in what an alarm found, and tell it if it is time."""
         if finding is None:
             episode.shown = 0
             episode.clear += 1
-            if episode.told is None or episode.clear < episode.clears:
+            if episode.notified is None or episode.clear < episode.clears:
                 return None
-            episode.told = None
+            episode.notified = None
             episode.clears = min(2 * episode.clears, LONGEST_CLEAR)
             return Notice(alarm=alarm.name, step=step, since=episode.since, finding=None)
-        if not episode.shown and episode.told is None:
+        if not episode.shown and episode.notified is None:
             episode.since = step
         episode.shown += 1
         episode.clear = 0
-        if episode.told is None and episode.shown >= alarm.confirm:
+        if episode.notified is None and episode.shown >= alarm.confirm:
             episode.again = AGAIN
-        elif episode.told is not None and step - episode.told >= episode.again:
+        elif episode.notified is not None and step - episode.notified >= episode.again:
             episode.again *= 2
         else:
             return None
-        episode.told = step
+        episode.notified = step
         return Notice(alarm=alarm.name, step=step, since=episode.since, finding=finding, metrics=alarm.metrics)
 
 

@@ -183,7 +183,7 @@ class Picture:
             for record in ends
         )
         table.add_row("held-out", means)
-        passes = [found for found in map(boards.largest_pass, ends) if found]
+        passes = [largest for largest in map(boards.largest_pass, ends) if largest]
         if len(passes) == len(ends):
             table.add_row(f"pass@{passes[-1][0]}", "  →  ".join(f"{100 * share:.1f} %" for _, share in passes))
         yield table

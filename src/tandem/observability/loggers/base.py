@@ -111,12 +111,12 @@ def phase(span: str, config: Mapping[str, Json]) -> str:
 
 def phases(scalars: Mapping[str, float], config: Mapping[str, Json]) -> dict[str, float]:
     """Seconds of each phase by the spans in ``scalars``, the longest first."""
-    found: dict[str, float] = {}
+    seconds_by_phase: dict[str, float] = {}
     for part in PHASES:
         if seconds := scalars.get(f"seconds/{part}"):
             name = phase(part, config)
-            found[name] = found.get(name, 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds_by_phase[name] = seconds_by_phase.get(name, 0.0) + seconds
+    return dict(sorted(seconds_by_phase.items(), key=lambda item: -item[1]))
 
 
 COLUMNS = ("step", "env", "task", "prompt", "answer", "completion", "reward", "rewards")

@@ -56,8 +56,8 @@ class _TensorboardWriter:
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         if name == "alarm":
-            said = f"**{fields['seen']}**\n\n{fields['means']}\n\n{fields['change']}"
-            self._add(fields["step"], [self._text(f"alarms/{fields['alarm']}", said.encode())])
+            text = f"**{fields['seen']}**\n\n{fields['means']}\n\n{fields['change']}"
+            self._add(fields["step"], [self._text(f"alarms/{fields['alarm']}", text.encode())])
             self._file.flush()
         elif name == "completions":
             blocks = [

@@ -66,8 +66,8 @@ def render(run: RunFolder) -> str:
     # Split once, so that nothing inserted is ever searched for placeholders.
     out = []
     for piece in page.split("{{"):
-        name, found, rest = piece.partition("}}")
-        out.append(parts[name] + rest if found else piece)
+        name, closing, rest = piece.partition("}}")
+        out.append(parts[name] + rest if closing else piece)
     return "".join(out)
 
 

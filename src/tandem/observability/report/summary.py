@@ -135,7 +135,7 @@ def facts(config: Row) -> list[tuple[str, str]]:
     sampling = config.get("sampling") or {}
     shape = [config.get(key) for key in ("groups_per_step", "group_size")]
     optimizer = config.get("optimizer")
-    found = {
+    labels = {
         "model": config.get("model"),
         "environment": kind(config.get("env")) or _mixture(config.get("envs")),
         "trainable": _kind(config.get("trainable")),
@@ -151,7 +151,7 @@ def facts(config: Row) -> list[tuple[str, str]]:
         "dtype": config.get("dtype"),
         "seed": config.get("seed"),
     }
-    return [(label, str(value)) for label, value in found.items() if value is not None and value != ""]
+    return [(label, str(value)) for label, value in labels.items() if value is not None and value != ""]
 
 
 def _kind(part: Json) -> Json:
@@ -160,11 +160,11 @@ def _kind(part: Json) -> Json:
 
 def _mixture(envs: Json) -> str:
     """Several environments and their weights, such as ``gsm8k 2 + sums 1 (at least 25 %)``."""
-    told = []
+    names = []
     for name, entry in envs.items() if isinstance(envs, dict) else ():
         least = entry.get("min_share") or 0.0
-        told.append(f"{name} {entry.get('weight', 1.0):g}" + (f" (at least {least:.0%})" if least else ""))
-    return " + ".join(told)
+        names.append(f"{name} {entry.get('weight', 1.0):g}" + (f" (at least {least:.0%})" if least else ""))
+    return " + ".join(names)
 
 
 def last_mark(events: Sequence[Mapping[str, Json]]) -> Mapping[str, Json] | None:
@@ -217,29 +217,29 @@ def episodes(run: RunFolder) -> list[Row]:
 
     What followed a step that the run was resumed from did not happen.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for event in run.events:
         name, step = event.get("event"), event.get("step")
         if not isinstance(step, int):
             continue
         if name == "resumed":
-            found = [episode for episode in found if episode["step"] <= step]
-            for episode in found:
+            rows = [episode for episode in rows if episode["step"] <= step]
+            for episode in rows:
                 episode["over"] = None if (episode["over"] or 0) > step else episode["over"]
         elif name in ("alarm", "alarm_over"):
-            _take(found, event, over=name == "alarm_over")
-    return found
+            _take(rows, event, over=name == "alarm_over")
+    return rows
 
 
-def _take(found: list[Row], event: Row, *, over: bool) -> None:
+def _take(rows: list[Row], event: Row, *, over: bool) -> None:
     """An event as the beginning, the going on or the end of an episode."""
-    last = next((row for row in reversed(found) if row["alarm"] == event.get("alarm") and row["over"] is None), None)
+    last = next((row for row in reversed(rows) if row["alarm"] == event.get("alarm") and row["over"] is None), None)
     if over:
         if last is not None:
             last["over"] = event["step"]
         return
-    said = {key: event.get(key) for key in ("alarm", "since", "seen", "means", "change", "metrics")}
+    texts = {key: event.get(key) for key in ("alarm", "since", "seen", "means", "change", "metrics")}
     if last is None:
-        found.append({**said, "step": event["step"], "told": 1, "over": None})
+        rows.append({**texts, "step": event["step"], "told": 1, "over": None})
     else:
-        last.update(said, told=last["told"] + 1)
+        last.update(texts, told=last["told"] + 1)

@@ -98,7 +98,7 @@ class Case:
             ends=self._formula.ends,
             weights=weights,
             foreign=config.broker is not None,
-            given=config.broker is not None and config.broker.env_advantages,
+            env_advantages=config.broker is not None and config.broker.env_advantages,
         )
         self._exact.put(self._exact.held(self._live.placed(0)))
         self.groups = author.groups(self._own)
@@ -115,7 +115,7 @@ class Case:
             ids=ids,
             at=tuple(range(len(prompt), len(ids))),
             begins=(len(prompt),) * len(tokens),
-            told=(0.0,) * len(tokens),
+            sampler_logprobs=(0.0,) * len(tokens),
             advantages=(0.0,) * len(tokens),
             temperature=temperature,
         )
@@ -139,11 +139,11 @@ class Case:
         for name, variation in VARIATIONS.items():
             try:
                 self._can(variation)
-                found = variation(self._live, pack, self.groups)
+                variants = variation(self._live, pack, self.groups)
             except ConfigError as error:
                 yield skipped(name, str(error))
                 continue
-            yield self._judged(name, found, base, SAME, "the recipe's own way", len(found))
+            yield self._judged(name, variants, base, SAME, "the recipe's own way", len(variants))
         small = dataclasses.replace(pack, budget=SMALL)
         if several > 1:
             self._live.place(-1)  # what the other processes are given is the model as loaded
@@ -235,12 +235,18 @@ class Case:
             yield optimizer_steps.narrow_line(own, (kind, known), self._live.placed(0), gradient)
 
     def _judged(
-        self, name: str, found: Sequence[Sequence[Gradient]], to: Sequence[Gradient], bound: float, what: str, ways: int
+        self,
+        name: str,
+        variants: Sequence[Sequence[Gradient]],
+        to: Sequence[Gradient],
+        bound: float,
+        what: str,
+        ways: int,
     ) -> CertificateLine:
         notes = ([f"{ways} ways"] if ways > 1 else []) + [
-            note for note in {differing(one, to) for one in found} if note
+            note for note in {differing(one, to) for one in variants} if note
         ]
-        figures = [distance(each, to) for each in found]
+        figures = [distance(each, to) for each in variants]
         return judged(name, figures, bound * self._slack, what, "; ".join(notes))
 
 

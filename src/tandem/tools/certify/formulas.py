@@ -82,7 +82,7 @@ class SampledSequence:
     """Which of them were sampled."""
     begins: tuple[int, ...]
     """Where the answer begins that each of these is in."""
-    told: tuple[float, ...]
+    sampler_logprobs: tuple[float, ...]
     """The sampler's logprob of each of these."""
     advantages: tuple[float, ...]
     """Of each of these."""
@@ -185,11 +185,11 @@ def loss(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
 
 def weights(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
     """What the corrections make of each token: the product of their weights."""
-    told, advantages = _told(sequence, scored), torch.tensor(sequence.advantages, dtype=torch.float64)
+    sampler, advantages = _sampler_logprobs(sequence, scored), torch.tensor(sequence.advantages, dtype=torch.float64)
     now = scored.now.detach()
     total = torch.ones_like(now)
     for kind, options in known.corrections:
-        gap = now - told if kind == "opsm" or not known.recomputed else scored.first - told
+        gap = now - sampler if kind == "opsm" or not known.recomputed else scored.first - sampler
         total = total * CORRECTIONS[kind](gap, advantages, options, known.recomputed)
     return total
 
@@ -204,15 +204,15 @@ def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor
     return whole
 
 
-def _told(sequence: SampledSequence, scored: Scored) -> Tensor:
+def _sampler_logprobs(sequence: SampledSequence, scored: Scored) -> Tensor:
     """The sampler's, or the policy's where it told none."""
-    told = torch.tensor(sequence.told, dtype=torch.float64)
-    return torch.where(told == UNKNOWN, scored.first, told)
+    logprobs = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
+    return torch.where(logprobs == UNKNOWN, scored.first, logprobs)
 
 
 def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
     """What ratios are against."""
-    return scored.first if known.recomputed else _told(sequence, scored)
+    return scored.first if known.recomputed else _sampler_logprobs(sequence, scored)
 
 
 def _penalty(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
@@ -312,12 +312,12 @@ REFERENCES = ("start", "average")
 
 def unknown(known: Formula) -> list[str]:
     """Parts that no formula is known for."""
-    asked = [("advantage", known.advantage[0], ADVANTAGES), ("loss", known.loss[0], LOSSES)]
-    asked += [("correction", kind, CORRECTIONS) for kind, _ in known.corrections]
-    found = [f"{what} {kind}" for what, kind, formulas in asked if kind not in formulas]
+    parts = [("advantage", known.advantage[0], ADVANTAGES), ("loss", known.loss[0], LOSSES)]
+    parts += [("correction", kind, CORRECTIONS) for kind, _ in known.corrections]
+    names = [f"{what} {kind}" for what, kind, formulas in parts if kind not in formulas]
     if known.reference is not None and known.reference[0] not in REFERENCES:
-        found.append(f"reference {known.reference[0]}")
-    return found
+        names.append(f"reference {known.reference[0]}")
+    return names
 
 
 def gradients(
@@ -332,13 +332,13 @@ def gradients(
         known: the recipe.
     """
     held: Mapping[str, Tensor] = exact.held(trained(-1))
-    found: list[dict[str, Tensor]] = []
+    updates: list[dict[str, Tensor]] = []
     for number, groups in steps:
         sequences = list(spoken(groups, known))
         before = _before(exact, held, sequences, known)
         first: list[Tensor] = []
         for update in range(known.updates):
-            exact.take(trained(len(found)))
+            exact.take(trained(len(updates)))
             for i, (sequence, reference) in enumerate(zip(sequences, before, strict=True)):
                 now = logprobs(exact, sequence, known)
                 if update == 0:
@@ -346,9 +346,9 @@ def gradients(
                 weight = share(known, sequences, sequence)
                 scored = Scored(now=now, first=first[i], reference=reference)
                 (cost(known, sequence, scored).sum() * weight).backward()
-            found.append(exact.gradients())
-        held = _followed(held, exact.held(trained(len(found))), number, known)
-    return found
+            updates.append(exact.gradients())
+        held = _followed(held, exact.held(trained(len(updates))), number, known)
+    return updates
 
 
 def _before(
@@ -397,13 +397,13 @@ def _sequences(rollout: Rollout, advantage: float) -> Iterator[SampledSequence]:
     for run in runs:
         at: list[int] = []
         begins: list[int] = []
-        told: list[float] = []
+        sampler_logprobs: list[float] = []
         advantages: list[float] = []
         for i in run:
             start, count = len(turns[i].prompt), len(turns[i].completion.tokens)
             at += range(start, start + count)
             begins += [start] * count
-            told += turns[i].completion.logprobs
+            sampler_logprobs += turns[i].completion.logprobs
             advantages += [advantage] * count if own is None else own[place : place + count]
             place += count
         end = turns[run[-1]]
@@ -412,7 +412,7 @@ def _sequences(rollout: Rollout, advantage: float) -> Iterator[SampledSequence]:
             ids=end.prompt + end.completion.tokens,
             at=tuple(at),
             begins=tuple(begins),
-            told=tuple(told),
+            sampler_logprobs=tuple(sampler_logprobs),
             advantages=tuple(advantages),
             temperature=end.temperature,
         )

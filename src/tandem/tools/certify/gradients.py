@@ -88,13 +88,13 @@ class Recorder:
 
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Keep what was added up; the weights go where the next update is looked at."""
-        found = self._sums
-        for gradient in found.values():
+        sums = self._sums
+        for gradient in sums.values():
             self.total(gradient)
-        self.updates.append(found)
-        self._sums = {name: torch.zeros_like(gradient) for name, gradient in found.items()}
+        self.updates.append(sums)
+        self._sums = {name: torch.zeros_like(gradient) for name, gradient in sums.items()}
         self.move(len(self.updates))
-        return torch.tensor(norm([found]), dtype=torch.float64)
+        return torch.tensor(norm([sums]), dtype=torch.float64)
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Forget everything, in order to look at a step anew; a weight that no token reaches has a gradient of 0."""
@@ -143,13 +143,13 @@ class CertifiedPolicy:
     def placed(self, update: int) -> dict[str, Tensor]:
         """What is trained, of the model as loaded (-1), of the first step's beginning (0), after an update (1) ..."""
         noise = torch.Generator()
-        found = {}
+        weights = {}
         for i, (name, loaded) in enumerate(self._loaded.items()):
             noise.manual_seed(i)  # so that each state goes on where the one before it was
-            found[name] = loaded.clone()
+            weights[name] = loaded.clone()
             for _ in range(update + 1):
-                found[name].add_(torch.randn(loaded.shape, generator=noise), alpha=self._moves[name])
-        return found
+                weights[name].add_(torch.randn(loaded.shape, generator=noise), alpha=self._moves[name])
+        return weights
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
@@ -194,14 +194,14 @@ class CertifiedPolicy:
         held = None if reference is None else reference.hold(self.changing())
         self.place(0)
         self._step.tile = self.setup.tile
-        found = []
+        scores = []
         for micro in batch.micro:
             before_N = None
             if held is not None:
                 with held.in_place():
                     before_N = self._step.logprobs(micro)
-            found.append((micro, self._step.logprobs(micro), before_N))
-        return found
+            scores.append((micro, self._step.logprobs(micro), before_N))
+        return scores
 
     def changing(self) -> list[tuple[str, Parameter]]:
         """The weights that a reference holds."""
@@ -222,20 +222,20 @@ def norm(updates: Sequence[Gradient]) -> float:
     return math.sqrt(math.fsum(float(g.double().square().sum()) for each in updates for g in each.values()))
 
 
-def distance(found: Sequence[Gradient], expected: Sequence[Gradient]) -> float:
+def distance(actual: Sequence[Gradient], expected: Sequence[Gradient]) -> float:
     """Norm of the difference over the norm of what is expected; infinite where the weights are not the same."""
-    if len(found) != len(expected) or any(f.keys() != e.keys() for f, e in zip(found, expected, strict=True)):
+    if len(actual) != len(expected) or any(f.keys() != e.keys() for f, e in zip(actual, expected, strict=True)):
         return math.inf
-    off = [{n: f[n].double() - e[n].double() for n in e} for f, e in zip(found, expected, strict=True)]
+    off = [{n: f[n].double() - e[n].double() for n in e} for f, e in zip(actual, expected, strict=True)]
     whole = norm(expected)
     return norm(off) / whole if whole else math.inf
 
 
-def differing(found: Sequence[Gradient], expected: Sequence[Gradient]) -> str:
+def differing(actual: Sequence[Gradient], expected: Sequence[Gradient]) -> str:
     """A weight that has a gradient in only one of them; empty if there is none."""
-    if len(found) != len(expected):
-        return f"{len(found)} updates instead of {len(expected)}"
-    names = {name for one, other in zip(found, expected, strict=True) for name in one.keys() ^ other.keys()}
+    if len(actual) != len(expected):
+        return f"{len(actual)} updates instead of {len(expected)}"
+    names = {name for one, other in zip(actual, expected, strict=True) for name in one.keys() ^ other.keys()}
     return f"not in both: {min(names)}" if names else ""
 
 
@@ -270,8 +270,8 @@ def gradients_of_ranks(setup: Setup, batch: StepBatch, ranks: int) -> list[Gradi
             for process in processes:
                 process.kill()
                 process.join()
-        found: list[Gradient] = torch.load(Path(folder, "gradients"), weights_only=False)
-        return found
+        summed: list[Gradient] = torch.load(Path(folder, "gradients"), weights_only=False)
+        return summed
 
 
 def _await(processes: list[Any], folder: Path) -> None:
@@ -286,8 +286,10 @@ def _await(processes: list[Any], folder: Path) -> None:
         for process in [left.pop(sentinel) for sentinel in ended]:
             process.join()
             if process.exitcode:
-                told = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("failed-*"))]
-                raise TandemError(f"a rank ended with {process.exitcode}: {told[0] if told else 'it said nothing'}")
+                tracebacks = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("failed-*"))]
+                raise TandemError(
+                    f"a rank ended with {process.exitcode}: {tracebacks[0] if tracebacks else 'it said nothing'}"
+                )
 
 
 def _rank(rank: int, ranks: int, folder: str) -> None:
@@ -305,9 +307,9 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
         )
         live = CertifiedPolicy(setup, total=dist.all_reduce)
         with contextlib.closing(live):
-            found = live.gradients(shares[rank])
+            summed = live.gradients(shares[rank])
         if rank == 0:
-            torch.save(found, Path(folder, "gradients"))
+            torch.save(summed, Path(folder, "gradients"))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

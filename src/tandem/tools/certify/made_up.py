@@ -142,7 +142,7 @@ class Author:
     """Of the rewards, by environment and by name."""
     foreign: bool
     """As from a broker: some logprobs are unknown."""
-    given: bool
+    env_advantages: bool
     """Some advantages are given token by token."""
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     """Of token ids."""
@@ -156,34 +156,34 @@ class Author:
         for g, group in enumerate(made):
             rollouts = []
             for rollout in group.rollouts:
-                rollouts.append(_told(rollout, own, DRIFTS[at % len(DRIFTS)]))
+                rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
         if self.foreign:
             made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
-        if self.given:
-            own_way = replace(made[1].rollouts[1], advantages=_given(made[1].rollouts[1].num_tokens))
+        if self.env_advantages:
+            own_way = replace(made[1].rollouts[1], advantages=_token_advantages(made[1].rollouts[1].num_tokens))
             made[1] = replace(made[1], rollouts=(made[1].rollouts[0], own_way, *made[1].rollouts[2:]))
         return made
 
     def _group(self, index: int, env: str, prompt: int, factor: float, plans: Sequence[MadeUpRollout]) -> Group:
         id = f"made-up-{index}@0"
-        told = [self._tokens(prompt)]
-        told += (self._tokens(STRETCH) for _ in range(max(plan.depth + plan.spoken for plan in plans)))
-        rollouts = [self._rollout(f"{id}/{s}", env, told, factor, plan) for s, plan in enumerate(plans)]
+        stretches = [self._tokens(prompt)]
+        stretches += (self._tokens(STRETCH) for _ in range(max(plan.depth + plan.spoken for plan in plans)))
+        rollouts = [self._rollout(f"{id}/{s}", env, stretches, factor, plan) for s, plan in enumerate(plans)]
         return Group(id=id, index=index, env=env, rollouts=tuple(rollouts))
 
     def _rollout(
-        self, id: str, env: str, told: Sequence[tuple[int, ...]], factor: float, plan: MadeUpRollout
+        self, id: str, env: str, stretches: Sequence[tuple[int, ...]], factor: float, plan: MadeUpRollout
     ) -> Rollout:
         """One that goes on where ``told``, an opening and what followed it, has got to."""
-        opening = tuple(chain.from_iterable(told[: plan.depth + 1]))
+        opening = tuple(chain.from_iterable(stretches[: plan.depth + 1]))
         turns: list[Turn] = []
         for i, length in enumerate(plan.lengths):
             before = turns[-1].prompt + turns[-1].completion.tokens if turns and plan.goes_on else opening
             last = i == len(plan.lengths) - 1
             completion = Completion(
-                tokens=told[plan.depth + 1] if plan.spoken else self._tokens(length),
+                tokens=stretches[plan.depth + 1] if plan.spoken else self._tokens(length),
                 logprobs=(0.0,) * length,
                 versions=(0,) * length,
                 finish=plan.finish if last else plan.before,
@@ -221,19 +221,19 @@ def _silent(rollout: Rollout) -> Rollout:
     return replace(rollout, turns=tuple(turns))
 
 
-def _given(length: int) -> tuple[float, ...]:
+def _token_advantages(length: int) -> tuple[float, ...]:
     """Advantages that differ within an answer, in sign too."""
     return tuple((-1.0) ** i * (i % 5) for i in range(length))
 
 
-def _told(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:
+def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:
     """With the logprobs of a sampler that is this far from the policy."""
     turns, place = [], 0
     for turn in rollout.turns:
         now = own(turn.prompt, turn.completion.tokens, turn.temperature)
-        told = [value - math.log(drift[(place + i) % len(drift)]) for i, value in enumerate(now)]
-        place += len(told)
-        turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(told))))
+        logprobs = [value - math.log(drift[(place + i) % len(drift)]) for i, value in enumerate(now)]
+        place += len(logprobs)
+        turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(logprobs))))
     return replace(rollout, turns=tuple(turns))
 
 

@@ -78,11 +78,11 @@ def moves(optimizer: tuple[str, Options], updates: Iterable[Update], total: int)
         whole, most = norm([update.gradients]), options["max_grad_norm"]
         clip = most / whole if 0 < most < whole else 1.0
         lr = rate(options, update.step, total)
-        found = {}
+        by_name = {}
         for name, gradient in update.gradients.items():
             state, before = states.setdefault(name, {}), update.before[name].double()
-            found[name] = RULES[kind](state, gradient.double() * clip, before, lr, count, options)
-        yield found
+            by_name[name] = RULES[kind](state, gradient.double() * clip, before, lr, count, options)
+        yield by_name
 
 
 State = dict[str, Tensor]
@@ -257,17 +257,17 @@ def updates(
             held=held,
             fold=fold,
         )
-        told: list[float] = []
+        norms: list[float] = []
 
         async def run() -> None:
             for number, batch in enumerate(steps, 1):
                 fold()  # as it is published
                 witness.step_number = number
                 stats = await step.forward_backward(batch)
-                told.append(flatten(await step.apply(number, batch, stats))["grad_norm"])
+                norms.append(flatten(await step.apply(number, batch, stats))["grad_norm"])
 
         asyncio.run(run())
-    return witness.updates, told
+    return witness.updates, norms
 
 
 def times(batch: StepBatch, factor: float) -> StepBatch:
@@ -386,10 +386,10 @@ def narrow_line(
 
 def _some(weights: Mapping[str, Tensor]) -> list[str]:
     """The first of them that are not too many, the first in any case."""
-    found, numbers = list[str](), 0
+    names, numbers = list[str](), 0
     for name, weight in weights.items():
         numbers += weight.numel()
-        if found and numbers > NUMBERS:
+        if names and numbers > NUMBERS:
             break
-        found.append(name)
-    return found
+        names.append(name)
+    return names

@@ -110,33 +110,33 @@ def findings(live: CertifiedPolicy, batch: StepBatch, wanted: Expected, known: F
     )
     yield compared("logprobs of the policy", "now", lambda key: wanted.scored[key].now)
     if known.reference is not None:
-        yield compared("logprobs of the reference", "reference", lambda key: _given(wanted.scored[key].reference))
+        yield compared("logprobs of the reference", "reference", lambda key: _required(wanted.scored[key].reference))
     yield from _costs(live.setup.objective, wanted, known)
 
 
 def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[PartError]:
     """Loss, corrections and penalty, each alone, after an update: there every ratio is another."""
     sequences = list(wanted.sequences.values())
-    told = _float64(value for one in sequences for value in one.told).float()
+    sampler = _float64(value for one in sequences for value in one.sampler_logprobs).float()
     micro = MicroBatch(
-        behavior_logprobs_N=told,
+        behavior_logprobs_N=sampler,
         advantages_N=_float64(value for one in sequences for value in one.advantages).float(),
         sample_N=torch.cat([torch.full((len(one.at),), i) for i, one in enumerate(sequences)]),
         num_samples=len(sequences),
     )
     first_N = torch.cat([one.first for one in wanted.scored.values()]).float()
     has = known.reference is not None
-    reference_N = torch.cat([_given(one.reference) for one in wanted.scored.values()]).float() if has else None
+    reference_N = torch.cat([_required(one.reference) for one in wanted.scored.values()]).float() if has else None
     micro = objective.informed(micro, Known(first_N=first_N, reference_N=reference_N))
     now_N = torch.cat(list(wanted.moved.values())).float()
 
     def formula(of: Callable[[Formula, SampledSequence, Scored], Tensor]) -> list[Tensor]:
-        found = []
+        values = []
         for key, one in wanted.sequences.items():
             now = wanted.moved[key].clone().requires_grad_()
             before = wanted.scored[key]
-            found += _with_slope(of(known, one, Scored(now=now, first=before.first, reference=before.reference)), now)
-        return found
+            values += _with_slope(of(known, one, Scored(now=now, first=before.first, reference=before.reference)), now)
+        return values
 
     def finding(name: str, part: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> PartError:
         leaf_N = now_N.clone().requires_grad_()
@@ -163,11 +163,11 @@ def _with_slope(values: Tensor, by: Tensor) -> list[Tensor]:
     return [values.detach(), slope]
 
 
-def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def apart(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """Norm of the difference over the norm of what is wanted; the first alone where that is 0."""
     if not wanted:
         return 0.0
-    one, other = torch.cat([value.double() for value in found]), torch.cat([value.double() for value in wanted])
+    one, other = torch.cat([value.double() for value in actual]), torch.cat([value.double() for value in wanted])
     return float((one - other).norm()) / (float(other.norm()) or 1.0)
 
 
@@ -179,6 +179,6 @@ def _float64(values: Iterable[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)
 
 
-def _given(values: Tensor | None) -> Tensor:
+def _required(values: Tensor | None) -> Tensor:
     assert values is not None
     return values

@@ -50,15 +50,15 @@ class PlainModel:
     def _adapted(self, options: Options) -> dict[str, tuple[str, str]]:
         """Names of the two factors of what is added, by that of the weight it is added to."""
         head, targets = self.model.get_output_embeddings(), options["target_modules"]  # type: ignore[operator]
-        found = {}
+        factors = {}
         for name, module in self.model.named_modules():
             named = targets == "all-linear" or name.rpartition(".")[2] in targets
             within = options["layers"] is None or _layer(name) in options["layers"]
             if isinstance(module, nn.Linear) and module is not head and named and within:
                 a, b = f"{name}.lora_A", f"{name}.lora_B"
                 peft = [f"base_model.model.{factor}.default.weight" for factor in (a, b)]
-                found[f"{name}.weight"] = (a, b) if self._merged else (peft[0], peft[1])
-        return found
+                factors[f"{name}.weight"] = (a, b) if self._merged else (peft[0], peft[1])
+        return factors
 
     def weights(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the model computes with, by its own names, differentiable; ``trained`` by the names of the policy."""
@@ -101,8 +101,8 @@ class PlainModel:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """All logits of one sequence, (tokens, vocabulary), float64 and differentiable."""
-        found: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-        return found.double()
+        logits: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return logits.double()
 
 
 def _slope(of: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> li
     alone = []
     for group in groups:
         for rollout in group.scored:
-            given = rollout.advantages or (values[rollout.id],) * rollout.num_tokens
-            one = dataclasses.replace(rollout, advantages=given)
+            advantages = rollout.advantages or (values[rollout.id],) * rollout.num_tokens
+            one = dataclasses.replace(rollout, advantages=advantages)
             alone.append(dataclasses.replace(group, id=rollout.id, rollouts=(one,)))
     return [_of(live, pack(alone, version=0))]
 
@@ -48,11 +48,11 @@ def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[
     batch = pack(groups, version=0)
     logits = max(len(micro.targets_N) for micro in batch.micro) * live.policy.head.weight.shape[0]
     try:
-        found = []
+        ways = []
         for cut in CUTS:
             live.setup.tile = logits // cut
-            found.append(_of(live, batch))
-        return found
+            ways.append(_of(live, batch))
+        return ways
     finally:
         live.setup.tile = None
 

@@ -165,15 +165,15 @@ def look(path: Path, config: RunConfig, *, step: int | None = None, tokens: int 
             raise TandemError(f"no token of step {step} has both logprobs: none was trained, or no sampler told any")
         template = Template(lab.tokenizer, config.chat_template_kwargs)
         evidence = Evidence(turns, lab, template, config.sampling)
-        found = causes(evidence)
-        return _summary(run, evidence, found, list(breaks(turns, template)), passed)
+        split = causes(evidence)
+        return _summary(run, evidence, split, list(breaks(turns, template)), passed)
 
 
 def _summary(
-    run: RunFolder, evidence: Evidence, found: Sequence[Cause], broken: Sequence[Break], passed: int
+    run: RunFolder, evidence: Evidence, split: Sequence[Cause], broken: Sequence[Break], passed: int
 ) -> Mismatch:
     gap_N = evidence.gap_N
-    parts = sorted(_parts(evidence, found), key=lambda part: -part.share)
+    parts = sorted(_parts(evidence, split), key=lambda part: -part.share)
     step = evidence.trained_version + 1
     return Mismatch(
         run=str(run.path),
@@ -194,9 +194,9 @@ def _summary(
         },
         allowed=evidence.allowed,
         parts=tuple(parts),
-        categories=_by_category(found, gap_N, torch.ones_like(gap_N, dtype=torch.bool)),
-        positions=tuple(_positions(evidence, found)),
-        worst=tuple(_worst(evidence, found)),
+        categories=_by_category(split, gap_N, torch.ones_like(gap_N, dtype=torch.bool)),
+        positions=tuple(_positions(evidence, split)),
+        worst=tuple(_worst(evidence, split)),
         breaks=tuple(broken),
         probe_gap=_probe_gap(run, step),
         verdict=" ".join(_verdict(evidence, parts, broken)),
@@ -209,9 +209,9 @@ def _share(part_N: Tensor, gap_N: Tensor) -> float:
     return float((part_N * gap_N).sum()) / total if total else 0.0
 
 
-def _parts(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapPart]:
+def _parts(evidence: Evidence, split: Sequence[Cause]) -> Iterator[GapPart]:
     rollouts, gap_N = Rollouts(evidence.rollout_N), evidence.gap_N
-    for cause in found:
+    for cause in split:
         yield GapPart(
             category=cause.category,
             name=cause.name,
@@ -224,14 +224,14 @@ def _parts(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapPart]:
         )
 
 
-def _by_category(found: Sequence[Cause], gap_N: Tensor, here_N: Tensor) -> dict[str, float]:
+def _by_category(split: Sequence[Cause], gap_N: Tensor, here_N: Tensor) -> dict[str, float]:
     shares: Counter[str] = Counter()
-    for cause in found:
+    for cause in split:
         shares[cause.category] += _share(cause.part_N[here_N], gap_N[here_N])  # type: ignore[assignment]
     return dict(shares)
 
 
-def _positions(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapPosition]:
+def _positions(evidence: Evidence, split: Sequence[Cause]) -> Iterator[GapPosition]:
     at_N = torch.tensor([i + 1 for turn in evidence.turns for i in range(len(turn.tokens))])
     left_N = torch.tensor([len(turn.tokens) - i for turn in evidence.turns for i in range(len(turn.tokens))])
     rows = [
@@ -247,17 +247,17 @@ def _positions(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapPositi
                 tokens=gap_N.numel(),
                 mean=float(gap_N.mean()),
                 rms=rms(gap_N),
-                shares=_by_category(found, evidence.gap_N, here_N),
+                shares=_by_category(split, evidence.gap_N, here_N),
             )
 
 
-def _worst(evidence: Evidence, found: Sequence[Cause]) -> Iterator[GapToken]:
+def _worst(evidence: Evidence, split: Sequence[Cause]) -> Iterator[GapToken]:
     places = [(turn, i) for turn in evidence.turns for i in range(len(turn.tokens))]
     order = torch.argsort(evidence.gap_N.abs(), descending=True, stable=True)[:WORST].tolist()
     for n in order:
         turn, i = places[n]
         parts: Counter[str] = Counter()
-        for cause in found:
+        for cause in split:
             parts[cause.category] += float(cause.part_N[n])  # type: ignore[assignment]
         before = (*turn.prompt, *turn.tokens[:i])[-CONTEXT:]
         yield GapToken(
@@ -300,7 +300,7 @@ def _verdict(evidence: Evidence, parts: Sequence[GapPart], broken: Sequence[Brea
             f"{part.name} (rms {part.rms:.1e})" for part in others if part.fault and part.rms > evidence.allowed
         ]:
             yield f"Beneath it: {'; '.join(also)}."
-    renewed = [found for found in broken if found.kind == "history"]
+    renewed = [one for one in broken if one.kind == "history"]
     if renewed:
         yield (
             f"{len(renewed)} later turns do not continue what was sampled: whoever speaks for the policy tokenises its "

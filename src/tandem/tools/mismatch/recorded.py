@@ -40,7 +40,7 @@ class RecordedTurn:
     """Policy step stamped on each token."""
     temperature: float
     """Temperature it was sampled at."""
-    said: tuple[int, ...]
+    previous: tuple[int, ...]
     """The turn before it, prompt and sampled ids; empty for the first."""
     before: tuple[Message, ...] | None
     """The conversation up to it; None where the record does not tell which message is which turn."""
@@ -89,11 +89,11 @@ def _turns(row: Row) -> Iterator[RecordedTurn]:
         )
     versions = [version for version, count in row["stamps"] for _ in range(count)]
     conversations = _conversations(row)
-    said: tuple[int, ...] = ()
+    previous: tuple[int, ...] = ()
     at = 0
     for turn, (count, (kept, added)) in enumerate(zip(row["turns"], row["prompts"], strict=True)):
         own = tokens[at : at + count]
-        prompt = (*said[:kept], *added)
+        prompt = (*previous[:kept], *added)
         if own:
             before, opening = conversations[turn] if conversations else (None, 0)
             yield RecordedTurn(
@@ -108,11 +108,11 @@ def _turns(row: Row) -> Iterator[RecordedTurn]:
                 trainer=tuple(token["tp"] for token in own),
                 versions=tuple(versions[at : at + count]),
                 temperature=float(row["temperatures"][turn]),
-                said=said,
+                previous=previous,
                 before=before,
                 opening=opening,
             )
-        said = (*prompt, *(token["id"] for token in own))
+        previous = (*prompt, *(token["id"] for token in own))
         at += count
 
 
@@ -196,17 +196,17 @@ def _expected(
     turn: RecordedTurn, template: Template, usual: bool
 ) -> tuple[Literal["opening", "history", "reply"], tuple[int, ...]] | None:
     """What is compared and with which ids; None where nothing can be said."""
-    if turn.said and shared(turn.said, turn.prompt) < len(turn.said):
-        return "history", turn.said
+    if turn.previous and shared(turn.previous, turn.prompt) < len(turn.previous):
+        return "history", turn.previous
     if turn.before is None:
         return None
     try:
-        if not turn.said:
+        if not turn.previous:
             return "opening", tuple(template.prompt(turn.before))
         if not usual:  # the template was given more than the messages, such as tools, so its reply is unknown too
             return None
         reply = turn.before[turn.opening + 1 :]
-        return "reply", (*turn.said, *template.bridge(turn.before[: turn.opening], reply, last=turn.said[-1]))
+        return "reply", (*turn.previous, *template.bridge(turn.before[: turn.opening], reply, last=turn.previous[-1]))
     except EnvError:
         return None
 

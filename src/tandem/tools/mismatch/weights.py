@@ -135,13 +135,13 @@ class Lab:
         if body != self.dtype:
             model = copy.deepcopy(policy.model).to(body)
             policy = Policy(model, policy.tokenizer, name=policy.name, compute=self._compute)
-        found: dict[tuple[torch.dtype, Transform], list[Tensor]] = {way: [] for way in ways}
+        by_way: dict[tuple[torch.dtype, Transform], list[Tensor]] = {way: [] for way in ways}
         heads = {head: _Head(policy, head) for head, _ in ways}
         for some, before in _batches(turns, prompts, self._config.micro_batch_tokens):
             hidden_NH = _hidden(policy, some, before)
-            for (head, transform), parts in found.items():
+            for (head, transform), parts in by_way.items():
                 parts.append(self._ended(heads[head], hidden_NH, some, before, transform))
-        return {way: torch.cat(parts) for way, parts in found.items()}
+        return {way: torch.cat(parts) for way, parts in by_way.items()}
 
     @torch.no_grad()
     def carried(self, turns: Sequence[RecordedTurn]) -> Tensor:
@@ -201,13 +201,15 @@ class Lab:
     ) -> Tensor:
         """From hidden states to logprobs of the turns' tokens but the first ``skip`` of each, float64 on the host."""
         sampling, device = self._config.sampling, hidden_NH.device
-        given = [turn.temperature if transform.temperature else 1.0 for turn in turns for _ in turn.tokens[skip:]]
+        temperatures = [
+            turn.temperature if transform.temperature else 1.0 for turn in turns for _ in turn.tokens[skip:]
+        ]
         targets = [token for turn in turns for token in turn.tokens[skip:]]
         logprobs_N, _ = token_logprobs(
             hidden_NH.to(head.weight_VH.dtype),
             head.weight_VH,
             torch.tensor(targets, device=device),
-            torch.tensor(given, device=device),
+            torch.tensor(temperatures, device=device),
             bias=head.bias_V,
             top_p=sampling.top_p if transform.support else 1.0,
             top_k=sampling.top_k if transform.support else 0,
@@ -220,15 +222,15 @@ class Lab:
         self, turns: Sequence[RecordedTurn], prompts: Prompts, skip: int, device: torch.device
     ) -> penalties.TokenHistory | None:
         """What was before each token, where the recipe penalises it."""
-        asked = penalties.Penalties.of(self._config.sampling, self._ends)
-        if asked is None:
+        options = penalties.Penalties.of(self._config.sampling, self._ends)
+        if options is None:
             return None
         pasts = []
         for turn, prompt in zip(turns, prompts, strict=True):
             whole = np.array([*prompt, *turn.tokens], dtype=np.int64)
             at = np.arange(len(prompt), len(whole))
             pasts.append(penalties.Past.of(whole, at, [len(prompt)]).after(skip))
-        return penalties.TokenHistory.of(asked, [torch.from_numpy(a).to(device) for a in penalties.joined(pasts)])
+        return penalties.TokenHistory.of(options, [torch.from_numpy(a).to(device) for a in penalties.joined(pasts)])
 
     def _policy(self, version: int) -> Policy:
         if self._held is not None and self._held[0] == version:
