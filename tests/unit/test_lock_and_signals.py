@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.errors import ConfigError
+from tandem.api.blocking import run_to_end
+from tandem.errors import ConfigError, Interrupted
 from tandem.trainer import run_folder
 from tandem.trainer.run_folder import RunLock
 
@@ -57,3 +58,15 @@ def test_a_folder_is_locked_for_one_trainer_until_it_lets_go(tmp_path: Path) -> 
     with RunLock() as third:
         third.take(tmp_path)
         third.check()
+
+
+def test_a_run_that_is_ended_at_once_says_how_to_go_on(tmp_path: Path) -> None:
+    async def training() -> None:
+        with run_folder.failing(tmp_path):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+
+    with pytest.raises(
+        Interrupted, match=f"^ended at once; go on from its last checkpoint with: tandem train {tmp_path}$"
+    ):
+        run_to_end(training())

@@ -35,7 +35,8 @@ def run_to_end(coroutine: Coroutine[Any, Any, T], stop: asyncio.Event | None = N
     try:
         return _in_a_thread(coroutine, stop) if beside_a_loop else asyncio.run(coroutine)
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
-        raise Interrupted(str(error) or "interrupted") from error
+        cancelled = error.__context__  # by asyncio.run, whose own KeyboardInterrupt says nothing
+        raise Interrupted(str(error) or str(cancelled or "") or "interrupted") from error
 
 
 def _in_a_thread(coroutine: Coroutine[Any, Any, T], stop: asyncio.Event | None) -> T:

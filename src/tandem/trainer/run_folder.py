@@ -135,9 +135,15 @@ def reporting(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def failing(folder: Path) -> Iterator[None]:
-    """Write the error that ends a run to run.log and to events.jsonl (``run_failed``), where show and why find it."""
+    """Write the error that ends a run to run.log and to events.jsonl (``run_failed``), where show and why find it.
+
+    Of a run that is cancelled, as by a second Ctrl-C, the error says how to go on.
+    """
     try:
         yield
+    except asyncio.CancelledError as error:
+        how = f"ended at once; go on from its last checkpoint with: tandem train {folder}"
+        raise asyncio.CancelledError(how) from error
     except Exception as error:
         message = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
         log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
