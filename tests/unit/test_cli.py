@@ -82,7 +82,7 @@ def known_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward and backward take is not measured, for tests that ask nothing of the memory plan but its place."""
     from tandem.trainer.memory_plan import passes
 
-    known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
+    known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20)
     monkeypatch.setattr(passes.FakeModel, "run", lambda self, config, layout: known)
 
 
@@ -605,7 +605,7 @@ def test_check_remembers_what_the_model_told_until_something_changes(
     from tandem.trainer.memory_plan import passes
 
     looked: list[int] = []
-    known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20, saved=1 << 20)
+    known = passes.Pass(activations=1 << 20, logits=1 << 20, gradients=1 << 20)
 
     def look(self: Any, config: RunConfig, layout: Any) -> passes.Pass:
         looked.append(layout.tokens)

@@ -168,7 +168,7 @@ def test_streams_belong_to_seed_group_and_sibling(template: Template) -> None:
     [
         (
             ValueError("three is not seven"),
-            "environment: ValueError: three is not seven (test_group_runner.py:43 in play",
+            "environment: ValueError: three is not seven (test_group_runner.py:35 in play",
         ),
         (EnvError("the tool is down; start it"), "environment: the tool is down; start it"),
     ],

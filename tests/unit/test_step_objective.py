@@ -280,7 +280,7 @@ def test_two_updates_are_two_steps_on_the_same_batch(tiny_model: Path, groups: l
     objective = OBJECTIVES[name]
     batch = packed(groups, objective, 40)
     with live_policy(tiny_model) as policy:
-        live = Live(policy, objective, updates=2)
+        live = Live(policy, objective, updates_per_batch=2)
         stats, told = live.whole(batch)
         twice = live.weights()
     with live_policy(tiny_model) as policy:
@@ -300,7 +300,7 @@ def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, grou
     decoupled = Objective(loss=Grpo(clip_low=0.02, clip_high=0.02), recomputed=True)
     batch = packed(groups, decoupled, 40)
     with live_policy(tiny_model) as policy:
-        live = Live(policy, decoupled, updates=2)
+        live = Live(policy, decoupled, updates_per_batch=2)
         stats, told = live.whole(batch)
         twice = live.weights()
     assert flatten(stats.metrics)["ratio/max"] == flatten(stats.metrics)["ratio"] == 1.0
@@ -321,7 +321,7 @@ def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, grou
 def test_weights_of_the_decoupled_kind_stay_while_the_policy_moves(tiny_model: Path, groups: list[Group]) -> None:
     objective = Objective(loss=Grpo(), recomputed=True, corrections=(TokenCorrection(high=1.3),))
     with live_policy(tiny_model) as policy:
-        stats, told = Live(policy, objective, updates=3).whole(packed(groups, objective))
+        stats, told = Live(policy, objective, updates_per_batch=3).whole(packed(groups, objective))
     assert told["reused/correction/weight"] == pytest.approx(flatten(stats.metrics)["correction/weight"], rel=1e-12)
     assert told["reused/ratio"] != 1.0
 
@@ -332,7 +332,7 @@ def test_between_updates_a_merged_adapter_is_folded(tiny_model: Path, groups: li
     for merged in (False, True):
         trainable = Lora(rank=3, merged=merged)
         with live_policy(tiny_model, trainable=trainable) as policy:
-            live = Live(policy, TOKENS, trainable=trainable, updates=3)
+            live = Live(policy, TOKENS, trainable=trainable, updates_per_batch=3)
             live.whole(packed(groups, TOKENS))
             ended.append([p.detach().clone() for _, p in trainable.parameters(policy.model)])
     for plain, merged_one in zip(*ended, strict=True):
