@@ -14,10 +14,11 @@ from typing import Any
 import aiohttp
 
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.queue.records import Options
-from tandem.broker.queue.store import Store
-from tandem.broker.server.app import Broker
-from tandem.broker.server.bodies import Limits
+from tandem.broker.protocol.messages import RunParameters
+from tandem.broker.queue.records import StoreOptions
+from tandem.broker.queue.store import GroupQueue
+from tandem.broker.server.app import BrokerServer
+from tandem.broker.server.bodies import BodyLimits
 from tandem.broker.server.keys import Keys
 from tandem.broker.server.serving import serving
 
@@ -32,6 +33,11 @@ RUN = {
     "num_steps": 100,
 }
 ENV = {"max_token_length": 256, "desired_name": "e", "weight": 1.0, "group_size": 4}
+
+
+def run_parameters(**changed: Any) -> RunParameters:
+    """What a trainer registers: ``RUN`` with changes."""
+    return RunParameters(**{**RUN, **changed})
 
 
 def group(size: int = 4, **fields: Any) -> dict[str, Any]:
@@ -56,7 +62,7 @@ class Client:
     """Calls of one broker."""
 
     url: str
-    broker: Broker
+    broker: BrokerServer
     session: aiohttp.ClientSession
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -99,15 +105,15 @@ class Client:
 @asynccontextmanager
 async def served(
     *,
-    options: Options | None = None,
+    options: StoreOptions | None = None,
     ledger: Ledger | None = None,
-    limits: Limits | None = None,
+    limits: BodyLimits | None = None,
     keys: Keys | None = None,
     **more: Any,
 ) -> AsyncIterator[Client]:
     if ledger is not None:
         more["committed"] = ledger.committed
-    broker = Broker(Store(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
+    broker = BrokerServer(GroupQueue(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
     async with serving(broker, "127.0.0.1", 0) as url, aiohttp.ClientSession(auto_decompress=False) as session:
         yield Client(url, broker, session)
 

@@ -24,11 +24,19 @@ REPEAT_SECONDS = 30.0
 """Between two log lines about one and the same trouble."""
 
 
-class ServerAway(BrokerError):
+class HttpError(BrokerError):
+    """A request without the answer that it was sent for; ``reason`` leaves out who was asked for what."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+class ServerAway(HttpError):
     """No connection came about: the request did not arrive."""
 
 
-class ResponseLost(BrokerError):
+class ResponseLost(HttpError):
     """The connection broke after the request was sent: whether it was carried out is not known."""
 
 
@@ -36,11 +44,11 @@ class _Broken(aiohttp.ClientError):
     """As aiohttp says it, but nothing that aiohttp mends."""
 
 
-class HttpStatusError(BrokerError):
+class HttpStatusError(HttpError):
     """The server answered with an error status."""
 
-    def __init__(self, message: str, status: int, retry_after: float | None = None):
-        super().__init__(message)
+    def __init__(self, message: str, reason: str, status: int, retry_after: float | None = None):
+        super().__init__(message, reason)
         self.status = status
         self.retry_after = retry_after
 
@@ -145,13 +153,15 @@ class HttpClient:
             ):
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise ServerAway(f"{self.name} does not answer: {_reason(error)}") from error
+            raise ServerAway(f"{self.name} does not answer: {_reason(error)}", _reason(error)) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise ResponseLost(f"{self.name} broke off {path}: {_reason(error)}") from error
+            reason = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) else _reason(error)
+            raise ResponseLost(f"{self.name} broke off {path}: {reason}", reason) from error
         if response.status >= 400:
             reason = " ".join(content.decode(errors="replace")[:500].split()) or response.reason or "no reason given"
             raise HttpStatusError(
                 f"{self.name} answers {path} with {response.status}: {reason}",
+                reason,
                 response.status,
                 _seconds(response.headers.get("Retry-After")),
             )

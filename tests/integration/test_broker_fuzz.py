@@ -17,10 +17,10 @@ from odd_messages import BODIES, damaged, mutated
 from tiers import long_but
 
 from tandem.broker.server import routes
-from tandem.broker.server.bodies import Limits
+from tandem.broker.server.bodies import BodyLimits
 
 PATHS = sorted({(method.upper(), path) for path, ways in routes.document()["paths"].items() for method in ways})
-LIMITS = Limits(body_bytes=300_000, idle_seconds=1.0)
+LIMITS = BodyLimits(body_bytes=300_000, idle_seconds=1.0)
 
 FINE = {200, 400, 401, 403, 404, 405, 408, 413, 422, 429, 503}
 

@@ -20,11 +20,11 @@ from fake_engine import END, FakeEngine
 
 from tandem.broker.client import Connection, TakenBatch, TrainerClient
 from tandem.broker.journal.ledger import opened
-from tandem.broker.producer import Tally
+from tandem.broker.producer import GroupTally
 from tandem.broker.protocol.convert import group_from_wire
 from tandem.broker.protocol.messages import RunParameters, ScoredGroup
-from tandem.broker.queue.records import Options
-from tandem.broker.server.app import Broker
+from tandem.broker.queue.records import StoreOptions
+from tandem.broker.server.app import BrokerServer
 from tandem.broker.server.serving import serving
 from tandem.cli import _work_recipe, work
 from tandem.errors import ConfigError
@@ -45,9 +45,9 @@ def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> _work_re
 
 @asynccontextmanager
 async def tandem_broker(folder: Path, port: int = 0) -> AsyncIterator[str]:
-    with opened(folder, Options(), time.time()) as ledger:
+    with opened(folder, StoreOptions(), time.time()) as ledger:
         assert ledger is not None
-        async with serving(Broker(ledger.store, committed=ledger.committed), "127.0.0.1", port) as url:
+        async with serving(BrokerServer(ledger.store, committed=ledger.committed), "127.0.0.1", port) as url:
             yield url
 
 
@@ -69,7 +69,7 @@ def test_a_trainer_gets_what_the_engine_sampled(
     tiny_model: Path, tmp_path: Path, dialect: Literal["tandem", "atropos", "openai"]
 ) -> None:
     async def go() -> None:
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, GroupTally] = {}
         async with (
             asyncio.timeout(60),
             tandem_broker(tmp_path) as url,
@@ -104,7 +104,7 @@ def test_a_trainer_gets_what_the_engine_sampled(
 
 def test_a_broker_that_is_restarted_loses_and_doubles_nothing(tiny_model: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, GroupTally] = {}
         seen: list[ScoredGroup] = []
         async with asyncio.timeout(90), FakeEngine("tandem") as engine, asyncio.TaskGroup() as tasks:
             async with tandem_broker(tmp_path) as url, TrainerClient(Connection(url)) as trainer:
@@ -141,7 +141,7 @@ def several(model: Path, broker: str, engine: FakeEngine, *more: str) -> _work_r
 
 def test_several_environments_are_several_to_the_broker_and_fill_their_shares(tiny_model: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, GroupTally] = {}
         async with (
             asyncio.timeout(60),
             tandem_broker(tmp_path) as url,
@@ -160,7 +160,7 @@ def test_several_environments_are_several_to_the_broker_and_fill_their_shares(ti
         assert {group.env for group in read} == {"sums", "more"}
         assert tallies["sums"].groups["sent"] >= 4
         assert tallies["more"].groups["sent"]
-        assert work.told(tallies).startswith("sums: ")
+        assert work.summary(tallies).startswith("sums: ")
 
     asyncio.run(go())
 
@@ -178,7 +178,7 @@ def test_one_environment_that_fails_ends_the_others(tiny_model: Path) -> None:
 
 def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     async def go() -> None:
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, GroupTally] = {}
         async with (
             asyncio.timeout(60),
             FakeBroker(ours=True) as broker,

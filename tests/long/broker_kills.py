@@ -86,13 +86,24 @@ class Witness:
 def child(folder: Path) -> None:
     """Read lines of JSON, answer each once the ledger has it."""
     from tandem.broker.journal.ledger import Ledger
-    from tandem.broker.journal.payloads import Reading
-    from tandem.broker.queue.records import Entry, Options, Run
+    from tandem.broker.journal.payloads import PayloadReader
+    from tandem.broker.protocol.messages import RunParameters
+    from tandem.broker.queue.records import GroupEntry, StoreOptions
 
-    ledger = Ledger.open(folder, Options(), time.time())
+    run = RunParameters(
+        wandb_group="",
+        wandb_project="",
+        batch_size=BATCH,
+        max_token_len=1,
+        checkpoint_dir="",
+        save_checkpoint_interval=0,
+        starting_step=0,
+        num_steps=0,
+    )
+    ledger = Ledger.open(folder, StoreOptions(), time.time())
     store = ledger.store
     if store.run is None:
-        store.register(Run(batch_size=BATCH, max_token_len=1), time.time())
+        store.register(run, time.time())
         store.take(time.time())
         ledger.settled().result()
     say({"ready": True})
@@ -102,14 +113,14 @@ def child(folder: Path) -> None:
             now = time.time()
             if "put" in call:
                 payload = call["put"].encode() * 50
-                store.put(Entry(id=call["put"], env=None, size=1, payload=payload), now, key=call["put"])
+                store.put(GroupEntry(id=call["put"], env=None, size=1, payload=payload), now, key=call["put"])
                 answers.append({})
             elif "ack" in call:
                 answers.append({"ok": store.acknowledge(call["ack"], now).ok})
             else:
                 batch = store.take(now, lease=True, seconds=LEASE_SECONDS)
                 entries = batch.entries if batch else ()
-                assert Reading(entries).bytes() == [entry.id.encode() * 50 for entry in entries]
+                assert PayloadReader(entries).bytes() == [entry.id.encode() * 50 for entry in entries]
                 answers.append({"batch": batch and batch.id, "names": [entry.id for entry in entries]})
         ledger.settled().result()
         say(answers)

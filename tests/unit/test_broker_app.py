@@ -15,17 +15,17 @@ import msgspec
 import pytest
 from brokers import ENV, RUN, Client, group, play
 
-from tandem.broker.queue.records import Options
+from tandem.broker.queue.records import StoreOptions
 from tandem.broker.server import app
-from tandem.broker.server.bodies import Limits
+from tandem.broker.server.bodies import BodyLimits
 from tandem.broker.server.keys import Keys
 from tandem.errors import BrokerError
 
 MSGPACK = "application/msgpack"
 
 
-def small(**limits: Any) -> Limits:
-    return Limits(**{"body_bytes": 2_000_000, **limits})
+def small(**limits: Any) -> BodyLimits:
+    return BodyLimits(**{"body_bytes": 2_000_000, **limits})
 
 
 @pytest.mark.parametrize("size", [300, 1_200_000])
@@ -444,7 +444,7 @@ def test_a_full_queue_holds_environments_back() -> None:
         held = (await client.get("/status?detail=1")).json["detail"]
         assert (held["queued_groups"], held["leased_groups"]) == (1, 1)
 
-    play(scene, options=Options(max_groups=2))
+    play(scene, options=StoreOptions(max_groups=2))
 
 
 def test_a_group_that_no_batch_can_hold_is_refused() -> None:

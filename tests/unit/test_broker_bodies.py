@@ -10,7 +10,7 @@ import pytest
 from brokers import Client, group, play
 
 from tandem.broker.protocol.wire import write
-from tandem.broker.server.bodies import INLINE_BYTES, Answer, Bodies, Limits
+from tandem.broker.server.bodies import INLINE_BYTES, Bodies, BodyLimits, RequestRejected
 
 HEAD = "POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 
@@ -43,20 +43,20 @@ class Trickle:
 
 @pytest.mark.parametrize(("left", "whole"), [(3, True), (4, False)])
 def test_only_a_pause_ends_a_body(left: int, whole: bool) -> None:
-    bodies = Bodies(Limits(idle_seconds=0.001))
+    bodies = Bodies(BodyLimits(idle_seconds=0.001))
     request: Any = Trickle(left)
     try:
         if whole:
             assert asyncio.run(bodies._whole(request)) == bytes(3)
         else:
-            with pytest.raises(Answer, match="nothing of the body came"):
+            with pytest.raises(RequestRejected, match="nothing of the body came"):
                 asyncio.run(bodies._whole(request))
     finally:
         bodies.close()
 
 
 def test_a_client_that_went_before_anybody_waited_is_not_waited_for() -> None:
-    bodies = Bodies(Limits(idle_seconds=0.001))
+    bodies = Bodies(BodyLimits(idle_seconds=0.001))
     request: Any = Trickle(1, ConnectionResetError("gone"))
     with pytest.raises(ConnectionResetError, match="gone"):
         asyncio.run(bodies._whole(request))
@@ -117,7 +117,7 @@ def test_pieces_are_counted_as_they_come_and_so_is_what_gzip_makes() -> None:
             assert (await client.call("POST", "/scored_data", small, zipped)).json == {"status": "received"}
         assert client.broker.bodies.pending == 0
 
-    play(scene, limits=Limits(pending_bytes=2_400_000, inflation=10_000))
+    play(scene, limits=BodyLimits(pending_bytes=2_400_000, inflation=10_000))
 
 
 def test_a_body_that_comes_too_slowly_is_given_up() -> None:
@@ -131,4 +131,4 @@ def test_a_body_that_comes_too_slowly_is_given_up() -> None:
         assert b" 408 " in answer.result()
         writer.close()
 
-    play(scene, limits=Limits(slow_seconds=0.2))
+    play(scene, limits=BodyLimits(slow_seconds=0.2))

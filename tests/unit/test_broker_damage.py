@@ -13,23 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from brokers import group, served
+from brokers import RUN, group, served
 
 from tandem.broker.journal.ledger import Ledger
 from tandem.broker.journal.payloads import HEAD, MAGIC, Payloads
-from tandem.broker.queue.records import Options
+from tandem.broker.queue.records import StoreOptions
 from tandem.errors import BrokerError
 
 CODE = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.queue.records import Entry, Options, Run
-ledger = Ledger.open(Path(sys.argv[1]), Options(), 0.0)
-ledger.store.register(Run(batch_size=2, max_token_len=8), 0.0)
+from tandem.broker.protocol.messages import RunParameters
+from tandem.broker.queue.records import GroupEntry, StoreOptions
+ledger = Ledger.open(Path(sys.argv[1]), StoreOptions(), 0.0)
+ledger.store.register(RunParameters(**json.loads(sys.argv[2])), 0.0)
 ledger.store.take(0.0)
 for name in range(40):
-    ledger.store.put(Entry(id=str(name), env=None, size=1, payload=b"%d " % name * 100), 0.0)
+    ledger.store.put(GroupEntry(id=str(name), env=None, size=1, payload=b"%d " % name * 100), 0.0)
     ledger.settled().result(60)
 os._exit(9)
 """
@@ -37,7 +38,9 @@ os._exit(9)
 
 def killed(folder: Path) -> None:
     """A broker accepts 40 groups one after the other and is killed: its write-ahead log is there."""
-    done = subprocess.run([sys.executable, "-c", CODE, str(folder)], timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(folder), json.dumps({**RUN, "batch_size": 2})], timeout=300, check=False
+    )
     assert done.returncode == 9
     assert (folder / "ledger.sqlite-wal").stat().st_size > 50_000
 
@@ -47,7 +50,7 @@ def refused(folder: Path) -> str:
     before = payloads(folder)
     for _ in range(2):
         with pytest.raises(BrokerError) as error:
-            Ledger.open(folder, Options(), 0.0)
+            Ledger.open(folder, StoreOptions(), 0.0)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
     assert before.items() <= payloads(folder).items()
@@ -87,7 +90,7 @@ def test_what_the_payloads_know_and_the_ledger_does_not(tmp_path: Path, lose: Ca
     lose(copy)
     assert "damaged" in refused(copy)
     assert payloads(copy), "and are still there"
-    ledger = Ledger.open(tmp_path, Options(), 0.0)
+    ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
     assert ledger.store.queued_groups == 40, "a kill alone costs nothing"
     ledger.close()
 
@@ -129,7 +132,7 @@ def test_a_bit_of_a_recent_group_does_not_keep_the_broker_from_starting(
             flipped(path, path.read_bytes().index(b"39 39 "))
 
     async def scene() -> None:
-        ledger = Ledger.open(tmp_path, Options(), 0.0)
+        ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
         async with served(ledger=ledger) as client:
             assert (await client.get("/latest_example")).status == 200
             assert (await client.get("/status")).json["queue_size"] == 40
@@ -158,7 +161,7 @@ def test_a_folder_of_a_tandem_that_wrote_no_marks_is_taken(tmp_path: Path) -> No
     database.close()
     for path in tmp_path.glob("payloads/*.bin"):
         path.write_bytes(path.read_bytes().replace(MAGIC, bytes(len(MAGIC))))
-    ledger = Ledger.open(tmp_path, Options(), 0.0)
+    ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
     assert ledger.store.queued_groups == 40
     ledger.close()
 
@@ -181,7 +184,7 @@ def test_what_lies_in_the_way_is_told_in_a_line(tmp_path: Path, make: Callable[[
 def test_a_file_in_the_way_of_the_folder_is_told_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
     with pytest.raises(BrokerError, match="no ledger can be kept in"):
-        Ledger.open(tmp_path / "data", Options(), 0.0)
+        Ledger.open(tmp_path / "data", StoreOptions(), 0.0)
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,14 +192,14 @@ def test_files_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptur
     others = [tmp_path / "payloads" / name for name in ("notes.bin", "²²²²²²²².bin", "README", "7.bin")]
     for path in others:
         path.write_text("mine")
-    Ledger.open(tmp_path, Options(), 0.0).close()
+    Ledger.open(tmp_path, StoreOptions(), 0.0).close()
     assert all(path.read_text() == "mine" and str(path) in caplog.text for path in others)
 
 
 @pytest.mark.parametrize("gone", ["", "payloads", "ledger.sqlite", "ledger.sqlite-wal"])
 def test_nothing_is_promised_once_the_folder_is_deleted(tmp_path: Path, gone: str) -> None:
     async def scene() -> None:
-        ledger = Ledger.open(tmp_path / "data", Options(), 0.0)
+        ledger = Ledger.open(tmp_path / "data", StoreOptions(), 0.0)
         async with served(ledger=ledger) as client:
             await client.begin(batch_size=4)
             assert (await client.post("/scored_data", group())).status == 200

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.broker.queue import formation
-from tandem.broker.queue.records import Entry
+from tandem.broker.queue.records import GroupEntry
 from tandem.broker.queue.tenants import ANONYMOUS, Item, Tenant
 
 TENANT = Tenant(env_id=None, spec=ANONYMOUS, name="", heard=0.0)
@@ -20,7 +20,7 @@ SIZES = st.lists(st.integers(1, 9), max_size=10)
 
 def items(sizes: Sequence[int], first: int = 0, step: int = 1) -> list[Item]:
     return [
-        Item(first + step * k, size, 0, Entry(id=str(k), env=None, size=size, payload=b""), TENANT, "queued")
+        Item(first + step * k, size, 0, GroupEntry(id=str(k), env=None, size=size, payload=b""), TENANT, "queued")
         for k, size in enumerate(sizes)
     ]
 

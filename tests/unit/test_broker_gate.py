@@ -9,16 +9,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tandem.broker.queue.store import Store
-from tandem.broker.server.app import Broker
-from tandem.broker.server.serving import Room, serving
+from tandem.broker.queue.store import GroupQueue
+from tandem.broker.server.app import BrokerServer
+from tandem.broker.server.serving import ConnectionLimits, serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def played(scene: Callable[[str], Awaitable[None]], **space: Any) -> None:
     async def go() -> None:
-        async with serving(Broker(Store()), "127.0.0.1", 0, space=Room(**space)) as url:
+        async with serving(BrokerServer(GroupQueue()), "127.0.0.1", 0, limits=ConnectionLimits(**space)) as url:
             await asyncio.wait_for(scene(url), 60)
 
     asyncio.run(go())

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import Client, group, play
+from brokers import Client, group, play, run_parameters
 
 from tandem.broker.journal import payloads
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.journal.payloads import Kept, Payloads, Place, Reading, read
-from tandem.broker.queue.records import Batch, Entry, EnvSpec, Options, Run
+from tandem.broker.journal.payloads import PayloadPlace, PayloadReader, Payloads, StoredPayload, read
+from tandem.broker.queue.records import EnvSpec, GroupEntry, ServedBatch, StoreOptions
 from tandem.errors import BrokerError
 
 
 @contextmanager
 def ledger(folder: Path, memory: int = 0, **options: int) -> Iterator[Ledger]:
-    opened = Ledger.open(folder, Options(memory_bytes=memory, **options), 0.0)
+    opened = Ledger.open(folder, StoreOptions(memory_bytes=memory, **options), 0.0)
     try:
         if opened.store.run is None:
-            opened.store.register(Run(batch_size=2, max_token_len=8), 0.0)
+            opened.store.register(run_parameters(batch_size=2, max_token_len=8), 0.0)
             opened.store.take(0.0)
         yield opened
     finally:
@@ -37,17 +37,17 @@ def data(name: int) -> bytes:
 
 def put(ledger: Ledger, *names: int, size: int = 1, env: int | None = None) -> None:
     for name in names:
-        ledger.store.put(Entry(id=str(name), env=env, size=size, payload=data(name)), 0.0)
+        ledger.store.put(GroupEntry(id=str(name), env=env, size=size, payload=data(name)), 0.0)
     ledger.settled().result(30)
 
 
-def take(ledger: Ledger) -> Batch:
+def take(ledger: Ledger) -> ServedBatch:
     batch = ledger.store.take(0.0, lease=True)
     assert batch is not None
     return batch
 
 
-def finish(ledger: Ledger, batch: Batch) -> None:
+def finish(ledger: Ledger, batch: ServedBatch) -> None:
     assert ledger.store.acknowledge(batch.id, 0.0)
     ledger.settled().result(30)
 
@@ -67,7 +67,7 @@ def test_what_does_not_fit_into_memory_is_read_back(tmp_path: Path) -> None:
         assert one.memory.bytes == 3 * len(data(10))
         for first in (10, 12, 14):
             batch = take(one)
-            reading = Reading(batch.entries)
+            reading = PayloadReader(batch.entries)
             assert reading.on_disk == (first != 10)
             assert reading.bytes() == [data(first), data(first + 1)]
             finish(one, batch)
@@ -98,7 +98,7 @@ def test_a_long_queue_is_not_in_memory_after_a_restart(tmp_path: Path) -> None:
         assert in_memory(two) == ["150", "151"]
         for first in range(100, 152, 2):
             batch = take(two)
-            assert Reading(batch.entries).bytes() == [data(first), data(first + 1)]
+            assert PayloadReader(batch.entries).bytes() == [data(first), data(first + 1)]
             finish(two, batch)
 
 
@@ -108,7 +108,7 @@ def test_a_batch_under_way_is_whole_though_it_is_trained_and_its_file_goes(tmp_p
         put(one, 1, 2)
     with ledger(tmp_path) as two:  # which writes to another file
         batch = take(two)
-        reading = Reading(batch.entries)
+        reading = PayloadReader(batch.entries)
         (file,) = payload_files(tmp_path)
         finish(two, batch)
         assert not file.exists()
@@ -118,19 +118,19 @@ def test_a_batch_under_way_is_whole_though_it_is_trained_and_its_file_goes(tmp_p
 def test_a_payload_that_moves_while_it_is_looked_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Payloads(tmp_path)
     (place,) = files.append([data(5)])
-    kept = Kept(files, place=Place(99, *place[1:]))
+    kept = StoredPayload(files, place=PayloadPlace(99, *place[1:]))
     real = Payloads.opened
 
-    def moving(self: Payloads, at: Place) -> Any:
+    def moving(self: Payloads, at: PayloadPlace) -> Any:
         if kept.place is at and at.file == 99:
             kept.place = place
         return real(self, at)
 
     monkeypatch.setattr(Payloads, "opened", moving)
-    assert Reading([Entry(id="5", env=None, size=1, payload=kept)]).bytes() == [data(5)]
-    kept.place = Place(98, *place[1:])
+    assert PayloadReader([GroupEntry(id="5", env=None, size=1, payload=kept)]).bytes() == [data(5)]
+    kept.place = PayloadPlace(98, *place[1:])
     with pytest.raises(BrokerError, match="damaged or missing"):
-        Reading([Entry(id="5", env=None, size=1, payload=kept)])
+        PayloadReader([GroupEntry(id="5", env=None, size=1, payload=kept)])
     files.close()
 
 
@@ -151,9 +151,9 @@ def test_payloads_are_found_where_they_were_moved_to(tmp_path: Path, monkeypatch
             finish(one, take(one))
         old = [item.entry for item in one.store.waiting]
         assert old[0].payload.place.file > 1
-        assert Reading(old[1:]).bytes() == [data(name) for name in range(1, 60)]
+        assert PayloadReader(old[1:]).bytes() == [data(name) for name in range(1, 60)]
         with pytest.raises(BrokerError, match="damaged"):
-            Reading(old[:1]).bytes()
+            PayloadReader(old[:1]).bytes()
 
 
 def test_a_damaged_payload_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_damaged_payload_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     with ledger(tmp_path) as one:
         for name in (1, 2):
             payload = json.dumps(group(1, scores=[float(name)])).encode()
-            one.store.put(Entry(id=str(name), env=None, size=1, received=10.0 * name, payload=payload), 0.0)
+            one.store.put(GroupEntry(id=str(name), env=None, size=1, received=10.0 * name, payload=payload), 0.0)
     (file,) = payload_files(tmp_path)
     good = file.read_bytes()
     file.write_bytes(good.replace(b"1.0", b"7.0", 1))
@@ -193,14 +193,14 @@ def test_the_latest_example_stays_though_it_was_trained(tmp_path: Path, restarte
         if not restarted:
             finish(one, take(one))
             assert one.store.latest is not None
-            assert Reading([one.store.latest]).bytes() == [data(2)]
+            assert PayloadReader([one.store.latest]).bytes() == [data(2)]
             return
     with ledger(tmp_path) as two:
         assert two.store.release(take(two).id, 0.0)
         finish(two, take(two))
         assert not payload_files(tmp_path)
         assert two.store.latest is not None
-        assert Reading([two.store.latest]).bytes() == [data(2)]
+        assert PayloadReader([two.store.latest]).bytes() == [data(2)]
 
 
 def test_a_served_group_is_the_one_that_was_submitted(tmp_path: Path) -> None:

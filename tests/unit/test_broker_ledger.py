@@ -13,22 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
+from brokers import run_parameters
 
 from tandem.broker.journal import ledger as ledgers
 from tandem.broker.journal import payloads
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.journal.payloads import Reading
-from tandem.broker.queue.records import Entry, EnvSpec, Options, Refused, Run
+from tandem.broker.journal.payloads import PayloadReader
+from tandem.broker.queue.records import EnvSpec, GroupEntry, GroupRefused, StoreOptions
 from tandem.errors import BrokerError
 
 ROOT = Path(__file__).parents[2]
-RUN = Run(batch_size=4, max_token_len=64, wandb_project="p", num_steps=9)
+RUN = run_parameters(batch_size=4, max_token_len=64, wandb_project="p", num_steps=9)
 
 
 @contextmanager
-def ledger(folder: Path, now: float = 0.0, options: Options | None = None) -> Iterator[Ledger]:
-    opened = Ledger.open(folder, options or Options(), now)
+def ledger(folder: Path, now: float = 0.0, options: StoreOptions | None = None) -> Iterator[Ledger]:
+    opened = Ledger.open(folder, options or StoreOptions(), now)
     try:
         yield opened
     finally:
@@ -43,13 +45,13 @@ def begun(ledger: Ledger) -> None:
 def put(
     ledger: Ledger, name: str, size: int = 4, env: int | None = None, key: str | None = None, data: bytes = b""
 ) -> str:
-    entry = Entry(id=name, env=env, size=size, version=3, received=5.0, payload=data or name.encode())
+    entry = GroupEntry(id=name, env=env, size=size, version=3, received=5.0, payload=data or name.encode())
     return ledger.store.put(entry, 0.0, key=key).kind
 
 
-def loaded(entries: Sequence[Entry]) -> list[Entry]:
+def loaded(entries: Sequence[GroupEntry]) -> list[GroupEntry]:
     """With their bytes, wherever these are."""
-    return [replace(entry, payload=data) for entry, data in zip(entries, Reading(entries).bytes(), strict=True)]
+    return [replace(entry, payload=data) for entry, data in zip(entries, PayloadReader(entries).bytes(), strict=True)]
 
 
 def on_disk(folder: Path) -> int:
@@ -70,14 +72,14 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert (store.run, store.step, store.started, store.policy_step) == (RUN, 1, True, 6)
         known = store.register_env(EnvSpec(name="e", max_token_length=8, group_size=4), 100.0, key="me")
         assert ticket is not None
-        assert known == replace(ticket, starting_step=7)  # the one after the six that the trainer told
+        assert known == msgspec.structs.replace(ticket, starting_step=7)  # the one after the six that the trainer told
         again = store.register_env(EnvSpec(name="e", max_token_length=8), 100.0)
         assert again is not None
-        assert (again.env_id, again.name) == (1, "e_1")
+        assert (again.env_id, again.wandb_name) == (1, "e_1")
         assert put(two, "a", key="k") == "duplicate"
         found = store.take(100.0, lease=True)
         assert found is not None
-        assert loaded(found.entries) == [Entry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")]
+        assert loaded(found.entries) == [GroupEntry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")]
         assert store.acknowledge(batch.id, 109.0)  # its lease began anew
         assert [item.entry.id for item in store.tenants.by_id[0].buffer] == ["c"]
 
@@ -171,7 +173,7 @@ def test_a_reset_leaves_nothing(tmp_path: Path) -> None:
 
 def test_two_brokers_cannot_share_a_folder(tmp_path: Path) -> None:
     with ledger(tmp_path), pytest.raises(BrokerError, match="another broker uses"):
-        Ledger.open(tmp_path, Options(), 0.0)
+        Ledger.open(tmp_path, StoreOptions(), 0.0)
     with ledger(tmp_path):
         pass
 
@@ -181,7 +183,7 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
         other.execute("CREATE TABLE theirs (x)")
     other.close()
     with pytest.raises(BrokerError, match="belongs to another program"):
-        Ledger.open(tmp_path, Options(), 0.0)
+        Ledger.open(tmp_path, StoreOptions(), 0.0)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         file.execute("PRAGMA user_version = 2")
     file.close()
     with pytest.raises(BrokerError, match="has format 2"):
-        Ledger.open(tmp_path, Options(), 0.0)
+        Ledger.open(tmp_path, StoreOptions(), 0.0)
 
 
 @pytest.mark.parametrize("damage", ["text", "hole", "cut", "gone"])
@@ -214,11 +216,11 @@ def test_a_damaged_ledger_is_refused_in_one_line(tmp_path: Path, damage: str) ->
     else:
         payloads.unlink()
     with pytest.raises(BrokerError, match="damaged") as refused:
-        Ledger.open(tmp_path, Options(), 0.0)
+        Ledger.open(tmp_path, StoreOptions(), 0.0)
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
     with pytest.raises(BrokerError, match="damaged"):  # and the lock was given back
-        Ledger.open(tmp_path, Options(), 0.0)
+        Ledger.open(tmp_path, StoreOptions(), 0.0)
 
 
 @pytest.mark.parametrize("step", [2**53, 2**63, 2**64 - 1])
@@ -227,8 +229,8 @@ def test_a_number_that_no_column_takes_costs_nobody_else(tmp_path: Path, step: i
     with ledger(tmp_path) as one:
         begun(one)
         put(one, "before")
-        poison = Entry(id="poison", env=None, size=4, version=step, received=5.0, payload=b"p")
-        with pytest.raises(Refused, match="expected 0 to below"):
+        poison = GroupEntry(id="poison", env=None, size=4, version=step, received=5.0, payload=b"p")
+        with pytest.raises(GroupRefused, match="expected 0 to below"):
             one.store.put(poison, 0.0)
         put(one, "with")
         one.settled().result(20)
@@ -273,7 +275,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
 def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Many times what is held goes through; one old group among each file's worth stays and is moved."""
     monkeypatch.setattr(payloads, "FILE_BYTES", 10_000)
-    with ledger(tmp_path, options=Options(max_keys=100, memory_bytes=memory)) as one:
+    with ledger(tmp_path, options=StoreOptions(max_keys=100, memory_bytes=memory)) as one:
         begun(one)
         one.store.register_env(EnvSpec(name="e", max_token_length=8, group_size=3), 0.0)
         most = 0
@@ -297,7 +299,7 @@ def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.broker.journal.ledger.TRIM_EVERY", 1)
-    with ledger(tmp_path, options=Options(max_keys=5)) as one:
+    with ledger(tmp_path, options=StoreOptions(max_keys=5)) as one:
         begun(one)
         for k in range(20):
             put(one, str(k), key=str(k))
@@ -330,8 +332,8 @@ def test_nothing_promised_is_lost_by_kill_minus_nine(tmp_path: Path) -> None:
 def test_a_broker_that_is_killed_lets_the_folder_go(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from tandem.broker.journal.ledger import Ledger\nfrom tandem.broker.queue.records import Options\n"
-        "Ledger.open(pathlib.Path(sys.argv[1]), Options(), 0.0)\nos.kill(os.getpid(), 9)"
+        "from tandem.broker.journal.ledger import Ledger\nfrom tandem.broker.queue.records import StoreOptions\n"
+        "Ledger.open(pathlib.Path(sys.argv[1]), StoreOptions(), 0.0)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
     assert done.returncode == -9
@@ -424,6 +426,6 @@ def test_a_full_disk_at_the_start_is_not_taken_for_damage(tmp_path: Path, monkey
 
     monkeypatch.setattr(ledgers.Database, "prepare", full)
     with pytest.raises(BrokerError, match=r"cannot be opened \(database or disk is full\); make room"):
-        Ledger.open(tmp_path / "data", Options(), 0.0)
+        Ledger.open(tmp_path / "data", StoreOptions(), 0.0)
     monkeypatch.undo()
-    Ledger.open(tmp_path / "data", Options(), 0.0).close()
+    Ledger.open(tmp_path / "data", StoreOptions(), 0.0).close()

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tandem.broker.queue.store import Store
-from tandem.broker.server.app import Broker
+from tandem.broker.queue.store import GroupQueue
+from tandem.broker.server.app import BrokerServer
 from tandem.broker.server.serving import listening, serving
 from tandem.errors import BrokerError
 
@@ -21,7 +21,7 @@ def test_who_connects_before_it_is_ready_is_answered() -> None:
         sockets = listening("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*sockets[0].getsockname())
         writer.write(b"GET /info HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n")
-        async with serving(Broker(Store()), "127.0.0.1", 0, sockets):
+        async with serving(BrokerServer(GroupQueue()), "127.0.0.1", 0, sockets):
             found = await asyncio.wait_for(reader.read(), 20)
         writer.close()
         return found

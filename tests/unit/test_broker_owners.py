@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import ENV, Client, group, play, served
+from brokers import ENV, Client, group, play, run_parameters, served
 
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.queue.records import EnvSpec, Options, Run
-from tandem.broker.queue.store import Store
+from tandem.broker.queue.records import EnvSpec, StoreOptions
+from tandem.broker.queue.store import GroupQueue
 from tandem.broker.server.keys import Keys
 
 KEYS = Keys(trainer="trains", environments="alice, bob")
@@ -74,7 +74,7 @@ def test_owners_are_known_after_a_restart(tmp_path: Path) -> None:
 
     found: int | None = None
     for _ in range(2):
-        ledger = Ledger.open(tmp_path, Options(), 0.0)
+        ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
         found = asyncio.run(scene(ledger, found))
         ledger.close()
     assert b"alice" not in (tmp_path / "ledger.sqlite").read_bytes()
@@ -95,8 +95,8 @@ def test_names_of_environments_are_printable_and_forgotten(tmp_path: Path) -> No
         assert reply.json["wandb_name"] == "�[31mred�" + "x" * 191 + "_0"
 
     play(scene)
-    store = Store(Options(max_environments=20))
-    store.register(Run(batch_size=4, max_token_len=8), 0.0)
+    store = GroupQueue(StoreOptions(max_environments=20))
+    store.register(run_parameters(batch_size=4, max_token_len=8), 0.0)
     store.take(0.0)
     ticket = store.register_env(EnvSpec(name="stays", max_token_length=8), 0.0)
     assert ticket is not None
@@ -107,4 +107,4 @@ def test_names_of_environments_are_printable_and_forgotten(tmp_path: Path) -> No
     assert len(store.tenants.names) <= 21
     again = store.register_env(EnvSpec(name="stays", max_token_length=8), 0.0)
     assert again is not None
-    assert again.name == "stays_1", "one that is there keeps its count"
+    assert again.wandb_name == "stays_1", "one that is there keeps its count"

@@ -11,20 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from brokers import run_parameters
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.broker.journal.ledger import Ledger
-from tandem.broker.journal.payloads import Reading
+from tandem.broker.journal.payloads import PayloadReader
+from tandem.broker.protocol.messages import EnvStatus, RunParameters
 from tandem.broker.queue import formation
-from tandem.broker.queue.records import Acknowledgement, Busy, Entry, EnvSpec, EnvStatus, Options, Refused, Run
-from tandem.broker.queue.store import Store
+from tandem.broker.queue.records import (
+    Acknowledgement,
+    Busy,
+    EnvSpec,
+    GroupEntry,
+    GroupRefused,
+    StoreOptions,
+)
+from tandem.broker.queue.store import GroupQueue
 from tandem.broker.queue.tenants import Item
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = Options(
+OPTIONS = StoreOptions(
     max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
     lease_seconds=50.0, heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
 )  # fmt: skip
@@ -32,11 +41,11 @@ RUNS = st.sampled_from([4, 6, 8])
 BATCH = st.integers(0, 30)
 
 
-def run(batch_size: int) -> Run:
-    return Run(batch_size=batch_size, max_token_len=64)
+def run(batch_size: int) -> RunParameters:
+    return run_parameters(batch_size=batch_size, max_token_len=64)
 
 
-def status_by_hand(store: Store, env_id: int) -> EnvStatus:
+def status_by_hand(store: GroupQueue, env_id: int) -> EnvStatus:
     """The table of the protocol, counted anew."""
     batch_size = store.run.batch_size if store.run else 0
     tenants = [*store.tenants.by_id.values(), store.tenants.anonymous]
@@ -145,11 +154,11 @@ class Promises(RuleBasedStateMachine):
     def submit_one(self, env: int | None, size: int, key: str | None) -> None:
         self.count += 1
         name = f"g{self.count}"
-        entry = Entry(id=name, env=env, size=size, payload=name.encode().ljust(9))
+        entry = GroupEntry(id=name, env=env, size=size, payload=name.encode().ljust(9))
         batch_size = self.store.run.batch_size if self.store.run else 9
         try:
             receipt = self.store.put(entry, self.now, key=key)
-        except Refused:
+        except GroupRefused:
             assert size > batch_size
             return
         except Busy:
@@ -192,7 +201,7 @@ class Promises(RuleBasedStateMachine):
         assert set(names) <= set(before)
         assert set(names) <= set(self.held)
         assert sum(entry.size for entry in batch.entries) == total
-        assert Reading(batch.entries).bytes() == [name.encode().ljust(9) for name in names]
+        assert PayloadReader(batch.entries).bytes() == [name.encode().ljust(9) for name in names]
         self.step += not returned
         assert batch.step == self.store.step == self.step
         self.served[batch.id] = names

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tandem.broker.queue.records import Entry
+from tandem.broker.queue.records import GroupEntry
 from tandem.broker.server.resent import BEFORE_END, MOST, SECONDS, Resent
 
 
-def entry(payload: bytes, received: float) -> Entry:
-    return Entry(id=payload.decode(), env=None, size=1, received=received, payload=payload)
+def entry(payload: bytes, received: float) -> GroupEntry:
+    return GroupEntry(id=payload.decode(), env=None, size=1, received=received, payload=payload)
 
 
 def test_each_stands_for_one_repetition_for_a_minute() -> None:

@@ -17,7 +17,7 @@ from tandem.broker.protocol import checks as weighing
 from tandem.broker.protocol import wire
 from tandem.broker.protocol.checks import CONTAINER, check_weight
 from tandem.broker.protocol.lenient import Malformed
-from tandem.broker.server.bodies import Limits
+from tandem.broker.server.bodies import BodyLimits
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=40)
 VALUES = st.recursive(PLAIN, lambda one: st.lists(one) | st.dictionaries(st.text(max_size=5), one), max_leaves=30)
@@ -125,4 +125,4 @@ def test_messages_that_are_no_groups_are_short() -> None:
         reply = await client.post("/register", b'{"x":"' + b"x" * (1 << 16) + b'"}')
         assert reply.status == 413
 
-    play(scene, limits=Limits())
+    play(scene, limits=BodyLimits())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from brokers import Client, served
+from brokers import Client, run_parameters, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +22,8 @@ from tandem.broker import source as sources
 from tandem.broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
 from tandem.broker.protocol.convert import Rules, group_from_wire
 from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
-from tandem.broker.queue.records import Batch, Entry, Run
-from tandem.broker.queue.store import Store
+from tandem.broker.queue.records import GroupEntry, ServedBatch
+from tandem.broker.queue.store import GroupQueue
 from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
@@ -74,7 +74,7 @@ class Local:
 
     leases: bool = True
     drops: bool = False
-    store: Store = field(default_factory=Store)
+    store: GroupQueue = field(default_factory=GroupQueue)
     now: float = 0.0
     polls: int = 0
     registered: list[RunParameters] = field(default_factory=list)
@@ -95,7 +95,9 @@ class Local:
         for scored in groups:
             version = (scored.group_overrides or {}).get("tandem_version")
             name = f"e{self.store.counts['accepted']}"
-            self.store.put(Entry(id=name, env=None, size=len(scored.scores), version=version, payload=scored), self.now)
+            self.store.put(
+                GroupEntry(id=name, env=None, size=len(scored.scores), version=version, payload=scored), self.now
+            )
 
     async def info(self) -> Info:
         size = self.batch_size or (self.store.run.batch_size if self.store.run else -1)
@@ -103,8 +105,7 @@ class Local:
 
     async def register(self, run: RunParameters) -> int:
         self.registered.append(run)
-        told = {name: getattr(run, name) for name in run.__struct_fields__}
-        return self.store.register(Run(**told), self.now)
+        return self.store.register(run, self.now)
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
@@ -126,7 +127,7 @@ class Local:
             return None
         return self._told(taken)
 
-    def _told(self, taken: Batch) -> TakenBatch:
+    def _told(self, taken: ServedBatch) -> TakenBatch:
         return TakenBatch(
             id=taken.id if self.leases else None,
             groups=[entry.payload for entry in taken.entries],
@@ -371,9 +372,9 @@ def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
             assert await broker.batch(lease=1.0, policy=2) is None  # the policy step that it notes from now on
             broker.put(sent("noted 2"), sent("says 3", version=3))
             await broker.batch(lease=1.0, policy=4)
-            broker.store.register(Run(batch_size=4, max_token_len=64), 0.0)  # that lease comes back
+            broker.store.register(run_parameters(batch_size=4, max_token_len=64), 0.0)  # that lease comes back
             await broker.batch(lease=1.0, policy=4)
-            broker.store.register(Run(batch_size=4, max_token_len=64), 0.0)
+            broker.store.register(run_parameters(batch_size=4, max_token_len=64), 0.0)
             broker.put(sent("says 4", version=4), sent("says 1", version=1))
             return names(await source.take())
 
@@ -490,10 +491,10 @@ POISON = {
 }
 
 
-def stored(name: str, **changed: Any) -> Entry:
+def stored(name: str, **changed: Any) -> GroupEntry:
     """A group as a broker with other bounds took it: it is in the queue, and comes with the next batch."""
     fields = {**msgspec.structs.asdict(sent(name)), **changed}
-    return Entry(id=name, env=None, size=2, version=0, payload=json.dumps(fields).encode())
+    return GroupEntry(id=name, env=None, size=2, version=0, payload=json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("changed", POISON.values(), ids=POISON)

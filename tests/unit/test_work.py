@@ -15,9 +15,9 @@ from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
-from tandem.broker.client import Connection, EnvClient, Status
-from tandem.broker.producer import IN_A_ROW, Pace, Producer
-from tandem.broker.protocol.messages import EnvRegistration, Info
+from tandem.broker.client import Connection, EnvClient
+from tandem.broker.producer import IN_A_ROW, PlayPace, Producer, TaskShuffle
+from tandem.broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem.broker.remote_engine import RemoteEngine, RemoteEngines, native
 from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
@@ -196,8 +196,6 @@ def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 class FakeWorker:
     """Plays at once, or when it is told to."""
 
-    seed = 0
-
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
@@ -227,12 +225,12 @@ def producer(broker: FakeBroker, **pace: Any) -> Producer:
     tasks = [Task(id=str(i), env="e", prompt=(Message(role="user", content="?"),), answer="") for i in range(5)]
     return Producer(
         worker=FakeWorker(),  # type: ignore[arg-type]
-        tasks=tasks,
+        tasks=TaskShuffle(tasks=tasks, seed=0),
         client=EnvClient(Connection(broker.url, retry=quick()), spec, key="k", poll=0.01),
         sampling=Sampling(),
         postprocess_rewards=keep_rewards,
         drop_zero_variance=True,
-        pace=Pace(**{"n": 3, "poll_seconds": 0.01, **pace}),
+        pace=PlayPace(**{"n": 3, "poll_seconds": 0.01, **pace}),
     )
 
 
@@ -497,9 +495,9 @@ def test_how_much_is_wanted(share: float | None, status: dict[str, Any], wanted:
     spec = EnvRegistration(max_token_length=64, desired_name="e", weight=1.0, group_size=2, min_batch_allocation=share)
     made = producer(FakeBroker(ours=True), n=9)
     made.client = EnvClient(Connection("http://b:1"), spec, key="k")
-    assert made.wanted(Status(current_step=0, **status)) == 0, "the size of a batch is not known yet"
+    assert made.wanted(EnvStatus(current_step=0, **status)) == 0, "the size of a batch is not known yet"
     made._info = Info(batch_size=8, max_token_len=64)
-    assert made.wanted(Status(current_step=0, **status)) == wanted
+    assert made.wanted(EnvStatus(current_step=0, **status)) == wanted
 
 
 def test_answers_that_were_cut_can_be_left_out_of_the_loss() -> None:

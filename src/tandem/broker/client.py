@@ -179,24 +179,7 @@ class Connection:
         log.info("%s", error)
         await self._retry.pause(attempt, error.retry_after or 0.0)
         if not again:
-            raise ServerAway(str(error)) from error
-
-
-class Status(msgspec.Struct, kw_only=True, frozen=True):
-    """What an environment polls; sizes in groups of its own size."""
-
-    current_step: int
-    """Batches that the trainer was given, counted from its starting step."""
-    queue_size: int
-    """Own groups queued, and those of others as far as they count against it."""
-    self_queue_size: int = 0
-    """Own groups queued."""
-    max_group_size: int = 1
-    """Largest group queued, in sequences."""
-    unallocated_fraction: float = 1.0
-    """Share of each batch that nobody has reserved."""
-    env_weight: float = 1.0
-    """Its share of generation."""
+            raise ServerAway(str(error), error.reason) from error
 
 
 class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
@@ -281,7 +264,7 @@ class EnvClient(_Client):
                 waited = True
             await asyncio.sleep(self._poll)
 
-    async def status(self) -> Status:
+    async def status(self) -> messages.EnvStatus:
         """How much is queued; registers again where the broker has forgotten this environment.
 
         Raises:
@@ -349,7 +332,7 @@ class EnvClient(_Client):
             await self.connection.ask("POST", "/disconnect-env", messages.EnvName(env_id=self.ticket.env_id))
             self.ticket = None
 
-    async def _ask_status(self) -> Status | None:
+    async def _ask_status(self) -> messages.EnvStatus | None:
         """The answer, or None where the broker does not know this environment."""
         assert self.ticket is not None, "register first"
         body = messages.EnvName(env_id=self.ticket.env_id)
@@ -363,7 +346,7 @@ class EnvClient(_Client):
             return None
         except RequestLost:
             return None
-        return parse(answer, Status)
+        return parse(answer, messages.EnvStatus)
 
     async def _still_known(self) -> None:
         """After an outage, make sure that the broker knows this environment before anything is handed in.

@@ -30,5 +30,5 @@ def gunzip() -> Any:
 
 def crc32(data: bytes) -> int:
     """CRC-32 of bytes."""
-    found: int = _library.crc32(data)
-    return found
+    checksum: int = _library.crc32(data)
+    return checksum

@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.broker.client import EnvClient, Receipt, RequestRefused, Status
-from tandem.broker.protocol.messages import Info
+from tandem.broker.client import EnvClient, Receipt, RequestRefused
+from tandem.broker.protocol.messages import EnvStatus, Info
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
@@ -33,7 +33,7 @@ IN_A_ROW = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class PlayPace:
     """How much is played, and when to stop."""
 
     n: int
@@ -53,7 +53,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Tally:
+class GroupTally:
     """What became of the groups, from the start."""
 
     groups: Counter[str] = field(default_factory=Counter)
@@ -70,12 +70,40 @@ class Tally:
 
 
 @dataclass(slots=True, kw_only=True)
+class TaskShuffle:
+    """All tasks in an order of their own in every epoch.
+
+    Several processes of one environment shuffle differently, and so does one that is started again later.
+    """
+
+    tasks: Sequence[Task]
+    """What there is to play."""
+    seed: int
+    """Of the run."""
+    name: str = ""
+    """Of the environment at the broker, and the step at which it registered."""
+    _num_drawn: int = 0
+    _order: tuple[int, list[int]] = (-1, [])
+
+    def draw(self) -> tuple[int, Task, str]:
+        """The next draw's number and task, and what its group is called."""
+        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        epoch, place = divmod(number, len(self.tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self.tasks)))
+            random.Random(f"{self.seed}/{self.name}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        task = self.tasks[self._order[1][place]]
+        return number, task, f"{self.name}/{task.id}@{epoch}"
+
+
+@dataclass(slots=True, kw_only=True)
 class Producer:
     """One environment at work."""
 
     worker: GroupRunner
     """Plays."""
-    tasks: Sequence[Task]
+    tasks: TaskShuffle
     """What there is to play."""
     client: EnvClient
     """The broker; open."""
@@ -85,24 +113,20 @@ class Producer:
     """Adjusts rewards before a group is judged to be zero-variance."""
     drop_zero_variance: bool
     """Leave out groups whose rewards are all equal."""
-    pace: Pace
+    pace: PlayPace
     """How much is played."""
     limit: Callable[[int], None] = lambda tokens: None
     """Told the most tokens that the trainer takes of one sequence."""
-    tally: Tally = field(default_factory=Tally)
+    tally: GroupTally = field(default_factory=GroupTally)
     """What became of it."""
     _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
     _informed: int = -1
-    _name: str = ""
-    _status: Status | None = None
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _drawn: int = 0
-    _order: tuple[int, list[int]] = (-1, [])
     _in_a_row: int = 0
     _finished: int = 0
     _failure: BaseException | None = None
-    _told: float = -math.inf
+    _reported: float = -math.inf
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -133,11 +157,11 @@ class Producer:
 
     async def _register(self) -> None:
         ticket = await self.client.register()
-        self._name = f"{ticket.wandb_name}/{ticket.starting_step}"
+        self.tasks.name = f"{ticket.wandb_name}/{ticket.starting_step}"
 
     async def _play_on(self) -> None:
         while self._failure is None:
-            status = self._status = await self.client.status()
+            status = await self.client.status()
             await self._inform()
             if self._over(status):
                 name = self.client.spec.desired_name
@@ -174,13 +198,13 @@ class Producer:
                 self._size,
             )
 
-    def _over(self, status: Status) -> bool:
+    def _over(self, status: EnvStatus) -> bool:
         most = self.pace.total_steps
         if most is None and self.client.ticket is not None:
             most = self.client.ticket.num_steps
         return most is not None and most > 0 and status.current_step >= most
 
-    def wanted(self, status: Status) -> int:
+    def wanted(self, status: EnvStatus) -> int:
         """How many groups should be under way."""
         batch, share = self._info.batch_size, self.client.spec.min_batch_allocation or 0.0
         if batch <= 0:
@@ -193,10 +217,10 @@ class Producer:
         return max(0, min(most, max(room, owed)))
 
     def _start(self) -> None:
-        draw, self._drawn = self._drawn, self._drawn + 1
-        task = asyncio.create_task(self._one(draw), name=f"group {draw}")
-        self._running.add(task)
-        task.add_done_callback(self._ended)
+        draw, task, name = self.tasks.draw()
+        playing = asyncio.create_task(self._one(draw, task, name), name=f"group {draw}")
+        self._running.add(playing)
+        playing.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -204,9 +228,8 @@ class Producer:
             self._failure = self._failure or task.exception()
         self._changed.set()
 
-    async def _one(self, draw: int) -> None:
+    async def _one(self, draw: int, task: Task, name: str) -> None:
         """Consumes: a task. Waits for: the engine, the graders, the broker."""
-        task, name = self._task(draw)
         finished, in_a_row = self._finished, self._in_a_row
         try:
             await self._hand_in(self.postprocess_rewards(await self._played(task, name, draw)))
@@ -273,30 +296,17 @@ class Producer:
                     return "lost"
                 log.warning("group %s is handed in again: %s", group.id, late)
 
-    def _task(self, draw: int) -> tuple[Task, str]:
-        """The task of a draw, and what its group is called. Every epoch is a shuffle of all tasks.
-
-        Several processes of one environment shuffle differently, and so does one that is started again later.
-        """
-        epoch, place = divmod(draw, len(self.tasks))
-        if self._order[0] != epoch:
-            order = list(range(len(self.tasks)))
-            random.Random(f"{self.worker.seed}/{self._name}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        task = self.tasks[self._order[1][place]]
-        return task, f"{self._name}/{task.id}@{epoch}"
-
     async def _drain(self) -> None:
         if self._running:
             seconds = self.pace.drain_seconds
             log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
             await asyncio.wait(self._running, timeout=seconds)
 
-    def _tell(self, status: Status) -> None:
+    def _tell(self, status: EnvStatus) -> None:
         now = time.monotonic()
-        if now - self._told < self.pace.tell_seconds:
+        if now - self._reported < self.pace.tell_seconds:
             return
-        self._told = now
+        self._reported = now
         (count, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
         mean = f"; mean reward {total / count:.3f}" if count else ""
         queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"

@@ -74,12 +74,12 @@ class TandemDialect:
     def completion(self, body: bytes) -> Completion:
         """Token ids, logprobs and the policy step of each token."""
         try:
-            found = msgspec.json.decode(body, type=wire.Generated)
-            tokens = found.token_ids[0]
-            logprobs = [p[0][t] for t, p in zip(tokens, (found.logprobs or [[]])[0], strict=True)]
+            reply = msgspec.json.decode(body, type=wire.Generated)
+            tokens = reply.token_ids[0]
+            logprobs = [p[0][t] for t, p in zip(tokens, (reply.logprobs or [[]])[0], strict=True)]
             # Before its first publish an engine holds the model as loaded, which is version 0.
-            versions = [max(0, step) for step in wire.steps(found.versions[0])]
-            finish = found.finish_reasons[0]
+            versions = [max(0, step) for step in wire.steps(reply.versions[0])]
+            finish = reply.finish_reasons[0]
         except (msgspec.DecodeError, LookupError, ValueError) as error:
             raise EngineError(f"/generate answers with something else than was asked for: {error}") from error
         return _completion(tokens, logprobs, finish, versions)
@@ -100,9 +100,9 @@ class AtroposDialect:
     def completion(self, body: bytes) -> Completion:
         """Of each position the first entry of the first mapping: the sampled token and its logprob."""
         try:
-            found = msgspec.json.decode(body)
-            firsts = [_first(place) for place in found["logprobs"][0]]
-            finish = found["finish_reasons"][0]
+            reply = msgspec.json.decode(body)
+            firsts = [_first(place) for place in reply["logprobs"][0]]
+            finish = reply["finish_reasons"][0]
         except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
             raise EngineError(f"/generate answers without the logprobs that were asked for ({error!r})") from error
         return _completion([token for token, _ in firsts], [logprob for _, logprob in firsts], finish)
@@ -129,9 +129,9 @@ class OpenAiDialect:
         """Token ids beside the choice, or in the texts of its tokens."""
         try:
             choice = msgspec.json.decode(body)["choices"][0]
-            told = choice["logprobs"] or {}
-            tokens = choice.get("token_ids") or [int(t.removeprefix("token_id:")) for t in told["tokens"]]
-            logprobs, finish = told["token_logprobs"], choice["finish_reason"]
+            logprobs_of = choice["logprobs"] or {}
+            tokens = choice.get("token_ids") or [int(t.removeprefix("token_id:")) for t in logprobs_of["tokens"]]
+            logprobs, finish = logprobs_of["token_logprobs"], choice["finish_reason"]
         except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
             raise EngineError(
                 f"/v1/completions answers without token ids or logprobs ({error!r}), and text cannot be trained on; "
@@ -185,21 +185,21 @@ class RemoteEngines:
         """
         https = [HttpClient(native(url), self.key, kind="engine") for url in self.urls]
         try:
-            servers = await asyncio.gather(*(self._found(http) for http in https))
+            servers = await asyncio.gather(*(self._identify(http) for http in https))
             limits = [server.context for server in servers if server.context is not None]
             yield RemoteEngine(self, servers, context=min([context, *limits]), ends=ends)
         finally:
             await asyncio.gather(*(http.close() for http in https))
 
-    async def _found(self, http: HttpClient) -> _EngineServer:
+    async def _identify(self, http: HttpClient) -> _EngineServer:
         outage = OutageLog(http.name)
         for attempt in count():
             try:
                 dialect, context = await self._kind(http)
             except (ServerAway, ResponseLost) as error:
-                said = f"{error}; is it running? (tandem serve engine RECIPE)"
-                if outage.report(said) > self.retry.patience_seconds:
-                    raise EngineError(f"{said}; {self.waited}") from error
+                error_text = f"{error}; is it running? (tandem serve engine RECIPE)"
+                if outage.report(error_text) > self.retry.patience_seconds:
+                    raise EngineError(f"{error_text}; {self.waited}") from error
                 await self.retry.pause(attempt)
             except HttpStatusError as error:
                 if error.status < 500:
@@ -238,8 +238,8 @@ class RemoteEngines:
 
     async def _models(self, http: HttpClient) -> tuple[list[str], int | None]:
         """What /v1/models lists, and the smallest context in it; nothing of a server without it."""
-        found = await _probe(http, "GET", "/v1/models")
-        listed = found.get("data") if isinstance(found, dict) else None
+        reply = await _probe(http, "GET", "/v1/models")
+        listed = reply.get("data") if isinstance(reply, dict) else None
         entries = [entry for entry in listed or () if isinstance(entry, dict) and "id" in entry]
         limits = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
         return [str(entry["id"]) for entry in entries], min(limits, default=None)
@@ -397,13 +397,13 @@ def _sampling_fields(sampling: Sampling, limit: int, ends: Sequence[int]) -> Map
     """Sampling under vLLM's names, without what is off."""
     ends = [*ends, *sampling.stop_token_ids]
     stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
-    given = {name: getattr(sampling, name) for name in _OFF}
-    given["min_tokens"] = min(sampling.min_tokens, limit)
+    values = {name: getattr(sampling, name) for name in _OFF}
+    values["min_tokens"] = min(sampling.min_tokens, limit)
     return {
         "n": 1,
         "max_tokens": limit,
         "temperature": sampling.temperature,
-        **{name: value for name, value in given.items() if value != _OFF[name]},
+        **{name: value for name, value in values.items() if value != _OFF[name]},
         **({"stop_token_ids": list(ends)} if ends else {}),
         **stop,
     }

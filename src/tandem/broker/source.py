@@ -71,6 +71,22 @@ class BrokerSourceOptions:
 
 
 @dataclass(slots=True)
+class _Arrivals:
+    """What arrived since the last look, for metrics."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    malformed: int = 0
+    measured: list[Mapping[str, Value]] = field(default_factory=list)
+
+    def metrics(self) -> Mapping[str, Value]:
+        counts = {f"groups/dropped_{reason}": self.dropped[reason] for reason in ("zero_variance", "stale", "failed")}
+        counts |= {f"rollouts/{reason}": self.failed[reason] for reason in ("malformed", "too_long", "untrained")}
+        counts["groups/malformed"] = self.malformed
+        return merge([*self.measured, {name: Sum(float(count)) for name, count in counts.items()}])
+
+
+@dataclass(slots=True)
 class BrokerSource:
     """Batches of groups from a broker. ``version`` tells the policy step that training has reached."""
 
@@ -91,12 +107,9 @@ class BrokerSource:
     _ready: list[Group] = field(default_factory=list)
     _held: dict[str, frozenset[str]] = field(default_factory=dict)
     _received: int = 0
-    _dropped: Counter[str] = field(default_factory=Counter)
-    _failed: Counter[str] = field(default_factory=Counter)
-    _malformed: int = 0
-    _measured: list[Mapping[str, Value]] = field(default_factory=list)
+    _arrivals: _Arrivals = field(default_factory=_Arrivals)
     _in_a_row: int = 0
-    _said: set[str] = field(default_factory=set)
+    _logged: set[str] = field(default_factory=set)
     _envs: set[str] = field(default_factory=set)
 
     @asynccontextmanager
@@ -127,7 +140,7 @@ class BrokerSource:
             self._drop_stale()
             if (groups := self._batch()) is not None:
                 del self._ready[: len(groups)]
-                self._measured.append(measure(groups, self.solved))
+                self._arrivals.measured.append(measure(groups, self.solved))
                 # Nothing waits for a step to end: environments elsewhere go on.
                 return Batch(groups, position=self.data_state, free=lambda: None)
             taken = await self._next()
@@ -158,14 +171,8 @@ class BrokerSource:
 
     def metrics(self) -> Mapping[str, Value]:
         """What was taken or dropped since the last call: rewards, lengths, and drops by reason."""
-        dropped, self._dropped = self._dropped, Counter()
-        failed, self._failed = self._failed, Counter()
-        measured, self._measured = self._measured, []
-        malformed, self._malformed = self._malformed, 0
-        counts = {f"groups/dropped_{reason}": dropped[reason] for reason in ("zero_variance", "stale", "failed")}
-        counts |= {f"rollouts/{reason}": failed[reason] for reason in ("malformed", "too_long", "untrained")}
-        counts["groups/malformed"] = malformed
-        return merge([*measured, {name: Sum(float(count)) for name, count in counts.items()}])
+        arrivals, self._arrivals = self._arrivals, _Arrivals()
+        return arrivals.metrics()
 
     async def _register(self) -> None:
         """Say what is trained, and see that it was understood.
@@ -175,12 +182,12 @@ class BrokerSource:
         """
         run = msgspec.structs.replace(self.run, starting_step=self.version())
         await self.broker.register(run)
-        found = (await self.broker.info()).batch_size
-        if found != run.batch_size:
+        batch_size = (await self.broker.info()).batch_size
+        if batch_size != run.batch_size:
             raise BrokerError(
-                f"the broker serves batches of {found} sequences, as an earlier trainer told it, and this run takes "
-                f"{run.batch_size} (groups_per_step × group_size); restart the broker, or GET /reset_data, which also "
-                "drops what is queued"
+                f"the broker serves batches of {batch_size} sequences, as an earlier trainer told it, and this run "
+                f"takes {run.batch_size} (groups_per_step × group_size); restart the broker, or GET /reset_data, which "
+                "also drops what is queued"
             )
 
     async def _renew(self) -> None:
@@ -235,12 +242,12 @@ class BrokerSource:
                 self._say("again", f"group {name} came again while its first lease was held; it is trained once")
                 continue
             index = self._received + len(arrived)
-            told = named(str((scored.group_overrides or {}).get("tandem_task") or "group"))
+            task = named(str((scored.group_overrides or {}).get("tandem_task") or "group"))
             self._refuse_other(scored)
             group = group_from_wire(
                 scored,
                 # The broker's own name for it is the same whenever it comes: also to a run that was killed meanwhile.
-                id=f"{told}@{name or index}",
+                id=f"{task}@{name or index}",
                 index=index,
                 version=now if version is None else version,
                 rules=self.options.rules,
@@ -273,19 +280,19 @@ class BrokerSource:
         Raises:
             BrokerError: it was not.
         """
-        for given in (scored.generation_params, scored.group_overrides, *(scored.overrides or ())):
-            if isinstance(given, Mapping) and (name := differing(self.options.sampling, given)) is not None:
+        for settings in (scored.generation_params, scored.group_overrides, *(scored.overrides or ())):
+            if isinstance(settings, Mapping) and (name := differing(self.options.sampling, settings)) is not None:
                 whose = named(str((scored.group_overrides or {}).get("tandem_env") or scored.env_id))
                 raise BrokerError(
-                    f"environment {whose} samples with {name} {given[name]}, and this run computes logprobs with "
+                    f"environment {whose} samples with {name} {settings[name]}, and this run computes logprobs with "
                     f"{getattr(self.options.sampling, name):g}; give both the same sampling.{name}, and restart the "
                     "broker, or GET /reset_data, which drops what is queued"
                 )
 
     def _note(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
         """Count what could not be read, and tell each kind of it once."""
-        self._failed.update(notes.failed)
-        self._malformed += len(malformed)
+        self._arrivals.failed.update(notes.failed)
+        self._arrivals.malformed += len(malformed)
         for error in malformed[:MOST_NAMED]:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
@@ -294,18 +301,18 @@ class BrokerSource:
             self._say(f"failed in {whose}", f"sequence {rollout.id} of {whose} is not trained on: {rollout.error}")
 
     def _say(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             log.warning("%s (told once)", message)
 
     def _fault(self, group: Group) -> str | None:
         """Why a group cannot be trained on. One with advantages of its own needs no siblings to compare with."""
-        given = any(rollout.advantages is not None for rollout in group.scored)
-        if len(group.scored) < (1 if given else 2):
+        has_advantages = any(rollout.advantages is not None for rollout in group.scored)
+        if len(group.scored) < (1 if has_advantages else 2):
             return "failed"
         if self._is_stale(group):
             return "stale"
-        teaches = (given or not group.zero_variance) and any(rollout.trained for rollout in group.scored)
+        teaches = (has_advantages or not group.zero_variance) and any(rollout.trained for rollout in group.scored)
         return "zero_variance" if self.options.drop_zero_variance and not teaches else None
 
     def _drop_stale(self) -> None:
@@ -318,8 +325,8 @@ class BrokerSource:
         return self.version() - group.version_min > self.options.max_lag
 
     def _drop(self, reason: str, group: Group) -> None:
-        self._dropped[reason] += 1
-        self._measured.append(measure([group], self.solved))
+        self._arrivals.dropped[reason] += 1
+        self._arrivals.measured.append(measure([group], self.solved))
         self.on_drop(reason, group)
         self._untrained(1, lambda: _advice(reason, group, self.version()))
 
@@ -332,13 +339,13 @@ class BrokerSource:
     def _batch(self) -> list[Group] | None:
         """The first groups that have the sequences of a batch together; None if there are too few."""
         batch: list[Group] = []
-        found = 0
+        num = 0
         for group in self._ready:
-            if found >= self.options.sequences:
+            if num >= self.options.sequences:
                 break
             batch.append(group)
-            found += _num_sequences(group)
-        return batch if found >= self.options.sequences else None
+            num += _num_sequences(group)
+        return batch if num >= self.options.sequences else None
 
 
 def _num_sequences(group: Group) -> int:

@@ -183,12 +183,12 @@ def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: 
 
 def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Problems) -> Work:
     spell_out(tree)
-    given = rewarded(tree)
+    named_rewards = rewarded(tree)
     override.apply(tree, Work, overrides, problems)
     spell_out(tree)
     if "engine" in tree.entries:
         tree.put("engine", _engines(tree.entries["engine"]), tree.key_where["engine"])
-    complete_rewards(tree, given)
+    complete_rewards(tree, named_rewards)
     built = Builder(problems).dataclass(Work, tree, "")
     problems.raise_if_any(source)
     assert isinstance(built, Work)
@@ -214,17 +214,17 @@ def _of_the_environment(tree: Branch) -> Branch:
     trainers = {f.name for f in fields(RunConfig)} - {f.name for f in fields(Work)}
     kept = Branch(where=tree.where)
     for name, value in tree.entries.items():
-        found = value
+        kept_value = value
         if name in ("broker", "engine") and isinstance(value, Branch):
             own = {f.name for f in fields(BrokerAt if name == "broker" else EnginesAt)}
-            found = Branch(where=value.where)
+            kept_value = Branch(where=value.where)
             for key in own & set(value.entries):
-                found.put(key, value.entries[key], value.key_where[key])
-        empty = isinstance(found, Branch) and not found.entries
+                kept_value.put(key, value.entries[key], value.key_where[key])
+        empty = isinstance(kept_value, Branch) and not kept_value.entries
         # The trainer's engine by its kind alone says nothing of where one runs.
-        kind = name == "engine" and isinstance(found, Leaf) and "://" not in found.text
+        kind = name == "engine" and isinstance(kept_value, Leaf) and "://" not in kept_value.text
         if name not in trainers and not empty and not kind:
-            kept.put(name, found, tree.key_where[name])
+            kept.put(name, kept_value, tree.key_where[name])
     return kept
 
 

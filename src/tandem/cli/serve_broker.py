@@ -20,7 +20,7 @@ from tandem.broker.server.serving import listening
 from tandem.errors import BrokerError, ConfigError
 
 if TYPE_CHECKING:
-    from tandem.broker.server.app import Broker
+    from tandem.broker.server.app import BrokerServer
 
 Tell = Callable[[str], None]
 
@@ -104,23 +104,23 @@ async def _serve(
 ) -> None:
     # Only now that clients can connect: loading these takes as long as everything else of the start.
     from tandem.broker.journal.ledger import opened
-    from tandem.broker.queue.records import Options
-    from tandem.broker.queue.store import Store
-    from tandem.broker.server.app import Broker
-    from tandem.broker.server.bodies import Limits
+    from tandem.broker.queue.records import StoreOptions
+    from tandem.broker.queue.store import GroupQueue
+    from tandem.broker.server.app import BrokerServer
+    from tandem.broker.server.bodies import BodyLimits
     from tandem.broker.server.keys import Keys
     from tandem.broker.server.serving import serving
 
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    options = Options(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
-    limits, who = Limits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
+    options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
+    limits, who = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
     with opened(data, options, time.time()) as ledger:
         if ledger is None:
-            broker = Broker(Store(options), limits=limits, keys=who, host=host)
+            broker = BrokerServer(GroupQueue(options), limits=limits, keys=who, host=host)
         else:
-            broker = Broker(ledger.store, committed=ledger.committed, limits=limits, keys=who, host=host)
+            broker = BrokerServer(ledger.store, committed=ledger.committed, limits=limits, keys=who, host=host)
         async with serving(broker, host, 0, sockets) as url:
             _introduce(url, host, data, broker, tell)
             gc.freeze()  # what is there now stays; to look at it again and again would cost each request a little
@@ -151,7 +151,7 @@ def _keys() -> tuple[str, str]:
     return trainer, environments
 
 
-def _introduce(url: str, host: str, data: Path | None, broker: Broker, tell: Tell) -> None:
+def _introduce(url: str, host: str, data: Path | None, broker: BrokerServer, tell: Tell) -> None:
     """Say where it is and how it is used."""
     tell(f"broker at {url}; open it in a browser to watch")
     if data is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.broker.client import Connection, EnvClient
-from tandem.broker.producer import Pace, Producer, Tally
+from tandem.broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
 from tandem.broker.protocol.messages import EnvRegistration
 from tandem.broker.remote_engine import RemoteEngine, RemoteEngines
 from tandem.cli._work_recipe import Work, load
@@ -55,20 +55,20 @@ def play(config: Work) -> str:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("tandem").setLevel(logging.INFO)
     logging.getLogger("tandem.rollout.group_runner").setLevel(logging.ERROR)  # a failed rollout is told with its group
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, GroupTally] = {}
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(run(config, tallies))
-    return f"ended: {told(tallies)}"
+    return f"ended: {summary(tallies)}"
 
 
-def told(tallies: Mapping[str, Tally]) -> str:
+def summary(tallies: Mapping[str, GroupTally]) -> str:
     """What became of the groups of each environment, in words."""
     if len(tallies) == 1:
         return next(iter(tallies.values())).line()
     return "; ".join(f"{name}: {tally.line()}" for name, tally in tallies.items()) or "nothing was played"
 
 
-async def run(config: Work, tallies: dict[str, Tally]) -> None:
+async def run(config: Work, tallies: dict[str, GroupTally]) -> None:
     """Play, in an event loop; SIGINT and SIGTERM end it, gently the first time.
 
     Args:
@@ -100,7 +100,7 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[list[Producer]]:
+async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncIterator[list[Producer]]:
     """Every part, live, and a producer for each environment: what can be wrong without the others is found first."""
     with waits.blocking("tandem work", "its tokenizer", f"model {config.model}", config.timeouts.wait_seconds):
         tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
@@ -136,7 +136,7 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
             clients[name] = await stack.enter_async_context(client)
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
         _warn_of_foreign(engine, config.sampling)
-        tallies.update({name: Tally() for name in config.sources})
+        tallies.update({name: GroupTally() for name in config.sources})
         yield [
             Producer(
                 worker=GroupRunner(
@@ -147,12 +147,12 @@ async def _producers(config: Work, tallies: dict[str, Tally]) -> AsyncIterator[l
                     template=template,
                     seed=config.seed,
                 ),
-                tasks=tasks[name],
+                tasks=TaskShuffle(tasks=tasks[name], seed=config.seed),
                 client=clients[name],
                 sampling=config.sampling,
                 postprocess_rewards=_judge(config),
                 drop_zero_variance=config.zero_variance_groups == "drop",
-                pace=Pace(
+                pace=PlayPace(
                     n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
                 ),
                 limit=engine.limit,

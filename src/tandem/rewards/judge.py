@@ -6,16 +6,17 @@ import asyncio
 import json
 import math
 import os
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tandem.errors import ConfigError, RewardError
-from tandem.lazy import aiohttp
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout
+
+if TYPE_CHECKING:
+    from tandem.http import HttpClient, RetryPolicy
 
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -111,27 +112,29 @@ class Judge(GroupReward):
 
     async def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
         """One verdict per rollout; raises ValueError if the template names what a task does not have."""
+        from tandem.http import HttpClient, RetryPolicy  # loads aiohttp
+
         questions = [self._question(rollout) for rollout in rollouts]
         gate = asyncio.Semaphore(self.concurrency)
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with aiohttp.ClientSession(headers=headers) as session:
-            server = JudgeServer(
-                session, self.url, seconds=self.timeout_seconds, retries=self.retries, backoff=self.backoff_seconds
-            )
+        base = self.url.rstrip("/").removesuffix("/chat/completions")
+        client = HttpClient(f"{base}/chat/completions", key, kind="judge")
+        pauses = RetryPolicy(first_seconds=self.backoff_seconds, max_seconds=math.inf)
+        server = JudgeServer(client, seconds=self.timeout_seconds, retries=self.retries, pauses=pauses)
 
-            async def ask(question: str) -> JudgeReply:
-                async with gate:
-                    return await server.ask(self._body(question))
+        async def ask(question: str) -> JudgeReply:
+            async with gate:
+                return await server.ask(self._body(question))
 
-            answers = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
-            try:
-                await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
-            finally:
-                late = [task for task in answers.values() if not task.done()]
-                for task in late:
-                    task.cancel()
-                await asyncio.gather(*late, return_exceptions=True)
+        answers = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
+        try:
+            await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
+        finally:
+            late = [task for task in answers.values() if not task.done()]
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+            await client.close()
         return [self._verdict(answers[question]) for question in questions]
 
     @property
@@ -231,52 +234,47 @@ class _RetryLater(Exception):
 class JudgeServer:
     """Client of the judge's server, with retries."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, seconds: float, retries: int, backoff: float):
+    def __init__(self, client: HttpClient, *, seconds: float, retries: int, pauses: RetryPolicy):
         """Nothing is sent yet.
 
         Args:
-            session: With the headers that authorise.
-            url: Base of the API.
+            client: Of the URL that answers chat completions.
             seconds: How long one request may take.
             retries: How often a question is asked again.
-            backoff: Seconds before the first time; they double, less a random part of up to a half, so that many
-                askers do not come back at once.
+            pauses: Before each time.
         """
-        self._session = session
-        self._url = url.rstrip("/") + ("" if url.rstrip("/").endswith("/chat/completions") else "/chat/completions")
-        self._timeout = aiohttp.ClientTimeout(total=seconds)
+        self._client = client
+        self._seconds = seconds
         self._retries = retries
-        self._backoff = backoff
+        self._pauses = pauses
 
     async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
         """The answer to a request."""
-        for again in range(self._retries + 1):
+        for attempt in range(self._retries + 1):
             try:
-                return await self._request(body)
+                return await self._ask_once(json.dumps(body).encode())
             except _RetryLater as error:
-                if again == self._retries:
-                    times = f", asked {again + 1} times" if again else ""
-                    return JudgeReply(error=f"had no answer from {self._url}: {error}{times}", away=True)
-                pause = self._backoff * 2**again * random.uniform(0.5, 1.0)
-                await asyncio.sleep(max(pause, error.seconds))
+                if attempt == self._retries:
+                    times = f", asked {attempt + 1} times" if attempt else ""
+                    return JudgeReply(error=f"had no answer from {self._client.url}: {error}{times}", away=True)
+                await self._pauses.pause(attempt, error.seconds)
         raise AssertionError("the last time returns")
 
-    async def _request(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def _ask_once(self, body: bytes) -> JudgeReply:
         """One request; raises _RetryLater."""
+        from tandem.http import HttpError, HttpStatusError
+
         try:
-            async with self._session.post(self._url, json=body, timeout=self._timeout) as response:
-                text = await response.text(errors="replace")
-                status, later = response.status, response.headers.get("Retry-After", "")
-        except TimeoutError as error:
-            raise _RetryLater(f"no answer within {self._timeout.total:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _RetryLater(str(error) or type(error).__name__) from error
-        if status >= 500 or status in _LATER:
-            raise _RetryLater(f"it said {status}", float(later) if later.isdecimal() else 0.0)
-        if status != 200:
-            costs: Literal["rollout", "run"] = "run" if status in _NEVER else "rollout"
-            return JudgeReply(error=f"was refused by {self._url}: {status} {' '.join(text.split())[:200]}", costs=costs)
-        return _read(text)
+            response = await self._client.call("POST", "", body, {"Content-Type": "application/json"}, self._seconds)
+        except HttpStatusError as error:
+            if error.status >= 500 or error.status in _LATER:
+                raise _RetryLater(f"it said {error.status}", error.retry_after or 0.0) from error
+            costs: Literal["rollout", "run"] = "run" if error.status in _NEVER else "rollout"
+            refusal = f"was refused by {self._client.url}: {error.status} {error.reason[:200]}"
+            return JudgeReply(error=refusal, costs=costs)
+        except HttpError as error:
+            raise _RetryLater(error.reason) from error
+        return _read(response.body.decode(errors="replace"))
 
 
 def _read(body: str) -> JudgeReply:

@@ -90,8 +90,8 @@ class Database:
             )
         self.sql.execute("PRAGMA journal_mode = WAL")
         self.sql.execute("PRAGMA synchronous = FULL")
-        if (found := self.sql.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
-            raise damaged(self.path, str(found[0]))
+        if (verdict := self.sql.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
+            raise damaged(self.path, str(verdict[0]))
         self.sql.execute("BEGIN IMMEDIATE")
         self.sql.execute(f"PRAGMA application_id = {APPLICATION}")
         self.sql.execute(f"PRAGMA user_version = {FORMAT}")
@@ -109,12 +109,12 @@ class Database:
         Raises:
             BrokerError: something is.
         """
-        found = self.sql.execute("SELECT value FROM facts WHERE name = ?", (WRITTEN,)).fetchone()
-        told = {} if found is None else json.loads(found[0])
+        row = self.sql.execute("SELECT value FROM facts WHERE name = ?", (WRITTEN,)).fetchone()
+        written = {} if row is None else json.loads(row[0])
         (self.entries,) = self.sql.execute("SELECT COUNT(*) FROM entries").fetchone()
-        self.mark = told.get("transactions", 0)
-        if told and told["entries"] != self.entries:
-            raise damaged(self.path, f"it has {self.entries} groups and should have {told['entries']}")
+        self.mark = written.get("transactions", 0)
+        if written and written["entries"] != self.entries:
+            raise damaged(self.path, f"it has {self.entries} groups and should have {written['entries']}")
         if self.mark < newest_mark:
             why = (
                 f"it ends with transaction {self.mark}, and payloads were written after transaction {newest_mark}: "
@@ -160,7 +160,7 @@ class Database:
 def _identity(path: Path) -> tuple[int, int]:
     """Which file a path leads to."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return (0, 0)
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

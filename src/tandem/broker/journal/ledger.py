@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.broker.journal.database import Database, damaged, locked
-from tandem.broker.journal.payloads import Kept, Memory, Payloads, Place
-from tandem.broker.queue.records import Entry, EnvSpec, Options, Run, State
-from tandem.broker.queue.store import Store, lease_of
+from tandem.broker.journal.payloads import Memory, PayloadPlace, Payloads, StoredPayload
+from tandem.broker.protocol.messages import RunParameters
+from tandem.broker.queue.records import EnvSpec, GroupEntry, State, StoreOptions
+from tandem.broker.queue.store import GroupQueue, lease_of
 from tandem.broker.queue.tenants import Item, Tenant
 from tandem.errors import BrokerError
 
@@ -41,7 +42,7 @@ COMPANY_SECONDS = 0.001
 ROWS = 16
 """Entries added by one statement: SQLite lets the interpreter go at each, and to have it back takes a while."""
 
-Told = tuple[Any, ...]
+Event = tuple[Any, ...]
 """Its first word is the kind: ("added", order, kept, entry, state, key, now), ("moved", orders, state, batch),
 ("noted", name, value) or ("cleared",)."""
 
@@ -49,9 +50,9 @@ Told = tuple[Any, ...]
 class Ledger:
     """A journal in a folder, and the store that it keeps. Made by ``opened`` or ``Ledger.open``."""
 
-    def __init__(self, folder: Path, options: Options) -> None:
+    def __init__(self, folder: Path, options: StoreOptions) -> None:
         self.folder = folder
-        self.store = Store(options, journal=self)
+        self.store = GroupQueue(options, journal=self)
         self._options = options
         self._lock = locked(folder)
         try:
@@ -63,7 +64,7 @@ class Ledger:
         self.memory = Memory(options.memory_bytes)
         """Where payloads are."""
         self._turn = threading.Condition()
-        self._told: list[Told] = []
+        self._events: list[Event] = []
         self._promise: Future[None] = _promise()
         self._last: Future[None] = _promise()
         self._last.set_result(None)
@@ -76,7 +77,7 @@ class Ledger:
         self._writer = threading.Thread(target=self._work, name="broker-ledger", daemon=True)
 
     @classmethod
-    def open(cls, folder: Path, options: Options, now: float) -> Ledger:
+    def open(cls, folder: Path, options: StoreOptions, now: float) -> Ledger:
         """Open or begin a ledger; the store is as it was when the last transaction was written.
 
         Raises:
@@ -124,10 +125,10 @@ class Ledger:
 
     def _settled(self, *, gather: bool) -> Future[None]:
         with self._turn:
-            if not gather and self._told and not self._hurried:
+            if not gather and self._events and not self._hurried:
                 self._hurried = True
                 self._turn.notify()
-            return self._promise if self._told or self._failed else self._last
+            return self._promise if self._events or self._failed else self._last
 
     async def committed(self, more: Callable[[], bool] | None = None) -> None:
         """Wait until everything told so far is on disk.
@@ -150,29 +151,29 @@ class Ledger:
 
     # --- what the store tells ---
 
-    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> Kept:
+    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> StoredPayload:
         """An entry was accepted."""
-        kept = Kept(self._payloads, entry.payload)
-        self._tell(("added", order, kept, entry, state, key, now))
+        kept = StoredPayload(self._payloads, entry.payload)
+        self._record(("added", order, kept, entry, state, key, now))
         return kept
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
         """Entries changed state; trained and dropped ones leave the ledger."""
-        self._tell(("moved", list(orders), state, batch))
+        self._record(("moved", list(orders), state, batch))
 
     def noted(self, name: str, value: Any) -> None:
         """A fact changed."""
-        self._tell(("noted", name, None if value is None else json.dumps(value)))
+        self._record(("noted", name, None if value is None else json.dumps(value)))
 
     def cleared(self) -> None:
         """Everything was reset."""
-        self._tell(("cleared",))
+        self._record(("cleared",))
 
-    def _tell(self, told: Told) -> None:
+    def _record(self, event: Event) -> None:
         with self._turn:
-            self._told.append(told)
-            self._hurried |= told[0] != "added"
-            if self._hurried or len(self._told) == 1:  # else the writer knows
+            self._events.append(event)
+            self._hurried |= event[0] != "added"
+            if self._hurried or len(self._events) == 1:  # else the writer knows
                 self._turn.notify()
 
     # --- the writer's thread ---
@@ -181,22 +182,22 @@ class Ledger:
         began = -GATHER_SECONDS
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._told or self._closing)
-                if not self._told:
+                self._turn.wait_for(lambda: self._events or self._closing)
+                if not self._events:
                     return
                 self._turn.wait_for(
                     lambda: self._hurried or self._closing, max(0.0, began + GATHER_SECONDS - time.monotonic())
                 )
-                told, promise = self._told, self._promise
-                self._told, self._promise, self._last = [], _promise(), promise
+                events, promise = self._events, self._promise
+                self._events, self._promise, self._last = [], _promise(), promise
                 self._hurried = False
             began = time.monotonic()
             try:
-                self._write(told)
+                self._write(events)
             except Exception as error:
                 self._fail(promise, error)
                 return
-            del told  # and with it payloads that leave memory
+            del events  # and with it payloads that leave memory
             promise.set_result(None)
 
     def _fail(self, promise: Future[None], error: Exception) -> None:
@@ -210,11 +211,11 @@ class Ledger:
             promise.set_exception(failed)
             self._promise.set_exception(failed)
 
-    def _write(self, told: list[Told]) -> None:
+    def _write(self, events: list[Event]) -> None:
         mark = self._database.mark
-        places = self._payloads.append([one[2].data for one in told if one[0] == "added"], mark)
+        places = self._payloads.append([one[2].data for one in events if one[0] == "added"], mark)
         with self._database.transaction() as database:
-            for kind, alike in groupby(told, key=itemgetter(0)):
+            for kind, alike in groupby(events, key=itemgetter(0)):
                 if kind == "added":
                     self._write_added(database, [(next(places), *rest) for _, *rest in alike])
                 elif kind == "moved":
@@ -269,7 +270,7 @@ class Ledger:
             return
         columns = "SELECT place, file, offset, length, checksum FROM entries WHERE file = ?"
         rows = database.execute(columns, (sparsest,)).fetchall()
-        places = self._payloads.moved([Place(*place) for _, *place in rows], self._database.mark)
+        places = self._payloads.moved([PayloadPlace(*place) for _, *place in rows], self._database.mark)
         for (order, *_), place in zip(rows, places, strict=True):
             database.execute("UPDATE entries SET file = ?, offset = ? WHERE place = ?", (*place[:2], order))
             self._payloads.use(sparsest, -place.length)
@@ -297,9 +298,9 @@ class Ledger:
         for order, name, env, size, version, received, state, batch, *place in sql.execute(columns):
             if state not in ("buffered", "queued", "leased") or size < 1:
                 raise ValueError(f"a group of {size} sequences is {state}")
-            kept = Kept(self._payloads, place=self._payloads.known(Place(*place)))
+            kept = StoredPayload(self._payloads, place=self._payloads.known(PayloadPlace(*place)))
             self.memory.restored(order, kept)
-            entry = Entry(id=name, env=env, size=size, version=version, received=received, payload=kept)
+            entry = GroupEntry(id=name, env=env, size=size, version=version, received=received, payload=kept)
             rows.append((order, entry, state, batch))
         restore(self.store, facts, rows, keys, now)
         self._payloads.remove_unused()
@@ -317,7 +318,7 @@ class Ledger:
 
 
 @contextmanager
-def opened(folder: Path | None, options: Options, now: float) -> Iterator[Ledger | None]:
+def opened(folder: Path | None, options: StoreOptions, now: float) -> Iterator[Ledger | None]:
     """A ledger that is closed at the end; None stays None (a store without a ledger lives in memory alone)."""
     if folder is None:
         yield None
@@ -337,9 +338,9 @@ def _promise() -> Future[None]:
 
 
 def restore(
-    store: Store,
+    store: GroupQueue,
     facts: Mapping[str, Any],
-    rows: Iterable[tuple[int, Entry, State, str | None]],
+    rows: Iterable[tuple[int, GroupEntry, State, str | None]],
     keys: Iterable[tuple[str, float]],
     now: float,
 ) -> None:
@@ -356,7 +357,7 @@ def restore(
     """
     progress = facts.get("progress", {})
     if facts.get("run"):
-        store.run = Run(**facts["run"])
+        store.run = RunParameters(**facts["run"])
         store.tenants.batch_size = store.run.batch_size
     store.started, store.step = progress.get("started", False), progress.get("step", 0)
     store.policy, store.returned = progress.get("policy"), progress.get("returned", 0)
@@ -379,7 +380,7 @@ def restore(
     store.tenants.recount()
 
 
-def _tenant(store: Store, env_id: int, fact: Mapping[str, Any], now: float) -> None:
+def _tenant(store: GroupQueue, env_id: int, fact: Mapping[str, Any], now: float) -> None:
     store.tenants.add(
         Tenant(
             env_id=env_id,
@@ -394,7 +395,7 @@ def _tenant(store: Store, env_id: int, fact: Mapping[str, Any], now: float) -> N
     )
 
 
-def _items(store: Store, rows: Iterable[tuple[int, Entry, State, str | None]]) -> dict[int, Item]:
+def _items(store: GroupQueue, rows: Iterable[tuple[int, GroupEntry, State, str | None]]) -> dict[int, Item]:
     """Every entry in its place, by its order of arrival."""
     items = {}
     for order, entry, state, batch in sorted(rows, key=lambda row: row[0]):
@@ -408,7 +409,7 @@ def _items(store: Store, rows: Iterable[tuple[int, Entry, State, str | None]]) -
     return items
 
 
-def _lease(store: Store, name: str, fact: dict[str, Any], items: Mapping[int, Item], now: float) -> None:
+def _lease(store: GroupQueue, name: str, fact: dict[str, Any], items: Mapping[int, Item], now: float) -> None:
     lease = lease_of(name, fact, items, now)
     if not any(item.batch == name and item.state == "leased" for item in lease.items):
         store.leases.over[name] = lease

@@ -3,7 +3,8 @@
 Blobs within SQLite are written twice (log, then table) and take four times the processor time for groups of 260 KB.
 Files are written past the system's cache where it lets us (O_DIRECT): most of it is never read again, and filling pages
 that nobody reads costs several times what handing the bytes to the disk does. A payload is in memory too while there is
-room. Whatever stands for one (bytes in a store without a ledger, ``Kept`` in one with it) is read by ``Reading``.
+room. Whatever stands for one (bytes in a store without a ledger, ``StoredPayload`` in one with it)
+is read by ``PayloadReader``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.broker.compression import crc32
-from tandem.broker.queue.records import Entry
+from tandem.broker.queue.records import GroupEntry
 from tandem.errors import BrokerError
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ transactions were on disk by then, and the checksum of all this."""
 MAGIC = b"TANDEM\x00\x01"
 
 
-class Place(NamedTuple):
+class PayloadPlace(NamedTuple):
     """Where a payload is."""
 
     file: int
@@ -90,9 +91,9 @@ class Payloads:
     def _path(self, file: int) -> Path:
         return self._folder / f"{file:08d}.bin"
 
-    def append(self, payloads: Sequence[bytes], mark: int = 0) -> Iterator[Place]:
+    def append(self, payloads: Sequence[bytes], mark: int = 0) -> Iterator[PayloadPlace]:
         """Write and flush to the disk; gives their places in order. ``mark`` counts the transactions on disk by now."""
-        places: list[Place] = []
+        places: list[PayloadPlace] = []
         filled = self._headed(mark)
         for payload in payloads:
             if self._sizes[self.current] + filled >= FILE_BYTES:
@@ -100,7 +101,7 @@ class Payloads:
                 self._flush()
                 self._begin()
                 filled = self._headed(mark)
-            places.append(Place(self.current, self._sizes[self.current] + filled, len(payload), crc32(payload)))
+            places.append(PayloadPlace(self.current, self._sizes[self.current] + filled, len(payload), crc32(payload)))
             view = memoryview(payload)
             while view:
                 taken = view[: BUFFER_BYTES - filled]
@@ -145,7 +146,7 @@ class Payloads:
         assert self._handle is not None
         os.fdatasync(self._handle)
 
-    def opened(self, place: Place) -> FileIO:
+    def opened(self, place: PayloadPlace) -> FileIO:
         """The file of a place; it can be read even if it is given back meanwhile.
 
         Raises:
@@ -160,7 +161,7 @@ class Payloads:
         except OSError as error:
             raise BrokerError(f"{path} cannot be read: {error.strerror}") from error
 
-    def checked(self, file: FileIO, place: Place) -> bytes:
+    def checked(self, file: FileIO, place: PayloadPlace) -> bytes:
         """The bytes at a place of an opened file. Any thread may ask.
 
         Raises:
@@ -171,7 +172,7 @@ class Payloads:
             raise self.damaged(place)
         return payload
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: PayloadPlace) -> bytes:
         """The bytes at a place that is in use.
 
         Raises:
@@ -180,20 +181,20 @@ class Payloads:
         with self.opened(place) as file:
             return self.checked(file, place)
 
-    def moved(self, places: Sequence[Place], mark: int = 0) -> Iterator[Place]:
+    def moved(self, places: Sequence[PayloadPlace], mark: int = 0) -> Iterator[PayloadPlace]:
         """Copy payloads to the newest file; gives their new places in order. Damage stays as it is, and is told later.
 
         Raises:
             BrokerError: one cannot be read at all.
         """
-        found = []
+        payloads = []
         for place in places:
             with self.opened(place) as file:
-                found.append(self._there(file, place))
-        copies = self.append(found, mark)
+                payloads.append(self._there(file, place))
+        copies = self.append(payloads, mark)
         return (copy._replace(checksum=place.checksum) for copy, place in zip(copies, places, strict=True))
 
-    def _there(self, file: FileIO, place: Place) -> bytes:
+    def _there(self, file: FileIO, place: PayloadPlace) -> bytes:
         try:
             payload = os.pread(file.fileno(), place.length, place.offset)
         except OSError:
@@ -202,7 +203,7 @@ class Payloads:
             raise self.damaged(place)
         return payload
 
-    def known(self, place: Place) -> Place:
+    def known(self, place: PayloadPlace) -> PayloadPlace:
         """A place that an earlier process noted; its bytes are looked at when they are asked for.
 
         Raises:
@@ -213,7 +214,7 @@ class Payloads:
         self.use(place.file, place.length)
         return place
 
-    def damaged(self, place: Place) -> BrokerError:
+    def damaged(self, place: PayloadPlace) -> BrokerError:
         """What to say of a place that does not hold what was written there."""
         return BrokerError(
             f"{self._path(place.file)} is damaged or missing at byte {place.offset}: put the file back as it was, or "
@@ -295,12 +296,12 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class Kept:
+class StoredPayload:
     """One payload. A ledger's thread changes it; a place that was told stays right until the payload is let go."""
 
     __slots__ = ("_files", "data", "place")
 
-    def __init__(self, files: Payloads, data: bytes | None = None, place: Place | None = None) -> None:
+    def __init__(self, files: Payloads, data: bytes | None = None, place: PayloadPlace | None = None) -> None:
         self._files = files
         self.data = data
         """The bytes, while they are in memory."""
@@ -338,11 +339,11 @@ class Memory:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._held: dict[int, Kept] = {}
+        self._held: dict[int, StoredPayload] = {}
         self.bytes = 0
         """In memory and on disk alike."""
 
-    def written(self, order: int, kept: Kept, place: Place) -> None:
+    def written(self, order: int, kept: StoredPayload, place: PayloadPlace) -> None:
         """It is on disk now, and leaves memory if that is full: those that came before are served before."""
         kept.place = place
         self._held[order] = kept
@@ -351,11 +352,11 @@ class Memory:
         else:
             self.bytes += place.length
 
-    def restored(self, order: int, kept: Kept) -> None:
+    def restored(self, order: int, kept: StoredPayload) -> None:
         """One that is on disk alone."""
         self._held[order] = kept
 
-    def moved(self, order: int, place: Place) -> None:
+    def moved(self, order: int, place: PayloadPlace) -> None:
         """It is somewhere else on the disk, and soon no more where it was."""
         self._held[order].place = place
 
@@ -371,18 +372,18 @@ class Memory:
         self.bytes = 0
 
 
-class Reading:
+class PayloadReader:
     """The payloads of some entries: what is in memory is held at once, and the files of the others are open."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[GroupEntry]) -> None:
         """Raises BrokerError if a file is missing."""
-        self._found: list[bytes | Callable[[], bytes]] = []
+        self._readers: list[bytes | Callable[[], bytes]] = []
         self._files: dict[int, FileIO] = {}
         try:
             for entry in entries:
                 payload = entry.payload
-                data = payload.data if isinstance(payload, Kept) else payload
-                self._found.append(payload.pinned(self._files) if data is None else data)
+                data = payload.data if isinstance(payload, StoredPayload) else payload
+                self._readers.append(payload.pinned(self._files) if data is None else data)
         except BaseException:
             self._close()
             raise
@@ -399,7 +400,7 @@ class Reading:
             BrokerError: what is on disk is not what was written.
         """
         try:
-            return [found() if callable(found) else found for found in self._found]
+            return [reader() if callable(reader) else reader for reader in self._readers]
         finally:
             self._close()
 
@@ -408,11 +409,11 @@ class Reading:
             file.close()
 
 
-async def read(entries: Sequence[Entry]) -> list[bytes]:
+async def read(entries: Sequence[GroupEntry]) -> list[bytes]:
     """The payloads of entries that are held now, whatever becomes of these entries meanwhile.
 
     Raises:
         BrokerError: one is not on disk as it was written.
     """
-    reading = Reading(entries)
+    reading = PayloadReader(entries)
     return await asyncio.to_thread(reading.bytes) if reading.on_disk else reading.bytes()

@@ -106,30 +106,30 @@ def sequences(rollout: Rollout) -> list[Wired]:
 
     Of several that a turn could continue it continues the longest.
     """
-    found: list[tuple[list[Turn], list[int]]] = []
+    conversations: list[tuple[list[Turn], list[int]]] = []
     done = 0
     for turn in rollout.turns:
         places = range(done, done + len(turn.completion.tokens))
         done = places.stop
         if not places:
             continue
-        fits = [entry for entry in found if _continues(turn, entry[0][-1])]
+        fits = [entry for entry in conversations if _continues(turn, entry[0][-1])]
         if fits:
-            turns, held = max(fits, key=lambda entry: len(_said(entry[0][-1])))
+            turns, held = max(fits, key=lambda entry: len(_all_tokens(entry[0][-1])))
         else:
             turns, held = [], []
-            found.append((turns, held))
+            conversations.append((turns, held))
         turns.append(turn)
         held.extend(places)
-    return [Wired(tuple(turns), tuple(places)) for turns, places in found]
+    return [Wired(tuple(turns), tuple(places)) for turns, places in conversations]
 
 
 def _continues(turn: Turn, before: Turn) -> bool:
-    said = _said(before)
-    return turn.temperature == before.temperature and turn.prompt[: len(said)] == said
+    history = _all_tokens(before)
+    return turn.temperature == before.temperature and turn.prompt[: len(history)] == history
 
 
-def _said(turn: Turn) -> tuple[int, ...]:
+def _all_tokens(turn: Turn) -> tuple[int, ...]:
     return turn.prompt + turn.completion.tokens
 
 
@@ -148,16 +148,16 @@ def group_to_wire(group: Group) -> ScoredGroup:
         tokens=[wired.tokens for _, wired in pairs],
         masks=[wired.spread([t for turn in wired.turns for t in turn.completion.tokens], MASKED) for _, wired in pairs],
         scores=[rollout.reward or 0.0 for rollout, _ in pairs],
-        advantages=_given(pairs),
+        advantages=_advantage_rows(pairs),
         inference_logprobs=[wired.spread(wired.logprobs, NO_LOGPROB) for _, wired in pairs],
         messages=[[{"role": m.role, "content": m.content} for m in rollout.messages] for rollout, _ in pairs],
         generation_params={"temperature": pairs[0][1].temperature} if alike else None,
         overrides=overrides if any(overrides) else None,
-        group_overrides=_told(group, pairs),
+        group_overrides=_tandem_overrides(group, pairs),
     )
 
 
-def _given(pairs: Sequence[tuple[Rollout, Wired]]) -> list[list[float]] | None:
+def _advantage_rows(pairs: Sequence[tuple[Rollout, Wired]]) -> list[list[float]] | None:
     """Advantages for each token, if every rollout has them."""
     rows = []
     for rollout, wired in pairs:
@@ -167,7 +167,7 @@ def _given(pairs: Sequence[tuple[Rollout, Wired]]) -> list[list[float]] | None:
     return rows
 
 
-def _told(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Json]:
+def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Json]:
     """What the wire has no field for."""
     if not pairs:
         return {}
@@ -206,7 +206,7 @@ def group_from_wire(
     Raises:
         BrokerError: sampling logprobs are missing, and ``rules`` allow nothing in their place.
     """
-    reading = _Reading(scored, id, version, rules or Rules(), notes or Notes())
+    reading = _GroupReader(scored, id, version, rules or Rules(), notes or Notes())
     rollouts = tuple(reading.joined(n, places) for n, places in enumerate(reading.owned()))
     return Group(id=id, index=index, env=reading.env, rollouts=rollouts)
 
@@ -215,7 +215,7 @@ class _Refused(Exception):
     """A sequence that cannot be trained on: the kind of fault, then what a person should know."""
 
 
-class _Reading:
+class _GroupReader:
     """One group under the rules."""
 
     def __init__(self, scored: ScoredGroup, id: str, version: int, rules: Rules, notes: Notes):
@@ -223,10 +223,10 @@ class _Reading:
         self._id = id
         self._rules = rules
         self._notes = notes
-        self._told: Mapping[str, Json] = scored.group_overrides or {}
-        self._version = _step(self._told.get("tandem_version"), version)
-        self.env = named(str(self._told.get("tandem_env") or self._anonymous()))
-        self._task = named(str(self._told.get("tandem_task") or id))
+        self._overrides: Mapping[str, Json] = scored.group_overrides or {}
+        self._version = _step(self._overrides.get("tandem_version"), version)
+        self.env = named(str(self._overrides.get("tandem_env") or self._anonymous()))
+        self._task = named(str(self._overrides.get("tandem_task") or id))
         self._note_unread()
 
     def _anonymous(self) -> str:
@@ -238,14 +238,14 @@ class _Reading:
         notes.unread |= {name for name in _UNREAD if getattr(scored, name)}
         if scored.advantages and not self._rules.env_advantages:
             notes.unread.add("advantages")
-        for entry in (self._told, *(scored.overrides or ())):
+        for entry in (self._overrides, *(scored.overrides or ())):
             if isinstance(entry, Mapping) and entry.get("sft"):
                 notes.unread.add("sft")
 
     def owned(self) -> list[list[int]]:
         """Places of each rollout's sequences: one each, unless the sender says which belong together."""
         places = range(len(self._scored.tokens))
-        owners = self._told.get("tandem_rollouts")
+        owners = self._overrides.get("tandem_rollouts")
         if not isinstance(owners, list) or len(owners) != len(places) or not all(type(o) is int for o in owners):
             owners = places
         return [[at for at in places if owners[at] == owner] for owner in dict.fromkeys(owners)]
@@ -254,12 +254,13 @@ class _Reading:
         """A rollout of one or several sequences; one that cannot be trained on costs the others."""
         parts = [self.rollout(at) for at in places]
         failed = next((part for part in parts if part.status == "error"), None)
-        given = [part.advantages for part in parts]
+        advantages = [part.advantages for part in parts]
+        is_complete = failed is None and None not in advantages
         return replace(
             failed or parts[0],
             id=f"{self._id}/{n}",
             turns=() if failed else tuple(turn for part in parts for turn in part.turns),
-            advantages=None if failed or None in given else tuple(value for row in given for value in row or ()),
+            advantages=tuple(value for row in advantages for value in row or ()) if is_complete else None,
         )
 
     def rollout(self, at: int) -> Rollout:
@@ -338,18 +339,18 @@ class _Reading:
                 "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
             )
         row = self._row(rows, at, "inference_logprobs")
-        found = [row[place] for place in sampled]
-        if not all(LEAST_LOGPROB <= value < 1e-3 for value in found):
-            wrong = next(value for value in found if not LEAST_LOGPROB <= value < 1e-3)
+        logprobs = [row[place] for place in sampled]
+        if not all(LEAST_LOGPROB <= value < 1e-3 for value in logprobs):
+            wrong = next(value for value in logprobs if not LEAST_LOGPROB <= value < 1e-3)
             raise _Refused(
                 "malformed",
                 f"a trained token has a logprob that is none: {wrong:g}; expected {LEAST_LOGPROB:g} to 0",
             )
-        return [min(value, 0.0) for value in found]
+        return [min(value, 0.0) for value in logprobs]
 
     def _versions(self, at: int, sampled: Sequence[int]) -> list[int]:
         """Policy step of each trained token; the group's where the tokens' are not told, or do not add up."""
-        runs = _row(self._told.get("tandem_versions"), at, len(self._scored.tokens))
+        runs = _row(self._overrides.get("tandem_versions"), at, len(self._scored.tokens))
         steps: list[int] = []
         for run in runs if isinstance(runs, list) else ():
             step, count = (_step(v, -1) for v in run) if isinstance(run, list) and len(run) == 2 else (-1, -1)
@@ -360,7 +361,7 @@ class _Reading:
 
     def _temperature(self, at: int) -> float:
         """Of the sequence, else of the group, else the rules'; 0 and below is greedy, whose logprobs are those of 1."""
-        for source in (self._override(at), self._scored.generation_params or {}, self._told):
+        for source in (self._override(at), self._scored.generation_params or {}, self._overrides):
             value = source.get("temperature")
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 least, most = TEMPERATURES
@@ -374,7 +375,7 @@ class _Reading:
         return entry if isinstance(entry, Mapping) else {}
 
     def _finish(self, at: int) -> Finish:
-        finish = _row(self._told.get("tandem_finish"), at, None)
+        finish = _row(self._overrides.get("tandem_finish"), at, None)
         return finish if finish in get_args(Finish) else "stop"
 
     def _score(self, at: int) -> float:
@@ -385,19 +386,19 @@ class _Reading:
 
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
-        told = _row(self._told.get("tandem_rewards"), at, None)
-        pairs = told.items() if isinstance(told, Mapping) else ()
-        found = {named(str(name)): _flushed(v) for name, v in pairs if isinstance(v, int | float) and abs(v) <= MOST}
-        return found or {"score": score}
+        by_name = _row(self._overrides.get("tandem_rewards"), at, None)
+        pairs = by_name.items() if isinstance(by_name, Mapping) else ()
+        rewards = {named(str(name)): _flushed(v) for name, v in pairs if isinstance(v, int | float) and abs(v) <= MOST}
+        return rewards or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
         if not self._rules.env_advantages or not self._scored.advantages:
             return None
         row = self._row(self._scored.advantages, at, "advantages")
-        found = tuple(float(row[place]) for place in sampled)
-        if not all(abs(value) <= MOST for value in found):
+        advantages = tuple(float(row[place]) for place in sampled)
+        if not all(abs(value) <= MOST for value in advantages):
             raise _Refused("malformed", f"an advantage is not within ±{MOST:g}")
-        return found
+        return advantages
 
     def _row(self, rows: Sequence[Sequence[float]], at: int, name: str) -> Sequence[float]:
         """One value for each token of a sequence."""
@@ -415,10 +416,10 @@ class _Reading:
         decode, tokens, mask = self._rules.decode, self._scored.tokens[at], _row(self._scored.masks, at, None)
         if decode is None or mask is None or len(mask) != len(tokens) or self._wrong_ids(tokens):
             return ()
-        said = [(on != MASKED, token) for on, token in zip(mask, tokens, strict=True)]
+        spans = [(on != MASKED, token) for on, token in zip(mask, tokens, strict=True)]
         return tuple(
             Message(role="assistant" if own else "user", content=decode([token for _, token in run]))
-            for own, run in groupby(said, key=lambda pair: pair[0])
+            for own, run in groupby(spans, key=lambda pair: pair[0])
         )
 
     def _wrong_ids(self, tokens: Sequence[int]) -> bool:
@@ -435,8 +436,8 @@ def _row(rows: Any, at: int, rows_expected: int | None) -> Any:
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Start and end of each run of neighbours."""
     for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
-        found = [place for _, place in run]
-        yield found[0], found[-1] + 1
+        span = [place for _, place in run]
+        yield span[0], span[-1] + 1
 
 
 def _flushed(value: float) -> float:

@@ -89,6 +89,23 @@ class EnvAccepted(msgspec.Struct, kw_only=True, frozen=True):
     """The trainer's."""
 
 
+class EnvStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to ``GET /status-env``; sizes in groups of the environment's own size."""
+
+    current_step: int
+    """The trainer's step if it tells its steps, else batches served; counted from its starting step."""
+    queue_size: int
+    """Own groups queued, and those of others as far as they count against it."""
+    self_queue_size: int = 0
+    """Own groups queued."""
+    max_group_size: int = 1
+    """Largest group queued, in sequences."""
+    unallocated_fraction: float = 1.0
+    """Share of each batch that no connected environment has reserved."""
+    env_weight: float = 1.0
+    """Its share of generation, at least 0.01."""
+
+
 class EnvName(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``GET /status-env`` and ``POST /disconnect-env``."""
 

@@ -67,41 +67,41 @@ def cut(body: bytes) -> Cut | None:
     Returns:
         What is left and what was found. None: a list is there twice, or written unusually, or is none of numbers.
     """
-    found = _found(body)
-    if found is None:
+    lists = _find_lists(body)
+    if lists is None:
         return None
     rows: dict[str, list[range]] = {}
     for names in (INTS, REALS):
-        bounds = [row for name in names for row in found.get(name, ())]
+        bounds = [row for name in names for row in lists.get(name, ())]
         lengths = _lengths(body, bounds, reals=names is REALS) if bounds else []
         if lengths is None:
             return None
         each = iter(map(range, lengths))
-        rows |= {name: [next(each) for _ in found[name]] for name in names if name in found}
+        rows |= {name: [next(each) for _ in lists[name]] for name in names if name in lists}
     view, place = memoryview(body), 0
     parts: list[bytes | memoryview] = []
-    lists: dict[str, memoryview] = {}
-    for name, bounds in found.items():
+    cut_lists: dict[str, memoryview] = {}
+    for name, bounds in lists.items():
         begin, end = bounds[0][0] - 2, bounds[-1][1] + 2
-        lists[name] = view[begin:end]
+        cut_lists[name] = view[begin:end]
         parts += (view[place:begin], STAND_INS[name])
         place = end
     rest = b"".join((*parts, view[place:]))
-    return Cut(rest, lists, rows) if all(rest.count(STAND_INS[name]) == 1 for name in found) else None
+    return Cut(rest, cut_lists, rows) if all(rest.count(STAND_INS[name]) == 1 for name in lists) else None
 
 
-def _found(body: bytes) -> dict[str, Bounds] | None:
+def _find_lists(body: bytes) -> dict[str, Bounds] | None:
     """What looks like lists of rows; None if there is more about one of them than this."""
-    found: dict[str, Bounds] = {}
+    lists: dict[str, Bounds] = {}
     place = 0
     while key := _LIST.search(body, place, place + GAP_BYTES):
         name = key[1].decode()
-        bounds = None if name in found else _bounds(body, key.end() + 1)
+        bounds = None if name in lists else _bounds(body, key.end() + 1)
         if bounds is None or (name == "tokens" and body.find(b"-", bounds[0][0], bounds[-1][1]) >= 0):
             return None
-        found[name] = bounds
+        lists[name] = bounds
         place = bounds[-1][1] + 2
-    return found
+    return lists
 
 
 def _bounds(body: bytes, opened: int) -> Bounds | None:
@@ -134,11 +134,11 @@ def _lengths(body: bytes, rows: Bounds, *, reals: bool) -> list[int] | None:
     commas = codes == _COMMA
     if not _are_numbers(codes, _bits(commas), spaced=len(gap) > 1, reals=reals):
         return None
-    found, place = [], 0
+    lengths, place = [], 0
     for begin, end in rows:
-        found.append(int(np.count_nonzero(commas[place : place + end - begin])) + 1)
+        lengths.append(int(np.count_nonzero(commas[place : place + end - begin])) + 1)
         place += end - begin + len(gap)
-    return found
+    return lengths
 
 
 def _are_numbers(codes: npt.NDArray[np.uint8], comma: Bits, *, spaced: bool, reals: bool) -> bool:

@@ -1,7 +1,7 @@
 """What the broker's store takes in and gives out. Plain data: no clock, no file, no JSON.
 
 Times are seconds of whatever clock the caller passes as ``now`` (the server passes Unix time). A *sequence* is one
-rollout, a *group* holds several sequences of one prompt, a *batch* is groups of exactly ``Run.batch_size`` sequences.
+rollout, a *group* holds several sequences of one prompt, a *batch* is groups of exactly ``batch_size`` sequences.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tandem.broker.protocol.messages import RunParameters
 from tandem.errors import BrokerError
 
 State = Literal["buffered", "queued", "leased", "trained", "dropped"]
 """buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""
 
 
-class Refused(BrokerError):
+class GroupRefused(BrokerError):
     """What was offered can never be used; sending it again will not help (422)."""
 
 
@@ -29,7 +30,7 @@ class Busy(BrokerError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class StoreOptions:
     """Bounds and patience of a store."""
 
     max_groups: int = 200_000
@@ -55,28 +56,6 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a trainer registers."""
-
-    batch_size: int
-    """Sequences of a batch, at least 1."""
-    max_token_len: int
-    """Most tokens of a sequence; environments read it."""
-    wandb_group: str = ""
-    """Passed on to environments."""
-    wandb_project: str = ""
-    """Passed on to environments."""
-    checkpoint_dir: str = ""
-    """Passed on to environments."""
-    save_checkpoint_interval: int = 0
-    """Steps between checkpoints; passed on to environments."""
-    starting_step: int = 0
-    """The step counter begins here."""
-    num_steps: int = 0
-    """Steps the trainer means to take; passed on to environments."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec:
     """What an environment registers."""
 
@@ -93,39 +72,7 @@ class EnvSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvTicket:
-    """The answer to a registration."""
-
-    env_id: int
-    """Counts from 0; never used for another environment until ``reset``."""
-    name: str
-    """Desired name and ``_<how many environments of that name came before>``."""
-    starting_step: int
-    """The step that environments are told now."""
-    run: Run
-    """The trainer's registration."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvStatus:
-    """What an environment polls; the six numbers of the wire."""
-
-    current_step: int
-    """Where the trainer tells its steps the one it works for, else batches served; from the run's starting step."""
-    queue_size: int
-    """Own queued sequences and the visible ones of others, in groups of its own size."""
-    self_queue_size: int
-    """Own queued sequences, in groups of its own size."""
-    max_group_size: int
-    """Largest group queued, at least 1."""
-    unallocated_fraction: float
-    """Share of a batch that no connected environment has reserved."""
-    env_weight: float
-    """Its share of generation, at least 0.01."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class GroupEntry:
     """One scored group."""
 
     id: str
@@ -158,12 +105,12 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class ServedBatch:
     """Groups of exactly ``batch_size`` sequences, and the name to acknowledge them by."""
 
     id: str
     """For ``acknowledge``, ``renew`` and ``release``."""
-    entries: tuple[Entry, ...]
+    entries: tuple[GroupEntry, ...]
     """In order of arrival, groups of equal size beside each other as far as needed to fill up the largest."""
     step: int
     """The broker's step with this batch served."""
@@ -226,7 +173,7 @@ class Report:
     """Batches served, counted from the starting step."""
     policy: int
     """Policy step that entries are stamped with."""
-    run: Run | None
+    run: RunParameters | None
     """The trainer's registration, if any."""
     started: bool
     """A batch was asked for since the registration."""
@@ -253,7 +200,7 @@ class Report:
 class Journal(Protocol):
     """Where a store writes what must survive; it is told in order and may write later, together."""
 
-    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> Any:
+    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
         """An entry was accepted at place ``order`` of the arrival order.
 
         Returns:
@@ -273,7 +220,7 @@ class Journal(Protocol):
 class NoJournal:
     """Forgets everything: a store that lives as long as its process."""
 
-    def added(self, order: int, entry: Entry, state: State, key: str | None, now: float) -> Any:
+    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
         """Nothing is kept but the payload as it is."""
         return entry.payload
 

@@ -13,31 +13,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
+
+from tandem.broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem.broker.queue.records import (
     Acknowledgement,
-    Batch,
     Busy,
-    Entry,
     EnvSpec,
-    EnvStatus,
-    EnvTicket,
+    GroupEntry,
+    GroupRefused,
     Journal,
     NoJournal,
-    Options,
     Receipt,
-    Refused,
     Report,
-    Run,
+    ServedBatch,
+    StoreOptions,
 )
-from tandem.broker.queue.tenants import Item, Tenant, Tenants, wrong
-from tandem.broker.queue.waiting import Waiting
+from tandem.broker.queue.tenants import Item, Tenant, Tenants
+from tandem.broker.queue.waiting import WaitingGroups
 
 REMEMBERED = 1_000
 """Batches that are over and still known by name."""
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class BatchLease:
     """A batch that was served."""
 
     id: str
@@ -71,10 +71,10 @@ class Lease:
         }
 
 
-def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now: float) -> Lease:
+def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now: float) -> BatchLease:
     """The lease a journal kept; its time begins anew. ``held`` is every group there is, by its place."""
     seconds, outcome = facts["seconds"], facts["outcome"]
-    return Lease(
+    return BatchLease(
         id=name,
         items=[held[order] for order in facts["orders"] if order in held],
         step=facts["step"],
@@ -91,31 +91,31 @@ def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now:
 class Leases:
     """Those that are out, and the last ones that are over (acknowledged, expired, released)."""
 
-    out: dict[str, Lease] = field(default_factory=dict)
+    out: dict[str, BatchLease] = field(default_factory=dict)
     """By name, in the order served."""
-    over: OrderedDict[str, Lease] = field(default_factory=OrderedDict)
+    over: OrderedDict[str, BatchLease] = field(default_factory=OrderedDict)
     """By name, oldest first."""
 
-    def end(self, lease: Lease) -> str | None:
+    def end(self, lease: BatchLease) -> str | None:
         """It is over. Returns the name of one to forget, if too many are remembered."""
         self.out.pop(lease.id, None)
         self.over[lease.id] = lease
         self.over.move_to_end(lease.id)
         return self.over.popitem(last=False)[0] if len(self.over) > REMEMBERED else None
 
-    def expired(self, now: float) -> list[Lease]:
+    def expired(self, now: float) -> list[BatchLease]:
         """Those out whose time is up."""
         return [lease for lease in self.out.values() if lease.expires is not None and lease.expires <= now]
 
-    def of_plain(self, trainer: str | None) -> list[Lease]:
+    def of_plain(self, trainer: str | None) -> list[BatchLease]:
         """Those that a trainer which never acknowledges took before."""
         return [lease for lease in self.out.values() if lease.expires is None and lease.trainer == trainer]
 
 
-class Seen:
-    """The keys of the last ``Options.key_seconds`` and the last ``Options.max_keys`` submissions."""
+class IdempotencyKeys:
+    """The keys of the last ``StoreOptions.key_seconds`` and the last ``StoreOptions.max_keys`` submissions."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: StoreOptions) -> None:
         self._options = options
         self._at: OrderedDict[str, float] = OrderedDict()
 
@@ -142,12 +142,12 @@ MAX_BATCH = 1 << 16
 """Most sequences of a batch."""
 
 
-class Store:
+class GroupQueue:
     """Groups, environments, leases and the run."""
 
-    def __init__(self, options: Options | None = None, journal: Journal | None = None) -> None:
-        self.options = options or Options()
-        self.run: Run | None = None
+    def __init__(self, options: StoreOptions | None = None, journal: Journal | None = None) -> None:
+        self.options = options or StoreOptions()
+        self.run: RunParameters | None = None
         self.started = False
         self.step = 0
         self.counts: Counter[str] = Counter()
@@ -155,7 +155,7 @@ class Store:
         self.journal: Journal = journal or NoJournal()
         self.tenants = Tenants(self.options, self.journal)
         self.leases = Leases()
-        self.seen = Seen(self.options)
+        self.seen = IdempotencyKeys(self.options)
         self.policy: int | None = None
         """Policy step that the trainer last told."""
         self.took = False
@@ -164,11 +164,11 @@ class Store:
         """Batches that came back and will be served again without counting as a step."""
         self.order = 0
         """Place of the next group in the order of arrival."""
-        self.waiting = Waiting(self.tenants, self.journal, self.options)
+        self.waiting = WaitingGroups(self.tenants, self.journal, self.options)
         self._served = (0.0, 0.0)
         """When the last batch was served, and the seconds between it and the one before."""
 
-    def register(self, run: Run, now: float) -> int:
+    def register(self, run: RunParameters, now: float) -> int:
         """A trainer begins, perhaps anew: queue and environments stay, batches it had out come back.
 
         Groups already queued that are larger than its batches can never be served: they are dropped and counted.
@@ -177,17 +177,17 @@ class Store:
             A number that nobody needs again.
 
         Raises:
-            Refused: a batch size below 1 or above ``MAX_BATCH``.
+            GroupRefused: a batch size below 1 or above ``MAX_BATCH``.
         """
         if not 1 <= run.batch_size <= MAX_BATCH:
-            raise Refused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
+            raise GroupRefused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
         self._return(list(self.leases.out.values()))
         self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
         self.tenants.recount()
         self._drop([item for item in self.waiting if item.size > run.batch_size])
-        self.journal.noted("run", asdict(run))
+        self.journal.noted("run", msgspec.structs.asdict(run))
         self.note_progress()
         return uuid.uuid4().int
 
@@ -195,8 +195,8 @@ class Store:
         """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
         self.counts["dropped"] += self.waiting.groups
         fresh = self.tenants.after_reset()
-        self.tenants, self.leases, self.seen = fresh, Leases(), Seen(self.options)
-        self.waiting = Waiting(fresh, self.journal, self.options)
+        self.tenants, self.leases, self.seen = fresh, Leases(), IdempotencyKeys(self.options)
+        self.waiting = WaitingGroups(fresh, self.journal, self.options)
         self.run, self.started, self.step, self.returned = None, False, 0, 0
         self.policy, self.took = None, False
         self.journal.cleared()
@@ -222,19 +222,15 @@ class Store:
             return self.policy
         return self.policy + self.took
 
-    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None, owner: str = "") -> EnvTicket | None:
+    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None, owner: str = "") -> EnvAccepted | None:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
 
         ``owner`` is whose key it was registered with.
 
         Raises:
-            Refused: a group size, weight or share that makes no sense.
             Busy: too many environments are known and none can be forgotten.
         """
         self._advance(now)
-        if reason := wrong(env):
-            self.counts["refused"] += 1
-            raise Refused(reason)
         if self.run is None or not self.started:
             return None
         tenant = self.tenants.register(env, now, key, owner)
@@ -243,7 +239,14 @@ class Store:
         self.journal.noted("names", dict(self.tenants.names))
         self._note_tenant(tenant)
         assert tenant.env_id is not None
-        return EnvTicket(env_id=tenant.env_id, name=tenant.name, starting_step=self.current_step, run=self.run)
+        return EnvAccepted(
+            env_id=tenant.env_id,
+            wandb_name=tenant.name,
+            checkpoint_dir=self.run.checkpoint_dir,
+            starting_step=self.current_step,
+            checkpoint_interval=self.run.save_checkpoint_interval,
+            num_steps=self.run.num_steps,
+        )
 
     def disconnect(self, env_id: int, now: float) -> bool:
         """It holds no share any more; what it queued is served. False: nobody has this id."""
@@ -266,24 +269,24 @@ class Store:
         """What an environment throttles itself by. Constant time, whatever is queued.
 
         Raises:
-            Refused: nobody has this id.
+            GroupRefused: nobody has this id.
         """
         tenant = self.tenants.by_id.get(env_id)
         if tenant is None:
-            raise Refused(f"no environment has env_id {env_id}; register it with /register-env")
+            raise GroupRefused(f"no environment has env_id {env_id}; register it with /register-env")
         self.heartbeat(env_id, now)
         return self.tenants.status(tenant, self.current_step)
 
-    def put(self, entry: Entry, now: float, *, key: str | None = None) -> Receipt:
+    def put(self, entry: GroupEntry, now: float, *, key: str | None = None) -> Receipt:
         """Accept one group. A ``key`` that was accepted before adds nothing.
 
         Raises:
-            Refused: no batch can ever hold a group of this size.
+            GroupRefused: no batch can ever hold a group of this size.
             Busy: too much is held.
         """
         return self.put_all([(entry, key)], now)[0]
 
-    def put_all(self, entries: Sequence[tuple[Entry, str | None]], now: float) -> list[Receipt]:
+    def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
         """Accept all of these ``(entry, key)`` or none; see ``put``."""
         self._advance(now)
         self.seen.forget(now)
@@ -293,8 +296,8 @@ class Store:
         try:
             for entry, _ in fresh:
                 self.waiting.check(entry, self._patience())
-        except (Refused, Busy) as error:
-            self.counts["refused" if isinstance(error, Refused) else "busy"] += len(entries)
+        except (GroupRefused, Busy) as error:
+            self.counts["refused" if isinstance(error, GroupRefused) else "busy"] += len(entries)
             raise
         receipts = []
         for entry, key in entries:
@@ -314,7 +317,7 @@ class Store:
         seconds: float | None = None,
         policy: int | None = None,
         max_lag: int | None = None,
-    ) -> Batch | None:
+    ) -> ServedBatch | None:
         """The next batch, or None.
 
         Args:
@@ -322,7 +325,7 @@ class Store:
             trainer: Who asks; what tells apart trainers that never acknowledge.
             lease: The trainer will acknowledge. Without it the batch counts as trained when the same trainer asks
                 again; until ``delivered`` says that its answer went out, a restart serves it again.
-            seconds: How long the lease lasts; None is ``Options.lease_seconds``.
+            seconds: How long the lease lasts; None is ``StoreOptions.lease_seconds``.
             policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
             max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.
         """
@@ -430,7 +433,7 @@ class Store:
         return self.tenants.queued_groups
 
     @property
-    def latest(self) -> Entry | None:
+    def latest(self) -> GroupEntry | None:
         """The group that entered the queue last, trained or not."""
         return self.waiting.latest
 
@@ -441,7 +444,7 @@ class Store:
             self.counts["expired"] += len(expired)
             self._return(expired)
 
-    def _accept(self, entry: Entry, key: str | None, now: float) -> Receipt:
+    def _accept(self, entry: GroupEntry, key: str | None, now: float) -> Receipt:
         tenant = self.tenants.of(entry.env)
         if entry.version is None:
             entry = replace(entry, version=self.policy_step)
@@ -459,13 +462,13 @@ class Store:
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
         return Receipt(kind="buffered" if buffered else "received", buffered=tenant.buffer.sequences)
 
-    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> Batch:
+    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> ServedBatch:
         if self.returned:
             self.returned -= 1
         else:
             self.step += 1
         expires = None if seconds is None else now + seconds
-        lease = Lease(secrets.token_hex(8), chosen, self.step, trainer, seconds, expires)
+        lease = BatchLease(secrets.token_hex(8), chosen, self.step, trainer, seconds, expires)
         for item in chosen:
             self.waiting.lift(item)
             item.state, item.batch = "leased", lease.id
@@ -475,9 +478,9 @@ class Store:
         self.journal.moved([item.order for item in chosen], "leased", lease.id)
         self.journal.noted(f"lease:{lease.id}", lease.facts())
         self.note_progress()
-        return Batch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
+        return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
-    def _return(self, leases: list[Lease]) -> None:
+    def _return(self, leases: list[BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
         for lease in leases:
             back = [item for item in lease.items if item.batch == lease.id and item.state == "leased"]
@@ -488,7 +491,7 @@ class Store:
         if leases:
             self.note_progress()
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: BatchLease) -> None:
         self.journal.noted(f"lease:{lease.id}", lease.facts())
         if forgotten := self.leases.end(lease):
             self.journal.noted(f"lease:{forgotten}", None)

@@ -7,24 +7,12 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tandem.broker.protocol.messages import EnvStatus
 from tandem.broker.queue.formation import BY_ORDER, minimums
-from tandem.broker.queue.records import Busy, Entry, EnvReport, EnvSpec, EnvStatus, Journal, Options, State
+from tandem.broker.queue.records import Busy, EnvReport, EnvSpec, GroupEntry, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)
-
-
-def wrong(env: EnvSpec) -> str:
-    """Why no environment can be like that; empty if it can."""
-    if env.group_size < 1:
-        return f"group_size is {env.group_size}; expected at least 1"
-    if not 0.0 <= env.weight < float("inf"):
-        return f"weight is {env.weight}; expected a finite number, 0 or more"
-    if env.max_token_length < 0:
-        return f"max_token_length is {env.max_token_length}; expected 0 or more"
-    if env.min_batch_allocation is not None and not 0.0 <= env.min_batch_allocation <= 1.0:
-        return f"min_batch_allocation is {env.min_batch_allocation}; expected a share from 0 to 1, or null"
-    return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +25,7 @@ class Item:
     """Sequences."""
     num_bytes: int
     """Payload bytes."""
-    entry: Entry
+    entry: GroupEntry
     """The group; its payload is let go once it is trained or dropped."""
     tenant: Tenant
     """Whose it is."""
@@ -147,7 +135,7 @@ class Tenant:
 class Tenants:
     """All environments, with every sum that a status needs kept up to date rather than counted again."""
 
-    def __init__(self, options: Options, journal: Journal) -> None:
+    def __init__(self, options: StoreOptions, journal: Journal) -> None:
         self.batch_size = 0
         """Sequences of a batch; 0 without a run."""
         self.options = options

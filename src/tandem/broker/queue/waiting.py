@@ -8,18 +8,18 @@ from dataclasses import replace
 
 from tandem.broker.protocol.messages import MOST_STEP
 from tandem.broker.queue import formation
-from tandem.broker.queue.records import Busy, Entry, Journal, Options, Refused
+from tandem.broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, StoreOptions
 from tandem.broker.queue.tenants import Item, Shelf, Tenant, Tenants
 
 
-class Waiting:
+class WaitingGroups:
     """Groups held. Those out on lease are counted in, but only those in a buffer or queue can be part of a batch."""
 
-    def __init__(self, tenants: Tenants, journal: Journal, options: Options) -> None:
+    def __init__(self, tenants: Tenants, journal: Journal, options: StoreOptions) -> None:
         self.tenants = tenants
         self.groups = 0
         self.bytes = 0
-        self.latest: Entry | None = None
+        self.latest: GroupEntry | None = None
         """The group that entered a queue last."""
         self._latest = -1
         self._journal = journal
@@ -34,23 +34,23 @@ class Waiting:
 
     # --- coming in ---
 
-    def check(self, entry: Entry, retry_after: float) -> None:
+    def check(self, entry: GroupEntry, retry_after: float) -> None:
         """Whether a group may come in now.
 
         While no batch can be formed, an environment that has less than a batch queued is let in whatever the bounds
         say: otherwise a queue full of one environment's groups could keep out what another one's share waits for.
 
         Raises:
-            Refused: no batch can hold it.
+            GroupRefused: no batch can hold it.
             Busy: too much is held.
         """
         limit, batch_size, tenant = self._options, self.tenants.batch_size, self.tenants.of(entry.env)
-        if entry.size < 1:
-            raise Refused("the group is empty; expected at least one sequence")
         if not 0 <= (entry.version or 0) < MOST_STEP:
-            raise Refused(f"the group's step is {entry.version}; expected 0 to below 2**53")
+            raise GroupRefused(f"the group's step is {entry.version}; expected 0 to below 2**53")
         if batch_size and entry.size > batch_size:
-            raise Refused(f"the group has {entry.size} sequences and a batch {batch_size}: no batch can ever hold it")
+            raise GroupRefused(
+                f"the group has {entry.size} sequences and a batch {batch_size}: no batch can ever hold it"
+            )
         everybody = self.groups >= limit.max_groups or self.bytes >= limit.max_bytes
         if not everybody and tenant.held_groups < limit.max_env_groups and tenant.held_bytes < limit.max_env_bytes:
             return
@@ -91,11 +91,11 @@ class Waiting:
             self.enqueue([item])
             return []
         self.buffer(item)
-        found = formation.earliest(formation.candidates([item.tenant.buffer.lines], size), size) or []
-        for one in found:
+        completed = formation.earliest(formation.candidates([item.tenant.buffer.lines], size), size) or []
+        for one in completed:
             item.tenant.buffer.remove(one)
-        self.enqueue(found)
-        return found
+        self.enqueue(completed)
+        return completed
 
     def buffer(self, item: Item) -> None:
         """Into its environment's buffer."""

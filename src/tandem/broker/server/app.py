@@ -28,9 +28,9 @@ from tandem import __version__, doors
 from tandem.broker.journal.payloads import read
 from tandem.broker.protocol import messages, wire
 from tandem.broker.protocol.lenient import Malformed
-from tandem.broker.queue.records import Batch, Busy, Entry, EnvSpec, Receipt, Refused, Run
-from tandem.broker.queue.store import Store
-from tandem.broker.server.bodies import MESSAGE_BYTES, Answer, Bodies, Limits, wants
+from tandem.broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem.broker.queue.store import GroupQueue
+from tandem.broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected, wants
 from tandem.broker.server.keys import Keys, Role, may, scoped
 from tandem.broker.server.meter import Meter
 from tandem.broker.server.resent import Resent
@@ -60,7 +60,7 @@ EMPTY_EXAMPLE = dict.fromkeys(
 """``GET /latest_example`` before there is one."""
 
 
-def told(request: web.Request, value: Any) -> web.Response:
+def reply(request: web.Request, value: Any) -> web.Response:
     """A message in the encoding that the client asks for."""
     encoding = wants(request)
     return encoded(wire.write(value, encoding), encoding)
@@ -93,7 +93,7 @@ def done(is_done: bool, reason: str) -> dict[str, str]:
     return {"status": "success"} if is_done else {"status": "failure", "error": reason}
 
 
-def lease(batch: Batch) -> dict[str, Any]:
+def lease(batch: ServedBatch) -> dict[str, Any]:
     """What is told beside the groups of a leased batch: an id and a version for each, in their order."""
     return {
         "batch": batch.id,
@@ -108,19 +108,19 @@ def idempotency_key(request: web.Request) -> str | None:
     """The key by which a request is known when it comes again.
 
     Raises:
-        Answer: 400, it is empty or too long.
+        RequestRejected: 400, it is empty or too long.
     """
-    found = request.headers.get("Idempotency-Key")
-    if found is not None and not re.fullmatch(r"[!-~]{1,200}", found):
-        raise Answer(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
-    return found
+    key = request.headers.get("Idempotency-Key")
+    if key is not None and not re.fullmatch(r"[!-~]{1,200}", key):
+        raise RequestRejected(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
+    return key
 
 
 def number(request: web.Request, name: str, kind: type[int] | type[float]) -> Any:
     """A number of the query; None if it is not there.
 
     Raises:
-        Answer: 422, it is none, or negative.
+        RequestRejected: 422, it is none, or negative.
     """
     text = request.query.get(name)
     if text is None:
@@ -130,7 +130,7 @@ def number(request: web.Request, name: str, kind: type[int] | type[float]) -> An
     except ValueError:
         value = math.nan
     if not 0 <= value < 2**53:
-        raise Answer(422, f"{name} takes a number >= 0, not {text[:40]!r}")
+        raise RequestRejected(422, f"{name} takes a number >= 0, not {text[:40]!r}")
     return value
 
 
@@ -164,15 +164,15 @@ async def _nothing(more: Callable[[], bool] | None = None) -> None:
     """Without a ledger nothing is waited for."""
 
 
-class Broker:
+class BrokerServer:
     """Routes over a store."""
 
     def __init__(
         self,
-        store: Store,
+        store: GroupQueue,
         *,
         committed: Callable[..., Awaitable[None]] = _nothing,
-        limits: Limits | None = None,
+        limits: BodyLimits | None = None,
         keys: Keys | None = None,
         host: str = "",
         clock: Callable[[], float] = time.time,
@@ -190,7 +190,7 @@ class Broker:
         """
         self.store = store
         """What is served."""
-        self.bodies = Bodies(limits or Limits())
+        self.bodies = Bodies(limits or BodyLimits())
         """Reads requests."""
         self.meter = Meter()
         """What was counted."""
@@ -220,7 +220,7 @@ class Broker:
             if not self.keys.trainer:
                 why = doors.from_a_page(request.method, request.headers, acts=route.acts, names=self._names)
                 if why:
-                    raise Answer(403, why)
+                    raise RequestRejected(403, why)
             return await handler(request)
 
         return guarded
@@ -234,15 +234,15 @@ class Broker:
         except Malformed as error:
             self.meter.refused[error.problems[0].type] += 1
             response = encoded(wire.write({"detail": error.problems}), "json", 422)
-        except Refused as error:
+        except GroupRefused as error:
             self.meter.refused["impossible"] += 1
-            response = Answer(422, str(error)).response()
+            response = RequestRejected(422, str(error)).response()
         except Busy as error:
             # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
             self.meter.refused["busy"] += 1
             status = 429 if "Idempotency-Key" in request.headers else 503
-            response = Answer(status, str(error), retry_after=error.retry_after).response()
-        except Answer as error:
+            response = RequestRejected(status, str(error), retry_after=error.retry_after).response()
+        except RequestRejected as error:
             self.meter.refused[f"http_{error.status}"] += 1
             response = error.response()
         except web.HTTPException as error:
@@ -251,9 +251,9 @@ class Broker:
                 response.headers["Allow"] = allow
         except BrokerError as error:
             log.error("%s", error)
-            response = Answer(503, str(error), retry_after=RETRY_SECONDS).response()
+            response = RequestRejected(503, str(error), retry_after=RETRY_SECONDS).response()
         except ConnectionError:  # whoever went away within a request is told nothing, and leaves no trace in the log
-            response = Answer(400, "the connection broke").response()
+            response = RequestRejected(400, "the connection broke").response()
         resource = request.match_info.route.resource
         self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
         if not response.prepared:
@@ -268,7 +268,7 @@ class Broker:
 
     async def _root(self, request: web.Request) -> web.StreamResponse:
         is_person = "text/html" in request.headers.get("Accept", "")
-        return page("broker.html") if is_person else told(request, {"message": "AtroposLib API"})
+        return page("broker.html") if is_person else reply(request, {"message": "AtroposLib API"})
 
     async def _docs(self, request: web.Request) -> web.StreamResponse:
         return page("docs.html")
@@ -278,22 +278,22 @@ class Broker:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.RunParameters)
-        uuid = self.store.register(Run(**msgspec.structs.asdict(body)), self._clock())
+        uuid = self.store.register(body, self._clock())
         await self._committed()
         if wants(request) == "msgpack":
-            return told(request, {"uuid": str(uuid)})  # MessagePack has no ints of 128 bits
+            return reply(request, {"uuid": str(uuid)})  # MessagePack has no ints of 128 bits
         return encoded(wire.write(messages.Registered(uuid=uuid)), "json")
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
         if run is None:
-            return told(request, messages.Info(batch_size=-1, max_token_len=-1))
-        return told(request, messages.Info(batch_size=run.batch_size, max_token_len=run.max_token_len))
+            return reply(request, messages.Info(batch_size=-1, max_token_len=-1))
+        return reply(request, messages.Info(batch_size=run.batch_size, max_token_len=run.max_token_len))
 
     async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
         group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
-        return told(request, messages.WandbInfo(group=group, project=project))
+        return reply(request, messages.WandbInfo(group=group, project=project))
 
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvRegistration)
@@ -305,61 +305,53 @@ class Broker:
             min_batch_allocation=body.min_batch_allocation,
         )
         key = scoped(self._owner(request), idempotency_key(request))
-        ticket = self.store.register_env(spec, self._clock(), key=key, owner=self._owner(request))
-        if ticket is None:
-            return told(request, {"status": "wait for trainer to start"})
+        accepted = self.store.register_env(spec, self._clock(), key=key, owner=self._owner(request))
+        if accepted is None:
+            return reply(request, {"status": "wait for trainer to start"})
         await self._committed()
-        found = messages.EnvAccepted(
-            env_id=ticket.env_id,
-            wandb_name=ticket.name,
-            checkpoint_dir=ticket.run.checkpoint_dir,
-            starting_step=ticket.starting_step,
-            checkpoint_interval=ticket.run.save_checkpoint_interval,
-            num_steps=ticket.run.num_steps,
-        )
-        return told(request, found)
+        return reply(request, accepted)
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
         self._owned(request, body.env_id)
         if not self.store.disconnect(body.env_id, self._clock()):
-            return told(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
+            return reply(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
         await self._committed()
-        return told(request, {"status": "success"})
+        return reply(request, {"status": "success"})
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
         self._owned(request, body.env_id)
-        return told(request, self.store.status_env(body.env_id, self._clock()))
+        return reply(request, self.store.status_env(body.env_id, self._clock()))
 
     def _owner(self, request: web.Request, role: Role = "environment") -> str:
-        """Whose key a request bears; raises Answer if it bears none for this role."""
+        """Whose key a request bears; raises RequestRejected if it bears none for this role."""
         return self.keys.check(request.headers.get("Authorization", ""), role)
 
     def _owned(self, request: web.Request, env_id: int | None) -> None:
         """See that a request may speak for an environment.
 
         Raises:
-            Answer: 403, it was registered with another key.
+            RequestRejected: 403, it was registered with another key.
         """
         if not may(self._owner(request), self.store.tenants.of(env_id).owner):
-            raise Answer(403, f"environment {env_id} was registered with another key")
+            raise RequestRejected(403, f"environment {env_id} was registered with another key")
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         submission = await self.bodies.read(request, wire.read_group)
         (receipt,) = await self._put([submission], request)
         more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
-        return told(request, {"status": "buffered" if more else "received", **more})
+        return reply(request, {"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         most = self.bodies.limits.list_groups
         submissions = await self.bodies.read(request, partial(wire.read_groups, most=most))
         receipts = await self._put(submissions, request)
-        found: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+        answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:
-            found |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
-        return told(request, found)
+            answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
+        return reply(request, answer)
 
     async def _put(self, submissions: Sequence[wire.Submission], request: web.Request) -> list[Receipt]:
         """Hand groups to the store, all or none, and wait until they are safe."""
@@ -367,7 +359,7 @@ class Broker:
             self._owned(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
         entries = [
-            Entry(
+            GroupEntry(
                 id=secrets.token_hex(12),
                 env=submission.env_id,
                 size=submission.size,
@@ -394,7 +386,7 @@ class Broker:
         self._polled = now = self._clock()
         if self.store.run is None:
             message = "Trainer not registered. Call /register first."
-            return told(request, {"status": "error", "message": message, "batch": []})
+            return reply(request, {"status": "error", "message": message, "batch": []})
         leased = number(request, "lease", float)
         batch = self.store.take(
             now,
@@ -429,7 +421,7 @@ class Broker:
             self.meter.lag.add(max(0, self.store.policy_step - (entry.version or 0)))
         return response
 
-    async def _deliver(self, request: web.Request, response: web.Response, batch: Batch) -> None:
+    async def _deliver(self, request: web.Request, response: web.Response, batch: ServedBatch) -> None:
         """Send a batch; one whose client is gone returns to the queue."""
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)  # sent is what has left this process: a kill cannot cut it off
@@ -443,27 +435,27 @@ class Broker:
 
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
-        found = self.store.acknowledge(body.batch, self._clock())
+        outcome = self.store.acknowledge(body.batch, self._clock())
         await self._committed()
-        return told(request, done(bool(found), found.reason))
+        return reply(request, done(bool(outcome), outcome.reason))
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
-        found = self.store.renew(body.batch, self._clock())
-        return told(request, done(found, f"no batch {body.batch} is leased"))
+        is_renewed = self.store.renew(body.batch, self._clock())
+        return reply(request, done(is_renewed, f"no batch {body.batch} is leased"))
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
-        found = self.store.release(body.batch, self._clock())
+        is_released = self.store.release(body.batch, self._clock())
         await self._committed()
-        return told(request, done(found, f"no batch {body.batch} is leased"))
+        return reply(request, done(is_released, f"no batch {body.batch} is leased"))
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         report = self.store.status(self._clock())
-        found: dict[str, Any] = {"current_step": report.step, "queue_size": report.queued_groups}
+        answer: dict[str, Any] = {"current_step": report.step, "queue_size": report.queued_groups}
         if "detail" in request.query:
-            found["detail"] = self._detail(report)
-        return told(request, found)
+            answer["detail"] = self._detail(report)
+        return reply(request, answer)
 
     def _detail(self, report: Any) -> dict[str, Any]:
         now = self._clock()
@@ -483,7 +475,7 @@ class Broker:
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
         if self.store.latest is None:
-            return told(request, EMPTY_EXAMPLE)
+            return reply(request, EMPTY_EXAMPLE)
         encoding = wants(request)
         (payload,) = await read([self.store.latest])
         return await compressed(request, encoded(wire.recode(payload, encoding), encoding))

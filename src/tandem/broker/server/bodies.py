@@ -33,7 +33,7 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BodyLimits:
     """Bounds on what is read."""
 
     body_bytes: int = 64 << 20
@@ -54,7 +54,7 @@ class Limits:
     """Least bytes a second of a body that takes long."""
 
 
-class Answer(Exception):
+class RequestRejected(Exception):
     """An answer that ends a request early."""
 
     def __init__(self, status: int, text: str, *, plain: bool = False, retry_after: float | None = None) -> None:
@@ -80,7 +80,7 @@ class Answer(Exception):
 class Bodies:
     """Reads bodies of requests."""
 
-    limits: Limits
+    limits: BodyLimits
     """What they may be."""
     pending: int = 0
     """Bytes of bodies that are being read, inflated or decoded."""
@@ -100,11 +100,11 @@ class Bodies:
 
         Raises:
             Malformed: it is no such message.
-            Answer: it is too large, or not in a known encoding.
+            RequestRejected: it is too large, or not in a known encoding.
         """
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "gzip", "x-gzip"):
-            raise Answer(400, f"Content-Encoding {coding[:40]} is not understood; send gzip, or plain bytes")
+            raise RequestRejected(400, f"Content-Encoding {coding[:40]} is not understood; send gzip, or plain bytes")
         size, most = request.content_length, min(most or self.limits.body_bytes, self.limits.body_bytes)
         if size is not None and size > most:
             raise _too_large(size, most)
@@ -186,7 +186,7 @@ class Bodies:
             nonlocal held
             with self._lock:
                 if self.pending + size > self.limits.pending_bytes:
-                    raise Answer(503, "too many bodies are being read; try again", retry_after=1)
+                    raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
                 self.pending += size
                 held += size
 
@@ -212,7 +212,7 @@ class Bodies:
                 grow(len(part) - room)
                 size += len(part)
                 if size > most:
-                    raise Answer(413, f"the body inflates to more than {most} bytes")
+                    raise RequestRejected(413, f"the body inflates to more than {most} bytes")
                 parts.append(part)
                 rest = stream.unconsumed_tail
                 if not stream.eof and not part and not rest:
@@ -221,22 +221,22 @@ class Bodies:
         return b"".join(parts)
 
     def _unless_slow(self, began: float, size: int) -> None:
-        """Raise Answer 408 for a body that has been coming for long, and slowly."""
+        """Raise RequestRejected 408 for a body that has been coming for long, and slowly."""
         seconds = time.monotonic() - began
         if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
-            raise Answer(408, f"the body took {seconds:.0f} s for its first {size} bytes")
+            raise RequestRejected(408, f"the body took {seconds:.0f} s for its first {size} bytes")
 
-    def _idle(self) -> Answer:
-        return Answer(408, f"nothing of the body came for {self.limits.idle_seconds:g} s")
-
-
-def _too_large(size: int, most: int) -> Answer:
-    return Answer(413, f"a body of {size} bytes; at most {most} are taken")
+    def _idle(self) -> RequestRejected:
+        return RequestRejected(408, f"nothing of the body came for {self.limits.idle_seconds:g} s")
 
 
-def _bad_gzip() -> Answer:
+def _too_large(size: int, most: int) -> RequestRejected:
+    return RequestRejected(413, f"a body of {size} bytes; at most {most} are taken")
+
+
+def _bad_gzip() -> RequestRejected:
     """The answer to what is no gzip, in the words that clients know."""
-    return Answer(400, "Invalid gzip payload", plain=True)
+    return RequestRejected(400, "Invalid gzip payload", plain=True)
 
 
 def _inflated_inline(data: bytes) -> bytes | None:

@@ -7,7 +7,7 @@ import hmac
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.broker.server.bodies import Answer
+from tandem.broker.server.bodies import RequestRejected
 
 Role = Literal["trainer", "environment"]
 NOBODY, TRAINER = "", "trainer"
@@ -39,22 +39,22 @@ class Keys:
             Whose request it is: ``NOBODY`` without keys, ``TRAINER``, or the name of an environments' key.
 
         Raises:
-            Answer: 401 without a known key, 403 with the environments' where the trainer's is needed.
+            RequestRejected: 401 without a known key, 403 with the environments' where the trainer's is needed.
         """
         if not self.trainer:
             return NOBODY
         scheme, _, key = header.partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else ""
+        presented = key.strip() if scheme.lower() == "bearer" else ""
         # All are compared always, each in constant time: how long it takes says nothing of any.
-        trainer = _same(given, self.trainer)
-        known = [one for one in self.environments.split(",") if one.strip() and _same(given, one.strip())]
+        trainer = _same(presented, self.trainer)
+        known = [one for one in self.environments.split(",") if one.strip() and _same(presented, one.strip())]
         if trainer:
             return TRAINER
         if known and role == "environment":
-            return hashlib.blake2b(given.encode(errors="replace"), digest_size=8).hexdigest()
+            return hashlib.blake2b(presented.encode(errors="replace"), digest_size=8).hexdigest()
         if known:
-            raise Answer(403, "this needs the trainer's key, and the environments' was given")
-        raise Answer(401, "a key is needed: Authorization: Bearer KEY")
+            raise RequestRejected(403, "this needs the trainer's key, and the environments' was given")
+        raise RequestRejected(401, "a key is needed: Authorization: Bearer KEY")
 
 
 def may(owner: str, whose: str) -> bool:

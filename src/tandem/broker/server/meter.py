@@ -15,7 +15,7 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Upper bounds of the classes of lag, in policy steps."""
 
 
-class Histogram:
+class BucketHistogram:
     """Counts by class."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -34,13 +34,13 @@ class Meter:
     """Counters of a running broker; they begin at 0 with it."""
 
     def __init__(self) -> None:
-        self.latency: dict[str, Histogram] = {}
+        self.latency: dict[str, BucketHistogram] = {}
         """Seconds from a request's head to its answer, by path."""
         self.answers: Counter[tuple[str, int]] = Counter()
         """Requests by path and status."""
         self.refused: Counter[str] = Counter()
         """Requests refused by reason."""
-        self.lag = Histogram(LAGS)
+        self.lag = BucketHistogram(LAGS)
         """Policy steps between sampling and serving, of each group served."""
         self.served_batches = 0
         """Batches served."""
@@ -54,10 +54,10 @@ class Meter:
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request."""
         self.answers[path, status] += 1
-        found = self.latency.get(path)
-        if found is None:
-            found = self.latency[path] = Histogram(LATENCIES)
-        found.add(seconds)
+        histogram = self.latency.get(path)
+        if histogram is None:
+            histogram = self.latency[path] = BucketHistogram(LATENCIES)
+        histogram.add(seconds)
 
     def detail(self) -> dict[str, Any]:
         """What was served and refused, as plain data."""
@@ -109,7 +109,7 @@ class Meter:
             (_labels(path=path, status=str(status)), count) for (path, status), count in sorted(self.answers.items())
         ]
         yield from _family("requests_total", "counter", "Requests answered.", answers)
-        latencies = [(f'path="{_escaped(path)}"', found) for path, found in sorted(self.latency.items())]
+        latencies = [(f'path="{_escaped(path)}"', histogram) for path, histogram in sorted(self.latency.items())]
         yield from _histogram("request_seconds", "Seconds to answer a request.", latencies)
 
 
@@ -132,10 +132,10 @@ def _family(name: str, kind: str, text: str, values: Iterable[tuple[str, float]]
         yield f"tandem_broker_{name}{labels} {value}"
 
 
-def _histogram(name: str, text: str, found: Iterable[tuple[str, Histogram]]) -> Iterator[str]:
+def _histogram(name: str, text: str, histograms: Iterable[tuple[str, BucketHistogram]]) -> Iterator[str]:
     yield f"# HELP tandem_broker_{name} {text}"
     yield f"# TYPE tandem_broker_{name} histogram"
-    for labels, histogram in found:
+    for labels, histogram in histograms:
         comma = f"{labels}," if labels else ""
         seen = 0
         for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):

@@ -12,8 +12,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tandem.broker.journal.payloads import Reading
-from tandem.broker.queue.records import Entry
+from tandem.broker.journal.payloads import PayloadReader
+from tandem.broker.queue.records import GroupEntry
 from tandem.errors import BrokerError
 
 log = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ class Resent:
         while len(self._at) > MOST:
             self._at.popitem(last=False)
 
-    def restored(self, entries: Iterable[Entry], now: float) -> None:
+    def restored(self, entries: Iterable[GroupEntry], now: float) -> None:
         """An earlier process had accepted these. Of one that is damaged there is nothing to know again."""
         held = list(entries)
         last = max((entry.received for entry in held), default=0.0)
         for entry in held:
             if entry.received >= last - BEFORE_END:
                 try:
-                    payloads = Reading([entry]).bytes()
+                    payloads = PayloadReader([entry]).bytes()
                 except BrokerError as error:
                     log.error("%s", error)
                 else:

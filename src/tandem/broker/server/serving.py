@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import BrokerError
 
 if TYPE_CHECKING:
-    from tandem.broker.server.app import Broker
+    from tandem.broker.server.app import BrokerServer
 
 BACKLOG = 1024
 """Connections that may wait to be accepted: environments open a new one for every request."""
@@ -39,8 +39,8 @@ def listening(host: str, port: int) -> Sequence[socket.socket]:
         return [socket.socket(fileno=HELD)]
     made: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, address in dict.fromkeys(found):
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(addresses):
             at = (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])
             made.append(socket.create_server(at, family=family, backlog=BACKLOG))
     except OSError as error:
@@ -59,7 +59,7 @@ PEER_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ConnectionLimits:
     """How many connections there may be, and how silent."""
 
     most: int
@@ -72,7 +72,7 @@ class Room:
     """A connection that has been silent for so long may have to make room for another."""
 
 
-def room() -> Room:
+def room() -> ConnectionLimits:
     """As much as the system's limit on descriptors allows, which is raised as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -81,27 +81,27 @@ def room() -> Room:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     most = max(16, (wanted if soft == unlimited else min(soft, MOST_DESCRIPTORS)) - OWN_DESCRIPTORS)
-    return Room(most=most, of_peer=max(8, int(most * PEER_SHARE)))
+    return ConnectionLimits(most=most, of_peer=max(8, int(most * PEER_SHARE)))
 
 
 class Gate:
     """Makes the protocol of each connection, behind a guard."""
 
-    def __init__(self, make: Callable[[], Any], room: Room) -> None:
+    def __init__(self, make: Callable[[], Any], room: ConnectionLimits) -> None:
         """``make`` gives the protocol that serves a connection."""
         self.room = room
         """Bounds."""
         self.turned_away = 0
         """Connections closed because there was no room, or because nothing came."""
         self._make = make
-        self._all: OrderedDict[_Guard, None] = OrderedDict()
-        self._of_peer: dict[str, OrderedDict[_Guard, None]] = {}
+        self._all: OrderedDict[_ConnectionGuard, None] = OrderedDict()
+        self._of_peer: dict[str, OrderedDict[_ConnectionGuard, None]] = {}
 
     def __call__(self) -> asyncio.Protocol:
         """The protocol of a new connection."""
-        return _Guard(self, self._make())
+        return _ConnectionGuard(self, self._make())
 
-    def enter(self, guard: _Guard) -> bool:
+    def enter(self, guard: _ConnectionGuard) -> bool:
         """Whether a connection may be there; one that was silent for longest may have to go."""
         mine = self._of_peer.setdefault(guard.peer, OrderedDict())
         fits = (len(mine) < self.room.of_peer or self._made_room(mine)) and (
@@ -115,24 +115,24 @@ class Gate:
             self.leave(guard)
         return fits
 
-    def heard(self, guard: _Guard) -> None:
+    def heard(self, guard: _ConnectionGuard) -> None:
         """It said something."""
         if guard in self._all:
             self._all.move_to_end(guard)
             self._of_peer[guard.peer].move_to_end(guard)
 
-    def leave(self, guard: _Guard) -> None:
+    def leave(self, guard: _ConnectionGuard) -> None:
         """It is gone."""
         self._all.pop(guard, None)
         if guard.peer in self._of_peer:
             self._of_peer[guard.peer].pop(guard, None)
             self._forget(guard)
 
-    def _forget(self, guard: _Guard) -> None:
+    def _forget(self, guard: _ConnectionGuard) -> None:
         if not self._of_peer[guard.peer]:
             del self._of_peer[guard.peer]
 
-    def _made_room(self, those: OrderedDict[_Guard, None]) -> bool:
+    def _made_room(self, those: OrderedDict[_ConnectionGuard, None]) -> bool:
         silent = next(iter(those))
         if silent.has_headers and silent.silent_for() < self.room.idle_seconds:
             return False
@@ -140,7 +140,7 @@ class Gate:
         return True
 
 
-class _Guard(asyncio.Protocol):
+class _ConnectionGuard(asyncio.Protocol):
     """Stands before the protocol of one connection, until it is closed."""
 
     def __init__(self, gate: Gate, inner: Any) -> None:
@@ -188,8 +188,8 @@ class _Guard(asyncio.Protocol):
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        found: bool | None = self._inner.eof_received()
-        return found
+        keeps_open: bool | None = self._inner.eof_received()
+        return keeps_open
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -215,7 +215,11 @@ KEPT_SECONDS = 30.0
 
 @asynccontextmanager
 async def serving(
-    broker: Broker, host: str, port: int, sockets: Sequence[socket.socket] = (), space: Room | None = None
+    broker: BrokerServer,
+    host: str,
+    port: int,
+    sockets: Sequence[socket.socket] = (),
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[str]:
     """Answer requests at an address; port 0 is a free one. Gives the URL.
 
@@ -224,7 +228,7 @@ async def serving(
         host: for the URL, and to listen at if there are no ``sockets``.
         port: the same.
         sockets: made beforehand by ``listening``.
-        space: bounds on connections; None: as the system's limit on descriptors allows.
+        limits: bounds on connections; None: as the system's limit on descriptors allows.
 
     Raises:
         BrokerError: the address cannot be had.
@@ -243,12 +247,12 @@ async def serving(
     servers: list[asyncio.Server] = []
     try:
         assert runner.server is not None
-        gate, loop = Gate(runner.server, space or room()), asyncio.get_running_loop()
+        gate, loop = Gate(runner.server, limits or room()), asyncio.get_running_loop()
         own = sockets or listening(host, port)
-        found = own[0].getsockname()
+        address = own[0].getsockname()
         for one in own:
             servers.append(await loop.create_server(gate, sock=one, backlog=BACKLOG))
-        yield f"http://{f'[{host}]' if ':' in host else host}:{found[1]}"
+        yield f"http://{f'[{host}]' if ':' in host else host}:{address[1]}"
     finally:
         for server in servers:
             server.close()
