@@ -23,13 +23,13 @@ SOURCE = Path("tandem atropos-grpo")
 """What mistakes in the recipe are said to be in."""
 
 
-def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, unified: bool = False) -> str:
+def atropos(values: Mapping[str, Any], overrides: Sequence[str], *, show: bool, unified: bool = False) -> str:
     """Train as the flags say, or with ``show`` only write down how; returns what to tell.
 
     An engine that serves at --vllm-port already is used; else one is started.
 
     Args:
-        given: the flags that were not left out.
+        values: the flags that were not left out.
         overrides: options laid over the recipe.
         show: return the recipe as YAML.
         unified: as atropos-grpo-run: one copy of the weights, an engine of its own, and times at the end.
@@ -38,7 +38,7 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
         ConfigError: a flag is wrong, or asks for what cannot be had.
         BrokerError: there is no broker.
     """
-    flags = read({**({"weight-bridge-mode": ["shared_vllm"], "benchmark": True} if unified else {}), **given})
+    flags = read({**({"weight-bridge-mode": ["shared_vllm"], "benchmark": True} if unified else {}), **values})
     running = None if unified else running_engine(flags, os.environ)
     translation = translate(flags, os.environ, running)
     if show:
@@ -53,15 +53,15 @@ def atropos(given: Mapping[str, Any], overrides: Sequence[str], *, show: bool, u
 
     folder = run_to_end(run.train(config, resume=None))
     lay_out(folder, Path(flags["save-path"]))  # the logger has done so, unless a full disk was in its way
-    told = f"{ended(folder)}; checkpoints: {flags['save-path']}"
-    return f"{told}\n\n{benchmark(folder)}" if flags["benchmark"] else told
+    text = f"{ended(folder)}; checkpoints: {flags['save-path']}"
+    return f"{text}\n\n{benchmark(folder)}" if flags["benchmark"] else text
 
 
-def server(given: Mapping[str, Any], words: Sequence[str], *, show: bool) -> None:
+def server(values: Mapping[str, Any], words: Sequence[str], *, show: bool) -> None:
     """Run the engine alone until Ctrl-C, or with ``show`` only write down which.
 
     Args:
-        given: the flags that were not left out.
+        values: the flags that were not left out.
         words: options laid over the recipe, and other options of vLLM's server.
         show: print the recipe as YAML.
 
@@ -71,7 +71,7 @@ def server(given: Mapping[str, Any], words: Sequence[str], *, show: bool) -> Non
     """
     source = Path("tandem atropos-server")
     rest, overrides = divided(words)
-    translation = translate_server(given, rest, os.environ)
+    translation = translate_server(values, rest, os.environ)
     if show:
         typer.echo(translated(translation.options, translation.notes, overrides, source))
         return

@@ -101,9 +101,9 @@ def _row(state: Text, what: str, text: str, width: int) -> Table:
 class _RecipeCheck:
     """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
 
-    def __init__(self, config: RunConfig, most: int, given: Collection[str]):
+    def __init__(self, config: RunConfig, most: int, set_options: Collection[str]):
         self._config = config
-        self._set_options = given
+        self._set_options = set_options
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None

@@ -22,13 +22,13 @@ ELSEWHERE = {
 """Other modes of Atropos' environments, and where theirs is done."""
 
 
-def env(name: str, mode: str, given: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> str:
+def env(name: str, mode: str, flags: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> str:
     """Play as the flags say; returns what to tell.
 
     Args:
         name: the environment.
         mode: serve.
-        given: the words of every flag that was not left out.
+        flags: the words of every flag that was not left out.
         overrides: options of ``tandem work`` laid over them.
 
     Raises:
@@ -37,15 +37,15 @@ def env(name: str, mode: str, given: Mapping[str, Sequence[str]], overrides: Seq
     """
     if mode != "serve":
         raise ConfigError(f"tandem env {name} {mode}: {ELSEWHERE.get(mode, 'there is no such mode; it is serve')}")
-    if "config" in given:
-        given = {**from_file(Path(given["config"][-1])), **given}
-    said = {flag: words[-1] for flag, words in given.items()}
-    if not tokenizer_of(said):
-        url = said.get("openai.base_url") or str(ENVIRONMENT["openai.base_url"].default)
-        model = served_model(url.partition(",")[0], said.get("openai.api_key", ""))
-        given = {**given, "env.tokenizer_name": [model]}
+    if "config" in flags:
+        flags = {**from_file(Path(flags["config"][-1])), **flags}
+    values = {flag: words[-1] for flag, words in flags.items()}
+    if not tokenizer_of(values):
+        url = values.get("openai.base_url") or str(ENVIRONMENT["openai.base_url"].default)
+        model = served_model(url.partition(",")[0], values.get("openai.api_key", ""))
+        flags = {**flags, "env.tokenizer_name": [model]}
         typer.echo(f"tandem: --env.tokenizer_name: that of {model}, which the engine serves", err=True)
-    translated = translate(name, given)
+    translated = translate(name, flags)
     for note in translated.notes:
         typer.echo(f"tandem: {note}", err=True)
     os.environ.update(translated.environ)

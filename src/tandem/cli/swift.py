@@ -15,11 +15,11 @@ from tandem.compat.table import Translation
 from tandem.config.loading import from_options
 
 
-def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
+def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
     """Train as the arguments say, or with ``show`` only write down how; returns what to tell.
 
     Args:
-        given: the values of every argument that was not left out.
+        arguments: the values of every argument that was not left out.
         overrides: options laid over the recipe.
         show: return the recipe as YAML.
 
@@ -28,7 +28,7 @@ def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: 
         EnvError: the data cannot be read.
     """
     source = Path("tandem swift rlhf")
-    translation = swift.rlhf(given, os.environ)
+    translation = swift.rlhf(arguments, os.environ)
     if show:
         return translated(translation.options, translation.notes, overrides, source)
     _tell(translation)
@@ -41,7 +41,7 @@ def rlhf(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: 
     return ended(folder)
 
 
-def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> None:
+def deploy(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> None:
     """Run the engine alone until Ctrl-C, or with ``show`` only write down which.
 
     Raises:
@@ -49,7 +49,7 @@ def deploy(given: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show
         EngineError: the engine did not start, or it died.
     """
     source = Path("tandem swift deploy")
-    translation = swift.deploy(given)
+    translation = swift.deploy(arguments)
     if show:
         typer.echo(translated(translation.options, translation.notes, overrides, source))
         return

@@ -13,7 +13,7 @@ from tandem.compat.table import ForeignOption, becomes, by_name, idle, refused
 from tandem.config.registry import did_you_mean
 from tandem.types import Json
 
-_ASKED = "Tandem asks for the logprobs that it needs"
+_LOGPROBS = "Tandem asks for the logprobs that it needs"
 _TEXT = "token ids are trained on, and text is made of them by the tokenizer"
 _BACK = "it changes how an answer comes back, not what it is"
 _UNSEEN = "it changes probabilities by what the trainer does not see, so they would be missing in the logprobs"
@@ -42,12 +42,12 @@ _SAME = (
 FIELDS: Mapping[str, ForeignOption] = by_name(
     *(becomes(name, "anything", name) for name in _SAME),
     idle("seed", "anything", "every answer has a random stream of its own, which the run's seed fixes"),
-    idle("logprobs", "anything", _ASKED),
-    idle("prompt_logprobs", "anything", _ASKED),
-    idle("prompt_logprob_token_ids", "anything", _ASKED),
-    idle("prompt_logprob_start", "anything", _ASKED),
-    idle("logprob_token_ids", "anything", _ASKED),
-    idle("flat_logprobs", "anything", _ASKED),
+    idle("logprobs", "anything", _LOGPROBS),
+    idle("prompt_logprobs", "anything", _LOGPROBS),
+    idle("prompt_logprob_token_ids", "anything", _LOGPROBS),
+    idle("prompt_logprob_start", "anything", _LOGPROBS),
+    idle("logprob_token_ids", "anything", _LOGPROBS),
+    idle("flat_logprobs", "anything", _LOGPROBS),
     idle("detokenize", "anything", _TEXT),
     idle("skip_special_tokens", "anything", _TEXT),
     idle("spaces_between_special_tokens", "anything", _TEXT),
@@ -87,12 +87,12 @@ class SamplingOptions:
     """Of what is refused."""
 
 
-def translated(given: Mapping[str, Json]) -> SamplingOptions:
+def translated(fields: Mapping[str, Json]) -> SamplingOptions:
     """Options of ``sampling`` that given fields are; a field that is null is left out."""
     sampling: dict[str, Json] = {}
     notes: list[str] = []
     wrong: list[str] = []
-    for name, value in given.items():
+    for name, value in fields.items():
         field = FIELDS.get(name)
         if field is None:
             wrong.append(f"{name} is no field of vLLM's SamplingParams{did_you_mean(name, FIELDS)}")

@@ -145,16 +145,16 @@ def meant(option: str) -> str | None:
 @cache
 def _tables() -> tuple[tuple[str, Mapping[str, str]], ...]:
     """System and its names; of two that have a name the first is looked at."""
-    swift = {name: _said(argument) for argument in RLHF for name in (argument.name, *argument.also)}
+    swift = {name: _meaning(argument) for argument in RLHF for name in (argument.name, *argument.also)}
     return (
         ("TRL", _TRL),
-        ("TRL or Axolotl", {name: _said(option) for name, option in TRL.items()}),
+        ("TRL or Axolotl", {name: _meaning(option) for name, option in TRL.items()}),
         ("verl", _VERL),
         ("TRL or ms-swift", swift),
-        ("Axolotl", {name: _said(option) for name, option in TOP.items()}),
+        ("Axolotl", {name: _meaning(option) for name, option in TOP.items()}),
     )
 
 
-def _said(option: ForeignOption) -> str:
+def _meaning(option: ForeignOption) -> str:
     """What a dialect's table says of one, without the default that it has there."""
     return option.becomes.partition("; default")[0] or f"nothing: {option.idle or option.refused}"

@@ -161,7 +161,7 @@ class Reader:
 
     @classmethod
     def of_command_line(
-        cls, table: Mapping[str, ForeignOption], given: Mapping[str, Json], wording: Wording = COMMAND
+        cls, table: Mapping[str, ForeignOption], values: Mapping[str, Json], wording: Wording = COMMAND
     ) -> Self:
         """The options of a command line: lists of words, or values; None and null leave one out.
 
@@ -171,7 +171,7 @@ class Reader:
         from tandem.config.tree import Problems  # only now: help need not wait for yaml
 
         reader = cls(table, Problems(), wording)
-        for name, value in given.items():
+        for name, value in values.items():
             if isinstance(value, (list, tuple)):
                 if list(value) not in (["None"], ["null"]):
                     reader.read_words(name, value)

@@ -14,17 +14,17 @@ KEY_VARIABLE = "TANDEM_OPENAI_API_KEY"
 """Environment variable that --openai.api_key is handed on by."""
 
 
-def translate(env: str, given: Mapping[str, Json]) -> Translation:
+def translate(env: str, values: Mapping[str, Json]) -> Translation:
     """Options of ``tandem work`` that do what the flags ask for.
 
     Args:
         env: the environment's name.
-        given: the values of every flag that was given.
+        values: the values of every flag that was given.
 
     Raises:
         ConfigError: with every flag that is wrong.
     """
-    flags = Reader.of_command_line(ENVIRONMENT, given)
+    flags = Reader.of_command_line(ENVIRONMENT, values)
     for name in flags.values:
         flags.settle(name)
     if flags["openai.server_type"] not in ("vllm", "openai"):
@@ -62,15 +62,15 @@ def translate(env: str, given: Mapping[str, Json]) -> Translation:
     return Translation(options=options, notes=tuple(flags.notes), environ={KEY_VARIABLE: key} if key else {})
 
 
-def _served(given: Mapping[str, Json]) -> Json:
+def _served(values: Mapping[str, Json]) -> Json:
     """What the engine calls its model, where a flag says so."""
-    name = given.get("openai.model_name")
+    name = values.get("openai.model_name")
     return None if name == "default" else name
 
 
-def tokenizer_of(given: Mapping[str, Json]) -> Json:
+def tokenizer_of(values: Mapping[str, Json]) -> Json:
     """The tokenizer that flags name; None if none does."""
-    return given.get("env.tokenizer_name") or given.get("openai.tokenizer_name") or _served(given)
+    return values.get("env.tokenizer_name") or values.get("openai.tokenizer_name") or _served(values)
 
 
 def from_file(path: Path) -> dict[str, Json]:
@@ -82,17 +82,17 @@ def from_file(path: Path) -> dict[str, Json]:
     import yaml  # which --help of the other verbs need not wait for
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"--config {path} is not a mapping of env, openai, slurm and testing")
-    servers = found.pop("openai", None) or {}
+    servers = settings.pop("openai", None) or {}
     servers = servers if isinstance(servers, list) else [servers]
     urls = [server["base_url"] for server in servers if server.get("base_url")]
-    given = {f"env.{key}": value for key, value in (found.pop("env", None) or {}).items()}
-    given |= {f"openai.{key}": value for key, value in (servers[0] if servers else {}).items() if key != "weight"}
-    given |= found | ({"openai.base_url": ",".join(urls)} if urls else {})
-    if unknown := [key for key in given if key not in ENVIRONMENT]:
+    values = {f"env.{key}": value for key, value in (settings.pop("env", None) or {}).items()}
+    values |= {f"openai.{key}": value for key, value in (servers[0] if servers else {}).items() if key != "weight"}
+    values |= settings | ({"openai.base_url": ",".join(urls)} if urls else {})
+    if unknown := [key for key in values if key not in ENVIRONMENT]:
         raise ConfigError(f"--config {path}: there is no {', '.join(unknown)} (tandem env --help lists what there is)")
-    return {name: [str(value)] for name, value in given.items() if value is not None}
+    return {name: [str(value)] for name, value in values.items() if value is not None}

@@ -49,13 +49,13 @@ class RunningEngine:
     """The file by which it lends its weights; None: it is asked."""
 
 
-def read(given: Mapping[str, Json]) -> Reader:
+def read(values: Mapping[str, Json]) -> Reader:
     """The flags of a command line.
 
     Raises:
         ConfigError: with every value of another type.
     """
-    return Reader.of_command_line(TRAINER, given, WORDING)
+    return Reader.of_command_line(TRAINER, values, WORDING)
 
 
 def translate(flags: Reader, environ: Mapping[str, str], running: RunningEngine | None = None) -> Translation:
@@ -169,8 +169,8 @@ class TrainerRecipe:
     @cached_property
     def _nodes(self) -> int:
         """Engines on other nodes."""
-        name, said = "num-inference-nodes", self.environ.get("NUM_INFERENCE_NODES", "").strip() or "0"
-        text = str(self.flags[name]) if name in self.flags else said
+        name, variable = "num-inference-nodes", self.environ.get("NUM_INFERENCE_NODES", "").strip() or "0"
+        text = str(self.flags[name]) if name in self.flags else variable
         if not text.isdecimal():
             self._wrong_nodes(f"it must be a whole number, at least 0, not {text}")
             return 0
@@ -249,15 +249,15 @@ class TrainerRecipe:
         flags, name = self.flags, self.flags["optimizer"]
         if name not in OPTIMIZERS:
             flags.wrong("optimizer", f"there is no {name!r}; choose from {', '.join(OPTIMIZERS)}")
-        found: dict[str, Json] = {"kind": OPTIMIZERS.get(name, "adamw"), "lr": flags["lr"]}
+        options: dict[str, Json] = {"kind": OPTIMIZERS.get(name, "adamw"), "lr": flags["lr"]}
         if name == "adafactor":
-            found["relative_rate"] = flags["adafactor-scale-parameter"]
+            options["relative_rate"] = flags["adafactor-scale-parameter"]
             if flags["adafactor-relative-step"]:
                 why = "the rate is --lr, and Adafactor cannot choose it too: leave it out"
                 flags.wrong("adafactor-relative-step", why)
         else:
-            found["weight_decay"] = DECAY
-        return found | ({"warmup_steps": flags["warmup-steps"]} if flags["warmup-steps"] else {})
+            options["weight_decay"] = DECAY
+        return options | ({"warmup_steps": flags["warmup-steps"]} if flags["warmup-steps"] else {})
 
     def _trainable(self) -> Json:
         flags = self.flags

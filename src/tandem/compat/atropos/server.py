@@ -15,18 +15,18 @@ SLOTS = 8
 _DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "float32": "float32"}
 
 
-def translate(given: Mapping[str, Json], rest: Mapping[str, Json], environ: Mapping[str, str]) -> Translation:
+def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Mapping[str, str]) -> Translation:
     """A recipe whose engine is what the flags ask for.
 
     Args:
-        given: the values of every flag that was given.
+        values: the values of every flag that was given.
         rest: other options of vLLM's server, by name.
         environ: VLLM_ENABLE_SHARED_WEIGHTS and LOGDIR are read.
 
     Raises:
         ConfigError: with every flag that is wrong or asks for what cannot be had.
     """
-    flags = Reader.of_command_line(SERVER, given, WORDING)
+    flags = Reader.of_command_line(SERVER, values, WORDING)
     for name in flags.values:
         flags.settle(name)
     dtype, lora = flags["dtype"], flags["enable-lora"]

@@ -48,8 +48,8 @@ def running_engine(flags: Reader, environ: Mapping[str, str]) -> RunningEngine |
     if flags["weight-bridge-mode"] == "shared_vllm" and not flags["use-shared-memory"]:
         if flags["vllm-config-path"]:
             return _named(flags, Path(flags["vllm-config-path"]), url)
-        if (found := _lying_about(flags)) is not None:
-            return found
+        if (engine := _lying_about(flags)) is not None:
+            return engine
     return RunningEngine(url=url) if _is_engine(url) else None
 
 
@@ -102,11 +102,11 @@ def _is_engine(url: str) -> bool:
 
     One that wants a key does not say which it is, and is taken for one: the trainer is then told of the key.
     """
-    status, found = asked(f"{url}/bridge/info")
-    return status == 401 or (isinstance(found, dict) and found.get("apart") is True)
+    status, info = get_json(f"{url}/bridge/info")
+    return status == 401 or (isinstance(info, dict) and info.get("apart") is True)
 
 
-def asked(url: str, key: str = "") -> tuple[int, Any]:
+def get_json(url: str, key: str = "") -> tuple[int, Any]:
     """Status and JSON of a GET; status 0 where nobody answers, None where the answer is not JSON."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -128,11 +128,11 @@ def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> st
     """
     root, deadline, waits = url.rstrip("/").removesuffix("/v1"), time.monotonic() + seconds, False
     while True:
-        status, info = asked(f"{root}/bridge/info", key)
+        status, info = get_json(f"{root}/bridge/info", key)
         if isinstance(info, dict) and isinstance(info.get("model"), str):
             return str(info["model"])
         if status and status < 500:
-            status, listed = asked(f"{root}/v1/models", key)
+            status, listed = get_json(f"{root}/v1/models", key)
             models = listed.get("data") if isinstance(listed, dict) else None
             if models:
                 return str(models[0].get("root") or models[0]["id"])
@@ -152,7 +152,7 @@ def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
         BrokerError: nobody answers.
     """
     deadline = time.monotonic() + seconds
-    while not asked(url)[0]:
+    while not get_json(url)[0]:
         if time.monotonic() >= deadline:
             port = urlsplit(url).port or 8000
             raise BrokerError(

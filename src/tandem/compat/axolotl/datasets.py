@@ -105,17 +105,17 @@ class AxolotlDatasets(Environment):
 
     def _share(self) -> float:
         """Share of rows that is held out: none where there are test_datasets; a number of rows is made a share."""
-        asked = self.cfg.get("val_set_size") or 0
+        size = self.cfg.get("val_set_size") or 0
         if self.cfg.get("test_datasets"):
             return 0.0
-        if asked < 1:
-            return float(asked)
+        if size < 1:
+            return float(size)
         rows = sum(
             1 for entry in self.cfg["datasets"] for source in _sources(entry, 0.0) for _ in _rows(source, "train")
         )
-        if asked >= rows:
-            raise EnvError(f"val_set_size: {asked:g} of {rows} rows would be held out, and none be left to train on")
-        return float(asked) / rows
+        if size >= rows:
+            raise EnvError(f"val_set_size: {size:g} of {rows} rows would be held out, and none be left to train on")
+        return float(size) / rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +160,20 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     named = [files] if isinstance(files, str) else list(files or ())
     if named and path not in _BUILDERS:
         named = [str(Path(path) / name) for name in named]
-    found = named or [path]
-    if entry.get("split") not in (None, "train") and any(DataSource(path=one).is_local for one in found):
-        raise ConfigError(f"datasets: {found[0]} is a local file and has no split {entry['split']}; leave split out")
-    suffixes = _SUFFIXES.get(said) if (said := entry.get("ds_type")) is not None else None
-    if said is not None and any(
-        DataSource(path=one).is_local and Path(one).suffix not in (suffixes or ()) for one in found
+    paths = named or [path]
+    if entry.get("split") not in (None, "train") and any(DataSource(path=one).is_local for one in paths):
+        raise ConfigError(f"datasets: {paths[0]} is a local file and has no split {entry['split']}; leave split out")
+    suffixes = _SUFFIXES.get(ds_type) if (ds_type := entry.get("ds_type")) is not None else None
+    if ds_type is not None and any(
+        DataSource(path=one).is_local and Path(one).suffix not in (suffixes or ()) for one in paths
     ):
-        raise ConfigError(f"datasets: {found[0]} is not read as ds_type {said}; its name must end accordingly")
+        raise ConfigError(f"datasets: {paths[0]} is not read as ds_type {ds_type}; its name must end accordingly")
     kind = entry.get("type")
     if kind is not None and not (isinstance(kind, str) and "." in kind):
         raise ConfigError(
             f"datasets: type must be a transform's import path such as rewards.prompt_transform, got {kind!r}"
         )
-    return found
+    return paths
 
 
 def _rows(source: DataSource, split: Split) -> Iterator[DataRow]:

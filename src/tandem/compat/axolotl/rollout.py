@@ -27,7 +27,7 @@ ENV = f"{__name__}:RolloutFunction"
 REWARD = f"{__name__}:ReturnedText"
 """How a recipe names a reward function of what was returned."""
 
-_GIVEN = ("model", "processing_class", "prompts", "generation_config")
+_PARAMETERS = ("model", "processing_class", "prompts", "generation_config")
 """What Axolotl's documents have such a function take."""
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options of ``generate`` that are handed on; others than the run's are refused where a sample cannot record them."""
@@ -56,33 +56,33 @@ class RolloutFunction(AxolotlDatasets):
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         """Let the function answer, in a thread of its own; what it returns is the message that rewards see."""
         async with chat.serve() as url:
-            said = await asyncio.get_running_loop().run_in_executor(_threads(), self._call, task, url)
+            text = await asyncio.get_running_loop().run_in_executor(_threads(), self._call, task, url)
         turns = sum(message.role == "assistant" for message in chat.messages)
         if not turns:
             raise EnvError(
                 f"rollout_func {self.rollout_func} never called model.generate, so there is nothing to train"
             )
-        chat.add(Message(role="assistant", content=said))
+        chat.add(Message(role="assistant", content=text))
         return {"turns": float(turns)}
 
     def _call(self, task: Task, url: str) -> str:
         function = _function(self.rollout_func)
         tokenizer = _tokenizer(str(self.cfg["base_model"]), self.chat_template)
         messages = [{"role": message.role, "content": message.content} for message in task.prompt]
-        given = {
+        arguments = {
             "model": FunctionModel(url, tokenizer),
             "processing_class": FunctionTokenizer(tokenizer),
             "prompts": [{**task.meta, "messages": messages}],
         }
         try:
-            found = function(**given)
+            texts = function(**arguments)
         except EnvError:
             raise
         except Exception as error:  # user code; the message carries it
             raise EnvError(f"rollout_func {self.rollout_func} raised {type(error).__name__}: {error}") from error
-        if not (isinstance(found, list | tuple) and len(found) == 1 and isinstance(found[0], str)):
-            raise EnvError(f"rollout_func {self.rollout_func} returned {found!r:.200}, expected a text for each prompt")
-        return found[0]
+        if not (isinstance(texts, list | tuple) and len(texts) == 1 and isinstance(texts[0], str)):
+            raise EnvError(f"rollout_func {self.rollout_func} returned {texts!r:.200}, expected a text for each prompt")
+        return texts[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +149,15 @@ class FunctionModel:
             EnvError: the engine refuses, or an option is none of the run's.
         """
         config = {name: getattr(generation_config, name, None) for name in ("max_new_tokens", *_SAMPLED)}
-        asked = {**config, **({"max_new_tokens": max_new_tokens} if max_new_tokens else {}), **options}
-        if asked.pop("do_sample", None) is False:
-            asked["temperature"] = 0.0
-        if odd := set(asked) - {"max_new_tokens", *_SAMPLED} - _IDLE:
+        settings = {**config, **({"max_new_tokens": max_new_tokens} if max_new_tokens else {}), **options}
+        if settings.pop("do_sample", None) is False:
+            settings["temperature"] = 0.0
+        if odd := set(settings) - {"max_new_tokens", *_SAMPLED} - _IDLE:
             raise EnvError(f"model.generate: {', '.join(sorted(odd))} cannot be had; options are max_new_tokens and "
                            f"{', '.join(_SAMPLED)}")  # fmt: skip
-        body = {name: asked[name] for name in _SAMPLED if asked.get(name) is not None}
-        if asked["max_new_tokens"]:
-            body["max_tokens"] = asked["max_new_tokens"]
+        body = {name: settings[name] for name in _SAMPLED if settings.get(name) is not None}
+        if settings["max_new_tokens"]:
+            body["max_tokens"] = settings["max_new_tokens"]
         rows = []
         for row, ids in enumerate(input_ids):
             seen = ids if attention_mask is None else ids[attention_mask[row].bool()]
@@ -195,16 +195,16 @@ def _tokenizer(model: str, chat_template: str) -> Any:
 def _function(path: str) -> Callable[..., Any]:
     """Import it; raises EnvError."""
     try:
-        found: Callable[..., Any] = resolve.import_object(path)
+        function: Callable[..., Any] = resolve.import_object(path)
     except ConfigError as error:
         raise EnvError(f"rollout_func: {error}") from error
-    if not callable(found):
-        raise EnvError(f"rollout_func {path} is a {type(found).__name__}, expected a function")
-    parameters = inspect.signature(found).parameters.values()
+    if not callable(function):
+        raise EnvError(f"rollout_func {path} is a {type(function).__name__}, expected a function")
+    parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if odd := [name for name in needed if name not in _GIVEN[:3]]:
+    if odd := [name for name in needed if name not in _PARAMETERS[:3]]:
         raise EnvError(f"rollout_func {path} takes {', '.join(odd)}, and is given model, processing_class and prompts: "
                        "a trainer is not at hand; ask the policy by model.generate")  # fmt: skip
     if "prompts" not in needed or "model" not in needed:
         raise EnvError(f"rollout_func {path} must take model and prompts, got ({', '.join(needed)})")
-    return found
+    return function

@@ -303,12 +303,12 @@ def _sampling(recipe: AxolotlRecipe) -> None:
     if "trl.top_k" in recipe:
         recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
     # As in TRL, these come before the options that have names of their own.
-    found = translated(recipe["trl.generation_kwargs"])
-    for option, value in found.sampling.items():
+    translation = translated(recipe["trl.generation_kwargs"])
+    for option, value in translation.sampling.items():
         recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
-    for why in found.notes:
+    for why in translation.notes:
         recipe.note("trl.generation_kwargs", why)
-    for why in found.wrong:
+    for why in translation.wrong:
         recipe.wrong("trl.generation_kwargs", why)
 
 

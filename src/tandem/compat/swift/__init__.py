@@ -55,9 +55,9 @@ def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Tran
     """
     from tandem.compat.swift.rules import SwiftRecipe
 
-    given = Reader.of_command_line(by_name(*RLHF), words)
-    options, notes = SwiftRecipe(given, environ).recipe()
-    given.problems.raise_if_any("the command line")
+    args = Reader.of_command_line(by_name(*RLHF), words)
+    options, notes = SwiftRecipe(args, environ).recipe()
+    args.problems.raise_if_any("the command line")
     return Translation(options=options, notes=tuple(notes))
 
 
@@ -69,50 +69,50 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     """
     from tandem.compat.swift.parts import started
 
-    given = Reader.of_command_line(by_name(*DEPLOY), words)
-    lora = given["vllm_enable_lora"]
+    args = Reader.of_command_line(by_name(*DEPLOY), words)
+    lora = args["vllm_enable_lora"]
     adapter = "" if lora else "without --vllm_enable_lora true: whole weights are received"
-    for name in given.values:
-        given.settle(name, adapter if given.table[name].where == "adapter" else "")
-    if not given["model"]:
-        given.wrong("model", "it is missing: a Hugging Face id or a folder")
-    if given["infer_backend"] != "vllm":
-        given.wrong("infer_backend", f"an engine that receives weights is vllm, not {given['infer_backend']}")
-    given.only("torch_dtype", {"bfloat16": 1, "float32": 1})
-    if given["host"] == "0.0.0.0" and not given["api_key"]:
+    for name in args.values:
+        args.settle(name, adapter if args.table[name].where == "adapter" else "")
+    if not args["model"]:
+        args.wrong("model", "it is missing: a Hugging Face id or a folder")
+    if args["infer_backend"] != "vllm":
+        args.wrong("infer_backend", f"an engine that receives weights is vllm, not {args['infer_backend']}")
+    args.only("torch_dtype", {"bfloat16": 1, "float32": 1})
+    if args["host"] == "0.0.0.0" and not args["api_key"]:
         why = "whoever reaches this machine can overwrite the engine's weights; 127.0.0.1, or --api_key, keeps it apart"
-        given.note("host", why)
-    given.problems.raise_if_any("the command line")
-    replicas = given["vllm_data_parallel_size"]
+        args.note("host", why)
+    args.problems.raise_if_any("the command line")
+    replicas = args["vllm_data_parallel_size"]
     engine: dict[str, Json] = {
         "kind": "vllm",
-        "host": given["host"],
-        "port": given["port"],
+        "host": args["host"],
+        "port": args["port"],
         "gpu_memory_utilization": 0.9,
-        **started(given),
+        **started(args),
         **({"replicas": replicas} if replicas > 1 else {}),
-        **({"api_key_variable": KEY_VARIABLE} if given["api_key"] else {}),
+        **({"api_key_variable": KEY_VARIABLE} if args["api_key"] else {}),
     }
     options: dict[str, Json] = {
-        "model": given["model"],
+        "model": args["model"],
         "steps": 1,
         "env": "arithmetic",
-        "trainable": _adapter(given) if lora else {"kind": "full"},
+        "trainable": _adapter(args) if lora else {"kind": "full"},
         "engine": engine,
         "sync": {"kind": "broadcast"},
-        "dtype": given["torch_dtype"],
-        "seed": given["seed"],
-        **({"context": given["max_length"]} if given["max_length"] else {}),
+        "dtype": args["torch_dtype"],
+        "seed": args["seed"],
+        **({"context": args["max_length"]} if args["max_length"] else {}),
     }
-    environ = {KEY_VARIABLE: given["api_key"]} if given["api_key"] else {}
-    return Translation(options=options, notes=tuple(given.notes), environ=environ)
+    environ = {KEY_VARIABLE: args["api_key"]} if args["api_key"] else {}
+    return Translation(options=options, notes=tuple(args.notes), environ=environ)
 
 
-def _adapter(given: Reader) -> dict[str, Json]:
+def _adapter(args: Reader) -> dict[str, Json]:
     """The adapter that an engine is made ready for."""
-    modules = given["target_modules"]
+    modules = args["target_modules"]
     return {
         "kind": "lora",
-        "rank": given["vllm_max_lora_rank"],
+        "rank": args["vllm_max_lora_rank"],
         "target_modules": "all-linear" if modules == ["all-linear"] else modules,
     }

@@ -60,26 +60,26 @@ def row(columns: dict[str, Json]) -> dict[str, Json]:
     if media := [name for name in _MEDIA if columns.get(name)]:
         raise ValueError(f"it has {media[0]}, and Tandem trains on text")
     messages = _messages(columns)
-    said = None
+    reply = None
     if messages and messages[-1].get("role") == "assistant":
-        said = messages.pop().get("content")
+        reply = messages.pop().get("content")
     answers = [columns.get(name) for name in ("solution", *_ANSWERS)]
-    found = next((answer for answer in [*answers, said] if answer is not None), "")
-    return {**columns, "prompt": messages, "solution": found, GOLD: found if isinstance(found, str) else str(found)}
+    gold = next((answer for answer in [*answers, reply] if answer is not None), "")
+    return {**columns, "prompt": messages, "solution": gold, GOLD: gold if isinstance(gold, str) else str(gold)}
 
 
 def _messages(columns: dict[str, Json]) -> list[dict[str, Any]]:
     """The conversation so far."""
-    given = columns.get("messages", columns.get("prompt"))
-    if isinstance(given, list):
-        return list(given)
-    question = given if isinstance(given, str) else next((columns[n] for n in _PROMPTS if columns.get(n)), None)
+    prompt = columns.get("messages", columns.get("prompt"))
+    if isinstance(prompt, list):
+        return list(prompt)
+    question = prompt if isinstance(prompt, str) else next((columns[n] for n in _PROMPTS if columns.get(n)), None)
     if question is None:
         has = ", ".join(columns) or "nothing"
         raise ValueError(f"it has no messages, prompt or {', '.join(_PROMPTS)}; it has {has}")
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if columns.get("system"):
-        said.append({"role": "system", "content": columns["system"]})
-    for asked, answered in columns.get("history") or []:
-        said += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    return [*said, {"role": "user", "content": question}]
+        messages.append({"role": "system", "content": columns["system"]})
+    for query, answered in columns.get("history") or []:
+        messages += [{"role": "user", "content": query}, {"role": "assistant", "content": answered}]
+    return [*messages, {"role": "user", "content": question}]

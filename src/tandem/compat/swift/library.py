@@ -31,13 +31,13 @@ _PARTS = frozenset({"llm", "multi_turn", "orm", "plugin", "rewards", "rollout", 
 class SwiftArguments:
     """The arguments that a reward may look at, as attributes and as items; what was not given has its default."""
 
-    def __init__(self, given: Mapping[str, Json]) -> None:
+    def __init__(self, values: Mapping[str, Json]) -> None:
         """Those that were given, by name."""
-        self._given = given
+        self._values = values
 
     def __getitem__(self, name: str) -> Any:
         argument = _TABLE[name]
-        value = self._given.get(argument.name, argument.default)
+        value = self._values.get(argument.name, argument.default)
         if value is None and argument.name in ("cosine_max_len", "soft_max_length"):
             return self["max_completion_length"]
         if value is None and argument.name == "output_dir":
@@ -120,10 +120,10 @@ def orms() -> Registry:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         for name in ("swift.rewards", "swift.plugin"):
             try:
-                found: Registry = importlib.import_module(name).orms
+                registry: Registry = importlib.import_module(name).orms
             except ImportError:
                 continue
-            return found
+            return registry
         sys.meta_path.append(_Finder())  # last, so that whatever is installed is found first
     _ORMS.clear()  # those of other plug-ins are none of this one's business
     _ORMS.update(_BUILT_IN)
@@ -135,10 +135,10 @@ def multi_turns() -> Registry:
     """The same for schedulers; to be called after ``orms``."""
     for name in ("swift.rollout.multi_turn", "swift.plugin.multi_turn"):
         try:
-            found: Registry = importlib.import_module(name).multi_turns
+            registry: Registry = importlib.import_module(name).multi_turns
         except ImportError:
             continue
-        return found
+        return registry
     return _TURNS
 
 
@@ -182,9 +182,9 @@ class _Module(ModuleType):
             raise AttributeError(name)
         if name in _PARTS:
             return importlib.import_module(f"{self.__name__}.{name}")
-        found = _Absent(name, (), {"__module__": self.__name__, "_absent": True})
-        setattr(self, name, found)
-        return found
+        absent = _Absent(name, (), {"__module__": self.__name__, "_absent": True})
+        setattr(self, name, absent)
+        return absent
 
 
 class _Finder(MetaPathFinder, Loader):

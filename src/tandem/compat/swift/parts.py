@@ -36,28 +36,28 @@ SCHEDULES = {
 """By ms-swift's names."""
 
 
-def datasets(given: Reader) -> dict[str, Json]:
+def datasets(args: Reader) -> dict[str, Json]:
     """``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
-    names = given["dataset"] or []
+    names = args["dataset"] or []
     if not names:
-        given.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
+        args.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
         return {}
-    validation = given["val_dataset"] or []
+    validation = args["val_dataset"] or []
     if len(validation) > 1 or (validation and len(names) > 1):
-        given.wrong("val_dataset", "one data set has one other to be evaluated on")
-    if validation and given["split_dataset_ratio"]:
-        given.note("split_dataset_ratio", "changes nothing beside --val_dataset, which is held out")
-    system = _system(given)
-    found = [_dataset(given, name, validation) | ({"system": system} if system else {}) for name in names]
-    if len(found) == 1:
-        return {"env": found[0]}
-    own = rewards(given)
-    if given.problems:
+        args.wrong("val_dataset", "one data set has one other to be evaluated on")
+    if validation and args["split_dataset_ratio"]:
+        args.note("split_dataset_ratio", "changes nothing beside --val_dataset, which is held out")
+    system = _system(args)
+    envs = [_dataset(args, name, validation) | ({"system": system} if system else {}) for name in names]
+    if len(envs) == 1:
+        return {"env": envs[0]}
+    own = rewards(args)
+    if args.problems:
         return {}
     return {
         "envs": {
             f"{Path(env['path']).stem}-{i}": {"env": env, "weight": rows(env), "rewards": own}
-            for i, env in enumerate(found, 1)
+            for i, env in enumerate(envs, 1)
         }
     }
 
@@ -72,312 +72,312 @@ def rows(env: Mapping[str, Json]) -> int:
     return len(kind(**{name: value for name, value in env.items() if name != "kind"}).tasks("train"))
 
 
-def _system(given: Reader) -> str:
+def _system(args: Reader) -> str:
     r"""The system message: a text, in which \n is a line's end, or what is in a .txt file; empty: none."""
-    said = str(given["system"] or "")
-    if not said.endswith(".txt"):
-        return said.replace("\\n", "\n")
-    if not Path(said).is_file():
-        given.wrong("system", f"there is no file {said}")
+    text = str(args["system"] or "")
+    if not text.endswith(".txt"):
+        return text.replace("\\n", "\n")
+    if not Path(text).is_file():
+        args.wrong("system", f"there is no file {text}")
         return ""
-    return Path(said).read_text(encoding="utf-8")
+    return Path(text).read_text(encoding="utf-8")
 
 
-def _dataset(given: Reader, name: str, validation: list[str]) -> dict[str, Json]:
+def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     """Options of one data set's environment."""
     path, _, count = name.partition("#")
     if count and not count.isdecimal():
-        given.wrong("dataset", f"{name}: what follows # is a number of rows")
+        args.wrong("dataset", f"{name}: what follows # is a number of rows")
         count = ""
     hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
     env: dict[str, Json] = {"kind": ROWS, "path": path}
     if hub is not None and not Path(path).exists() and not Path(path).suffix.lower().startswith(".json"):
         if hub[1] == "MS":
-            given.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
+            args.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
         env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
     env |= {"max_rows": int(count)} if count and int(count) else {}
-    env |= {"columns": given["columns"]} if given["columns"] else {}
-    env |= {"test_path": validation[0]} if validation else {"test_share": given["split_dataset_ratio"]}
-    env |= {"gold_reply": TAGGED} if "format" in given["reward_funcs"] else {}
-    return env | (_turns(given) if given["multi_turn_scheduler"] else {})
+    env |= {"columns": args["columns"]} if args["columns"] else {}
+    env |= {"test_path": validation[0]} if validation else {"test_share": args["split_dataset_ratio"]}
+    env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
+    return env | (_turns(args) if args["multi_turn_scheduler"] else {})
 
 
-def _turns(given: Reader) -> dict[str, Json]:
+def _turns(args: Reader) -> dict[str, Json]:
     """What plays several turns."""
-    name, files = given["multi_turn_scheduler"], list(given["external_plugins"])
+    name, files = args["multi_turn_scheduler"], list(args["external_plugins"])
     if not files:
-        given.wrong("multi_turn_scheduler", f"name the file that registers {name} by --external_plugins")
-    most = given["max_turns"]
+        args.wrong("multi_turn_scheduler", f"name the file that registers {name} by --external_plugins")
+    most = args["max_turns"]
     return {
         "kind": TURNS,
         "scheduler": name,
         "files": files,
-        "model": given["model"],
+        "model": args["model"],
         **({"max_turns": most} if most else {}),
     }
 
 
-def rewards(given: Reader) -> dict[str, Json]:
+def rewards(args: Reader) -> dict[str, Json]:
     """Every reward by ms-swift's name for it, with its weight; reward models come last."""
-    names, models, weights = given["reward_funcs"], given["reward_model"], given["reward_weights"]
+    names, models, weights = args["reward_funcs"], args["reward_model"], args["reward_weights"]
     total = len(names) + len(models)
     if not total:
-        given.wrong("reward_funcs", "neither it nor --reward_model names a reward")
+        args.wrong("reward_funcs", "neither it nor --reward_model names a reward")
     if weights is not None and len(weights) != total:
-        given.wrong("reward_weights", f"there are {len(weights)} for {total} rewards; write one for each")
+        args.wrong("reward_weights", f"there are {len(weights)} for {total} rewards; write one for each")
         weights = None
-    plugged = _plugged(given)
-    kinds = {name: _reward(given, name, plugged) for name in names}
+    plugged = _plugged(args)
+    kinds = {name: _reward(args, name, plugged) for name in names}
     if len(kinds) < len(names):
-        given.wrong("reward_funcs", "a reward is named twice; give it a greater weight instead")
+        args.wrong("reward_funcs", "a reward is named twice; give it a greater weight instead")
     for i, model in enumerate(models):
         kinds["reward_model" if len(models) == 1 else f"reward_model_{i + 1}"] = {
             "kind": "reward_model",
             "model": model,
         }
-    found = {}
+    entries = {}
     for (name, options), weight in zip(kinds.items(), weights or [1.0] * len(kinds), strict=False):
         scale = options.pop("scale", 1.0)
-        found[name] = {**options, "weight": weight * scale}
-    return found
+        entries[name] = {**options, "weight": weight * scale}
+    return entries
 
 
-def _reward(given: Reader, name: str, plugged: Collection[str]) -> dict[str, Json]:
+def _reward(args: Reader, name: str, plugged: Collection[str]) -> dict[str, Json]:
     """One reward function's kind and options; ``scale`` multiplies its weight."""
     if name in plugged:  # a plug-in may put one of its own in the place of a built-in one
-        files = list(given["external_plugins"])
-        return {"kind": PLUGIN, "registered": name, "files": files, "arguments": dict(given.values)}
+        files = list(args["external_plugins"])
+        return {"kind": PLUGIN, "registered": name, "files": files, "arguments": dict(args.values)}
     if name not in NAMES:
         known = ", ".join(dict.fromkeys((*NAMES, *plugged)))
-        more = "" if given["external_plugins"] else ", or name its file by --external_plugins"
-        given.wrong("reward_funcs", f"there is no {name!r}; choose from {known}{more}")
+        more = "" if args["external_plugins"] else ", or name its file by --external_plugins"
+        args.wrong("reward_funcs", f"there is no {name!r}; choose from {known}{more}")
         return {}
-    longest = given["max_completion_length"]
-    if name == "soft_overlong" and given["soft_cache_length"] is None:
-        given.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
-    if name == "cosine" and (given["cosine_max_len"] or longest) < longest:
+    longest = args["max_completion_length"]
+    if name == "soft_overlong" and args["soft_cache_length"] is None:
+        args.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
+    if name == "cosine" and (args["cosine_max_len"] or longest) < longest:
         why = "a longer answer gets what one of that length gets; the wave of ms-swift turns back there"
-        given.note("cosine_max_len", why)
-    return built_in(name, given)
+        args.note("cosine_max_len", why)
+    return built_in(name, args)
 
 
-def _plugged(given: Reader) -> Collection[str]:
+def _plugged(args: Reader) -> Collection[str]:
     """Names of rewards that plug-in files register; a file of which none is asked for would change nothing."""
-    files, names = list(given["external_plugins"]), list(given["reward_funcs"])
+    files, names = list(args["external_plugins"]), list(args["reward_funcs"])
     if not files:
         return ()
     try:
         with redirect_stdout(sys.stderr):  # what it prints is no part of a recipe
-            found = registered(files)
+            known = registered(files)
     except RewardError as error:
-        given.wrong("external_plugins", str(error))
+        args.wrong("external_plugins", str(error))
         return names
     except Exception as error:  # user code may raise anything while it is run
-        given.wrong("external_plugins", f"running {', '.join(files)} {raised(error)}")
+        args.wrong("external_plugins", f"running {', '.join(files)} {raised(error)}")
         return names
-    asked = {found[name].file for name in names if name in found}
+    used = {known[name].file for name in names if name in known}
     for file in files:
-        if file not in asked and not given["multi_turn_scheduler"]:
-            own = ", ".join(name for name, one in found.items() if one.file == file) or "nothing"
-            given.note("external_plugins", f"{file} registers none of --reward_funcs ({own}), so it changes nothing")
-    return tuple(found)
+        if file not in used and not args["multi_turn_scheduler"]:
+            own = ", ".join(name for name, one in known.items() if one.file == file) or "nothing"
+            args.note("external_plugins", f"{file} registers none of --reward_funcs ({own}), so it changes nothing")
+    return tuple(known)
 
 
-def engine(given: Reader, mode: str, rounds: int, visible: Sequence[str]) -> dict[str, Json]:
+def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str]) -> dict[str, Json]:
     """``engine``, and ``sync`` as weights have to travel; ``visible`` are this process' GPUs."""
     periodic = {"every": rounds} if rounds > 1 else {}
     if mode == "none":
         return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
     if mode == "server":
-        found = {"kind": "vllm", "urls": _urls(given), "start_seconds": given["vllm_server_timeout"]}
-        return {"engine": found, "sync": {"kind": "broadcast", **periodic}}
-    devices, size = _devices(given, visible), given["vllm_tensor_parallel_size"]
-    found = {"kind": "vllm", **started(given)}
+        options = {"kind": "vllm", "urls": _urls(args), "start_seconds": args["vllm_server_timeout"]}
+        return {"engine": options, "sync": {"kind": "broadcast", **periodic}}
+    devices, size = _devices(args, visible), args["vllm_tensor_parallel_size"]
+    options = {"kind": "vllm", **started(args)}
     if devices:
         wrong = [device for device in devices if not device.isdecimal()]
         if wrong or len(devices) % size:
-            given.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
+            args.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
         groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
-        found |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
-    if "vllm_gpu_memory_utilization" not in given and not devices:
-        given.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
+        options |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
+    if "vllm_gpu_memory_utilization" not in args and not devices:
+        args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
     shared = size == 1 and not devices
-    if level := _sleep(given, devices, shared=shared):
-        found["sleep"] = level
-    return {"engine": found, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
+    if level := _sleep(args, devices, shared=shared):
+        options["sleep"] = level
+    return {"engine": options, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
 
 
-def _devices(given: Reader, visible: Sequence[str]) -> list[str]:
+def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
     """GPUs of an engine that is not on the trainer's; none if it is.
 
     By ``auto`` it is the last ``num_infer_workers`` of the visible ones where one is left for the trainer.
     """
-    named = [word.removeprefix("cuda:") for word in given["vllm_device"] or []]
-    workers = given["num_infer_workers"]
+    named = [word.removeprefix("cuda:") for word in args["vllm_device"] or []]
+    workers = args["num_infer_workers"]
     if not named and workers is None:
         return []
     if named not in ([], ["auto"]):
         if workers not in (None, len(named)):
-            given.note("num_infer_workers", f"changes nothing: vllm_device names {len(named)}")
+            args.note("num_infer_workers", f"changes nothing: vllm_device names {len(named)}")
         return named
     count = int(workers or 1)
     if count < len(visible):
         return list(visible[-count:])
     if count > max(1, len(visible)):
-        given.wrong("num_infer_workers", f"{len(visible)} GPUs are visible; write 1 where the trainer has one alone")
+        args.wrong("num_infer_workers", f"{len(visible)} GPUs are visible; write 1 where the trainer has one alone")
     return []
 
 
-def _sleep(given: Reader, devices: list[str], *, shared: bool) -> int:
+def _sleep(args: Reader, devices: list[str], *, shared: bool) -> int:
     """How deep an engine beside the trainer sleeps while a step is trained; 0 where it must not, or need not."""
-    level = int(given["sleep_level"])
+    level = int(args["sleep_level"])
     if level not in (0, 1, 2):
-        given.wrong("sleep_level", "it is 0, 1 or 2")
+        args.wrong("sleep_level", "it is 0, 1 or 2")
     elif level and shared:
-        given.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
+        args.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
                                   "and values stay within gpu_memory_utilization")  # fmt: skip
-    elif level and given["async_generate"]:
-        given.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
+    elif level and args["async_generate"]:
+        args.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
     elif level and devices and "0" not in devices:
-        given.note("sleep_level", "changes nothing: the engine is on other GPUs than the trainer")
+        args.note("sleep_level", "changes nothing: the engine is on other GPUs than the trainer")
     else:
         return level
     return 0
 
 
-def started(given: Reader) -> dict[str, Json]:
+def started(args: Reader) -> dict[str, Json]:
     """Options of an engine that is started here."""
-    own = {row.path.removeprefix("engine."): given[row.name] for row in ENGINE if row.path and row.name in given}
-    args = dict(given["vllm_engine_kwargs"] or {})
-    args |= {path.removeprefix("args."): value for path, value in own.items() if path.startswith("args.") and value}
-    found = {path: value for path, value in own.items() if not path.startswith("args.")}
-    return found | ({"args": args} if args else {})
+    own = {row.path.removeprefix("engine."): args[row.name] for row in ENGINE if row.path and row.name in args}
+    extra = dict(args["vllm_engine_kwargs"] or {})
+    extra |= {path.removeprefix("args."): value for path, value in own.items() if path.startswith("args.") and value}
+    options = {path: value for path, value in own.items() if not path.startswith("args.")}
+    return options | ({"args": extra} if extra else {})
 
 
-def _urls(given: Reader) -> list[str]:
+def _urls(args: Reader) -> list[str]:
     """Addresses of engines that run already; one that listens everywhere is asked at this machine."""
-    if given["vllm_server_base_url"]:
+    if args["vllm_server_base_url"]:
         for name in ("vllm_server_host", "vllm_server_port"):
-            if name in given:
-                given.note(name, "changes nothing beside --vllm_server_base_url, which has it")
-        return [url.rstrip("/").removesuffix("/v1") for url in given["vllm_server_base_url"]]
-    hosts, ports = given["vllm_server_host"] or [], given["vllm_server_port"]
+            if name in args:
+                args.note(name, "changes nothing beside --vllm_server_base_url, which has it")
+        return [url.rstrip("/").removesuffix("/v1") for url in args["vllm_server_base_url"]]
+    hosts, ports = args["vllm_server_host"] or [], args["vllm_server_port"]
     if not hosts:
-        given.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
+        args.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
     if wrong := [port for port in ports if not port.isdecimal()]:
-        given.wrong("vllm_server_port", f"{wrong[0]!r} is no port")
+        args.wrong("vllm_server_port", f"{wrong[0]!r} is no port")
     if len(ports) not in (1, len(hosts)):
-        given.wrong("vllm_server_port", f"there are {len(ports)} for {len(hosts)} hosts; write one, or one for each")
+        args.wrong("vllm_server_port", f"there are {len(ports)} for {len(hosts)} hosts; write one, or one for each")
         return []
     pairs = zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True)
     return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" for host, port in pairs]
 
 
-def per_step(given: Reader, updates: float) -> int:
+def per_step(args: Reader, updates: float) -> int:
     """Steps that are so many optimizer updates."""
-    return max(1, math.ceil(updates / int(given["num_iterations"])))
+    return max(1, math.ceil(updates / int(args["num_iterations"])))
 
 
-def _every(given: Reader, name: str, steps: int) -> int:
+def _every(args: Reader, name: str, steps: int) -> int:
     """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
-    strategy = given[f"{name.removesuffix('_steps')}_strategy"]
+    strategy = args[f"{name.removesuffix('_steps')}_strategy"]
     if strategy == "epoch":
-        return max(1, math.ceil(steps / max(1.0, float(given["num_train_epochs"]))))
-    asked = float(given[name])
-    if asked > 1 and asked != int(asked):
-        given.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {asked:g}")
-    return per_step(given, asked) if asked >= 1 else math.ceil(asked * steps)
+        return max(1, math.ceil(steps / max(1.0, float(args["num_train_epochs"]))))
+    interval = float(args[name])
+    if interval > 1 and interval != int(interval):
+        args.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {interval:g}")
+    return per_step(args, interval) if interval >= 1 else math.ceil(interval * steps)
 
 
-def optimizer(given: Reader, steps: int) -> Json:
+def optimizer(args: Reader, steps: int) -> Json:
     """``optimizer`` of a run of so many steps."""
-    kind = OPTIMIZERS[given["optim"]]
-    if given["offload_optimizer"]:
+    kind = OPTIMIZERS[args["optim"]]
+    if args["offload_optimizer"]:
         if kind != "adamw":
-            given.wrong("offload_optimizer", f"it is of adamw, not of {given['optim']}")
+            args.wrong("offload_optimizer", f"it is of adamw, not of {args['optim']}")
         kind = "adamw_cpu"
-    usual = 1e-4 if given["train_type"] == "lora" else 1e-5
-    rate = given["learning_rate"] if given["learning_rate"] is not None else usual
-    schedule = SCHEDULES[given["lr_scheduler_type"]]
-    warmup = _warmup(given, steps)
-    adam = {"beta1": given["adam_beta1"], "beta2": given["adam_beta2"], "eps": given["adam_epsilon"]}
-    found: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
-    found |= {"warmup_steps": warmup} if warmup else {}
-    for name, value in (given["lr_scheduler_kwargs"] or {}).items():
+    usual = 1e-4 if args["train_type"] == "lora" else 1e-5
+    rate = args["learning_rate"] if args["learning_rate"] is not None else usual
+    schedule = SCHEDULES[args["lr_scheduler_type"]]
+    warmup = _warmup(args, steps)
+    adam = {"beta1": args["adam_beta1"], "beta2": args["adam_beta2"], "eps": args["adam_epsilon"]}
+    options: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
+    options |= {"warmup_steps": warmup} if warmup else {}
+    for name, value in (args["lr_scheduler_kwargs"] or {}).items():
         if name not in ("min_lr", "min_lr_rate") or schedule == "constant":
-            given.wrong("lr_scheduler_kwargs", f"{name} is unknown to {given['lr_scheduler_type']}")
-        found["min_lr_ratio"] = value / rate if name == "min_lr" else value
-    found |= {"max_grad_norm": given["max_grad_norm"], "weight_decay": given["weight_decay"]}
+            args.wrong("lr_scheduler_kwargs", f"{name} is unknown to {args['lr_scheduler_type']}")
+        options["min_lr_ratio"] = value / rate if name == "min_lr" else value
+    options |= {"max_grad_norm": args["max_grad_norm"], "weight_decay": args["weight_decay"]}
     if kind == "adafactor":
         for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            if name in given:
-                given.note(name, "changes nothing with --optim adafactor")
-        return found
-    return found | adam
+            if name in args:
+                args.note(name, "changes nothing with --optim adafactor")
+        return options
+    return options | adam
 
 
-def _warmup(given: Reader, steps: int) -> int:
+def _warmup(args: Reader, steps: int) -> int:
     """Steps in which the learning rate rises."""
-    if given["lr_scheduler_type"] == "constant":
+    if args["lr_scheduler_type"] == "constant":
         for name in ("warmup_steps", "warmup_ratio"):
-            if given[name]:
+            if args[name]:
                 why = "changes nothing with --lr_scheduler_type constant, which has no warm-up in ms-swift, too"
-                given.note(name, f"{why} (constant_with_warmup has)")
+                args.note(name, f"{why} (constant_with_warmup has)")
         return 0
-    updates, share = int(given["warmup_steps"]), float(given["warmup_ratio"])
-    return math.ceil(updates / int(given["num_iterations"])) or math.ceil(share * steps)
+    updates, share = int(args["warmup_steps"]), float(args["warmup_ratio"])
+    return math.ceil(updates / int(args["num_iterations"])) or math.ceil(share * steps)
 
 
-def trained(given: Reader, mode: str) -> dict[str, Json]:
+def trained(args: Reader, mode: str) -> dict[str, Json]:
     """``trainable``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
-    if given["train_type"] != "lora":
+    if args["train_type"] != "lora":
         return {"kind": "full"}
-    modules = given["target_modules"]
+    modules = args["target_modules"]
     return {
         "kind": "lora",
-        "rank": given["lora_rank"],
-        "alpha": given["lora_alpha"],
+        "rank": args["lora_rank"],
+        "alpha": args["lora_alpha"],
         "target_modules": "all-linear" if modules == ["all-linear"] else modules,
-        **({"merged": True} if mode != "none" and not given["vllm_enable_lora"] else {}),
+        **({"merged": True} if mode != "none" and not args["vllm_enable_lora"] else {}),
     }
 
 
-def evaluated(given: Reader, steps: int) -> Json:
+def evaluated(args: Reader, steps: int) -> Json:
     """``evaluate`` of a run of so many steps: nothing without held-out rows."""
-    strategy = given.only("eval_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"})
-    if strategy == "no" or not (given["split_dataset_ratio"] or given["val_dataset"]):
+    strategy = args.only("eval_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"})
+    if strategy == "no" or not (args["split_dataset_ratio"] or args["val_dataset"]):
         return {"tasks": 0}
-    by_steps = "eval_steps" if "eval_steps" in given or strategy == "epoch" else "save_steps"
-    every = _every(given, by_steps, steps)
-    samples = given["num_generations_eval"] or given["num_generations"]
-    greedy = {"temperature": given["temperature"], "top_p": given["top_p"]}
+    by_steps = "eval_steps" if "eval_steps" in args or strategy == "epoch" else "save_steps"
+    every = _every(args, by_steps, steps)
+    samples = args["num_generations_eval"] or args["num_generations"]
+    greedy = {"temperature": args["temperature"], "top_p": args["top_p"]}
     return {"every": every, "samples": samples, **greedy, "before": False}
 
 
-def checkpoint(given: Reader, steps: int) -> Json:
+def checkpoint(args: Reader, steps: int) -> Json:
     """``checkpoint`` of a run of so many steps."""
-    if given.only("save_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"}) == "no":
+    if args.only("save_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"}) == "no":
         return {"every": steps, "keep": 1}
-    every = min(steps, _every(given, "save_steps", steps))
-    return {"every": every, "keep": given["save_total_limit"] or math.ceil(steps / every)}
+    every = min(steps, _every(args, "save_steps", steps))
+    return {"every": every, "keep": args["save_total_limit"] or math.ceil(steps / every)}
 
 
-def loggers(given: Reader) -> list[Json]:
+def loggers(args: Reader) -> list[Json]:
     """``loggers``: the terminal, boards, and completions.jsonl."""
-    boards = [name for name in given["report_to"] if name not in ("none", "swanlab")]
-    if "swanlab" in given["report_to"]:
-        given.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
+    boards = [name for name in args["report_to"] if name not in ("none", "swanlab")]
+    if "swanlab" in args["report_to"]:
+        args.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
     for name in boards:
         if name not in ("tensorboard", "wandb", "trackio"):
-            given.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
-    return ["console", *boards, *([{"kind": COMPLETIONS}] if given["log_completions"] else [])]
+            args.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
+    return ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])]
 
 
-def folder(given: Reader) -> dict[str, Json]:
+def folder(args: Reader) -> dict[str, Json]:
     """Where the run's folder is."""
-    path = Path(given["output_dir"] or Path("output") / Path(given["model"]).name)
-    if given["add_version"]:
-        return {"runs": str(path), **({"name": given["run_name"]} if given["run_name"] else {})}
-    if given["run_name"]:
-        given.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
+    path = Path(args["output_dir"] or Path("output") / Path(args["model"]).name)
+    if args["add_version"]:
+        return {"runs": str(path), **({"name": args["run_name"]} if args["run_name"] else {})}
+    if args["run_name"]:
+        args.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
     return {"runs": str(path.parent), "name": path.name}

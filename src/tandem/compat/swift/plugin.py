@@ -100,15 +100,15 @@ def registered(files: Sequence[str]) -> Mapping[str, RegisteredReward]:
     Raises:
         RewardError: there is no such file.
     """
-    return _found(files)[0]
+    return _registrations(files)[0]
 
 
 def schedulers(files: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
     """Every multi-turn scheduler that plug-in files register, by name; raises as ``registered``."""
-    return _found(files)[1]
+    return _registrations(files)[1]
 
 
-def _found(files: Sequence[str]) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
+def _registrations(files: Sequence[str]) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
     for file in files:
         if not Path(file).is_file():
             raise RewardError(f"there is no plug-in file {file}")
@@ -121,7 +121,7 @@ def _run(
 ) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
     """By name, as given and in full: rewards and schedulers that they register; raises whatever they raise."""
     registry = orms()
-    found: dict[str, RegisteredReward] = {}
+    rewards: dict[str, RegisteredReward] = {}
     for file, place in files:
         before = dict(registry)
         path = Path(place)
@@ -135,23 +135,23 @@ def _run(
         sys.modules[name] = module  # classes are looked up by the module they say
         spec.loader.exec_module(module)
         own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
-        found |= {key: RegisteredReward(file, thing) for key, thing in own.items()}
-    return found, dict(multi_turns())
+        rewards |= {key: RegisteredReward(file, thing) for key, thing in own.items()}
+    return rewards, dict(multi_turns())
 
 
-def _made(thing: Callable[..., Any], given: Mapping[str, Json]) -> Callable[..., Any]:
+def _made(thing: Callable[..., Any], values: Mapping[str, Json]) -> Callable[..., Any]:
     """The reward itself; its class is given ``args``, and single arguments and the tokenizer if it names them."""
     if not isinstance(thing, type):
         return thing
     if "__init__" not in {name for base in thing.__mro__[:-1] for name in vars(base)}:
         return thing()  # type: ignore[no-any-return]
     parameters = inspect.signature(thing).parameters
-    asked = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    arguments = SwiftArguments(given)
-    options: dict[str, Any] = {name: getattr(arguments, name) for name in asked if hasattr(arguments, name)}
-    if "args" in asked or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    arguments = SwiftArguments(values)
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         options["args"] = arguments
-    if "tokenizer" in asked:
+    if "tokenizer" in names:
         from tandem.model.policy import load_tokenizer
 
         options["tokenizer"] = load_tokenizer(arguments["model"])

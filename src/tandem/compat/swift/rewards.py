@@ -56,9 +56,9 @@ class SwiftSoftOverlong(Reward):
         return None
 
 
-def built_in(name: str, given: ArgumentValues) -> dict[str, Json]:
+def built_in(name: str, args: ArgumentValues) -> dict[str, Json]:
     """Kind and options of the built-in reward of that name; ``scale`` multiplies its weight."""
-    longest = given["max_completion_length"]
+    longest = args["max_completion_length"]
     match name:
         case "accuracy":
             return {"kind": "math_verify"}
@@ -68,15 +68,15 @@ def built_in(name: str, given: ArgumentValues) -> dict[str, Json]:
             return {
                 "kind": "cosine_length",
                 "accuracy": "math_verify",
-                "max_tokens": given["cosine_max_len"] or longest,
-                "right_short": given["cosine_min_len_value_correct"],
-                "right_long": given["cosine_max_len_value_correct"],
-                "wrong_short": given["cosine_min_len_value_wrong"],
-                "wrong_long": given["cosine_max_len_value_wrong"],
+                "max_tokens": args["cosine_max_len"] or longest,
+                "right_short": args["cosine_min_len_value_correct"],
+                "right_long": args["cosine_max_len_value_correct"],
+                "wrong_short": args["cosine_min_len_value_wrong"],
+                "wrong_long": args["cosine_max_len_value_wrong"],
             }
         case "repetition":
-            return {"kind": "repetition", "ngram": given["repetition_n_grams"],
-                    "scale": -given["repetition_max_penalty"]}  # fmt: skip
+            return {"kind": "repetition", "ngram": args["repetition_n_grams"],
+                    "scale": -args["repetition_max_penalty"]}  # fmt: skip
         case _:
-            most = given["soft_max_length"] or longest
-            return {"kind": f"{__name__}:SwiftSoftOverlong", "max_tokens": most, "cache": given["soft_cache_length"]}
+            most = args["soft_max_length"] or longest
+            return {"kind": f"{__name__}:SwiftSoftOverlong", "max_tokens": most, "cache": args["soft_cache_length"]}

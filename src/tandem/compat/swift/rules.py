@@ -43,122 +43,122 @@ _SCALES = {
 class SwiftRecipe:
     """One command line, read part by part."""
 
-    def __init__(self, given: Reader, environ: Mapping[str, str]) -> None:
+    def __init__(self, args: Reader, environ: Mapping[str, str]) -> None:
         """Read nothing yet.
 
         Args:
-            given: the arguments.
+            args: the arguments.
             environ: the ranks of a launcher and CUDA_VISIBLE_DEVICES are read.
         """
-        self.given = given
+        self.args = args
         self.environ = environ
 
     def recipe(self) -> tuple[dict[str, Json], list[str]]:
         """The whole recipe, and what to tell of it."""
-        given = self.given
-        notes, places = given.notes, {"": "", **self._places()}
-        for name in given.values:
-            given.settle(name, places[given.table[name].where])
+        args = self.args
+        notes, places = args.notes, {"": "", **self._places()}
+        for name in args.values:
+            args.settle(name, places[args.table[name].where])
         self._check()
-        if given.problems:
+        if args.problems:
             return {}, notes
-        data, thinks = datasets(given), given["enable_thinking"]
+        data, thinks = datasets(args), args["enable_thinking"]
         options: dict[str, Json] = {
-            "model": given["model"],
+            "model": args["model"],
             "steps": self._steps(data),
             **data,
-            **({"rewards": rewards(given)} if "env" in data else {}),
-            "groups_per_step": self._completions // given["num_generations"],
-            "group_size": given["num_generations"],
-            **({"max_lag": lag} if (lag := self._rounds - 1 + bool(given["async_generate"])) else {}),
+            **({"rewards": rewards(args)} if "env" in data else {}),
+            "groups_per_step": self._completions // args["num_generations"],
+            "group_size": args["num_generations"],
+            **({"max_lag": lag} if (lag := self._rounds - 1 + bool(args["async_generate"])) else {}),
             "sampling": self._sampling(),
             **({} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}),
-            **({"truncated": "mask"} if given["overlong_filter"] else {}),
-            "zero_variance_groups": "drop" if given["dynamic_sample"] else "keep",
-            **({"max_resample_times": given["max_resample_times"]} if given["dynamic_sample"] else {}),
+            **({"truncated": "mask"} if args["overlong_filter"] else {}),
+            "zero_variance_groups": "drop" if args["dynamic_sample"] else "keep",
+            **({"max_resample_times": args["max_resample_times"]} if args["dynamic_sample"] else {}),
             "advantage": self._advantage(),
             "loss": self._loss(),
             **self._correction(),
             **self._reference(),
-            **({"updates_per_batch": given["num_iterations"]} if given["num_iterations"] > 1 else {}),
+            **({"updates_per_batch": args["num_iterations"]} if args["num_iterations"] > 1 else {}),
         }
-        if given.problems:  # steps are needed from here on
+        if args.problems:  # steps are needed from here on
             return {}, notes
         return options | self._running(options["steps"]), notes
 
     def _running(self, steps: int) -> dict[str, Json]:
         """How those steps are computed, saved and shown."""
-        given = self.given
-        context = given["max_length"] and given["max_length"] + given["max_completion_length"]
+        args = self.args
+        context = args["max_length"] and args["max_length"] + args["max_completion_length"]
         part = self._micro_batch
         return {
-            "optimizer": optimizer(given, steps),
-            "trainable": trained(given, self.mode),
-            **engine(given, self.mode, self._rounds, _visible(self.environ)),
-            "dtype": given["torch_dtype"],
+            "optimizer": optimizer(args, steps),
+            "trainable": trained(args, self.mode),
+            **engine(args, self.mode, self._rounds, _visible(self.environ)),
+            "dtype": args["torch_dtype"],
             **({"context": context, "micro_batch_tokens": part * context} if context else {}),
-            **({"checkpointing": "full"} if given["gradient_checkpointing"] else {}),
-            "seed": given["seed"],
-            "evaluate": evaluated(given, steps),
-            "checkpoint": checkpoint(given, steps),
-            "loggers": loggers(given),
-            **folder(given),
+            **({"checkpointing": "full"} if args["gradient_checkpointing"] else {}),
+            "seed": args["seed"],
+            "evaluate": evaluated(args, steps),
+            "checkpoint": checkpoint(args, steps),
+            "loggers": loggers(args),
+            **folder(args),
         }
 
     @cached_property
     def mode(self) -> str:
         """none, colocate or server: where the engine is."""
-        given = self.given
-        if not given["use_vllm"]:
+        args = self.args
+        if not args["use_vllm"]:
             return "none"
-        named = "vllm_server_host" in given or "vllm_server_base_url" in given
-        return given["vllm_mode"] or ("server" if named else "colocate")
+        named = "vllm_server_host" in args or "vllm_server_base_url" in args
+        return args["vllm_mode"] or ("server" if named else "colocate")
 
     @cached_property
     def _lora(self) -> bool:
-        return bool(self.given["train_type"] == "lora")
+        return bool(self.args["train_type"] == "lora")
 
     @cached_property
     def _completions(self) -> int:
         """Completions of one optimizer step."""
-        return int(self.given["per_device_train_batch_size"] * self.given["gradient_accumulation_steps"])
+        return int(self.args["per_device_train_batch_size"] * self.args["gradient_accumulation_steps"])
 
     @cached_property
     def _micro_batch(self) -> int:
         """Completions of one pass over the model."""
-        given = self.given
-        batch, part = int(given["per_device_train_batch_size"]), given["mini_batch_size"]
+        args = self.args
+        batch, part = int(args["per_device_train_batch_size"]), args["mini_batch_size"]
         if part is None:
             return batch
         if batch % part:
-            given.wrong("mini_batch_size", f"per_device_train_batch_size {batch} is no multiple of it")
-        if not given["max_length"]:
-            given.note("mini_batch_size", "changes nothing without --max_length: micro_batch_tokens bounds the memory")
+            args.wrong("mini_batch_size", f"per_device_train_batch_size {batch} is no multiple of it")
+        if not args["max_length"]:
+            args.note("mini_batch_size", "changes nothing without --max_length: micro_batch_tokens bounds the memory")
         return int(part)
 
     @cached_property
     def _rounds(self) -> int:
         """Steps that one round of generation is for."""
-        given = self.given
-        size = given["generation_batch_size"]
-        if given["steps_per_generation"]:
-            size = given["steps_per_generation"] * given["per_device_train_batch_size"]
+        args = self.args
+        size = args["generation_batch_size"]
+        if args["steps_per_generation"]:
+            size = args["steps_per_generation"] * args["per_device_train_batch_size"]
         return max(1, (size or self._completions) // max(1, self._completions))
 
     @cached_property
     def _regex(self) -> str:
         """What the engine's grammar holds answers to; empty: nothing."""
-        return (self.given["structured_outputs_regex"] or "") if self.mode != "none" else ""
+        return (self.args["structured_outputs_regex"] or "") if self.mode != "none" else ""
 
     @cached_property
     def _at_ratio_one(self) -> bool:
         """True if every ratio to the old policy is 1, which is then the policy itself."""
-        corrected = self.given["rollout_importance_sampling_mode"] is not None or bool(self._regex)
-        return bool(corrected and self.given["num_iterations"] == 1 and self._rounds == 1)
+        corrected = self.args["rollout_importance_sampling_mode"] is not None or bool(self._regex)
+        return bool(corrected and self.args["num_iterations"] == 1 and self._rounds == 1)
 
     def _places(self) -> dict[str, str]:
         """Why arguments of each place change nothing; empty where they count."""
-        given, mode, loss = self.given, self.mode, self.given["loss_type"]
+        args, mode, loss = self.args, self.mode, self.args["loss_type"]
         away = {
             "none": "without --use_vllm true",
             "server": "with --vllm_mode server, whose engine has options of its own (tandem swift deploy)",
@@ -167,9 +167,9 @@ class SwiftRecipe:
         family = loss in _REDUCTIONS
         one = "where rollout_importance_sampling_mode makes every ratio 1"
         clipless = f"with --loss_type {loss}, which does not clip"
-        names = given["reward_funcs"]
-        evaluates = bool(given["split_dataset_ratio"] or given["val_dataset"])
-        reference = "" if given["beta"] else "with --beta 0, which has no reference"
+        names = args["reward_funcs"]
+        evaluates = bool(args["split_dataset_ratio"] or args["val_dataset"])
+        reference = "" if args["beta"] else "with --beta 0, which has no reference"
         return {
             "vllm": away["none"] if mode == "none" else "",
             "server": "" if mode == "server" else away.get(mode, ""),
@@ -179,20 +179,20 @@ class SwiftRecipe:
             "grpo's loss": one
             if self._at_ratio_one
             else ""
-            if family and given["importance_sampling_level"] == "token"
+            if family and args["importance_sampling_level"] == "token"
             else "with that loss, which has no second clip",
             "sapo": one if self._at_ratio_one else "" if loss == "sapo" else f"with --loss_type {loss}",
             "ratio": "" if family else f"with --loss_type {loss}, which has a ratio of its own",
             "correction": ""
-            if given["rollout_importance_sampling_mode"]
+            if args["rollout_importance_sampling_mode"]
             else "without --rollout_importance_sampling_mode",
             "reference": reference,
-            "average": reference or ("" if given["sync_ref_model"] else "without --sync_ref_model true"),
-            "lora": "" if self._lora else f"with --train_type {given['train_type']}, which trains no adapter",
+            "average": reference or ("" if args["sync_ref_model"] else "without --sync_ref_model true"),
+            "lora": "" if self._lora else f"with --train_type {args['train_type']}, which trains no adapter",
             "evaluation": "" if evaluates else "without --val_dataset or --split_dataset_ratio",
-            "reward model": "" if given["reward_model"] else "without --reward_model",
-            "scheduler": "" if given["multi_turn_scheduler"] else "without --multi_turn_scheduler",
-            "dynamic_sample": "" if given["dynamic_sample"] else "without --dynamic_sample true",
+            "reward model": "" if args["reward_model"] else "without --reward_model",
+            "scheduler": "" if args["multi_turn_scheduler"] else "without --multi_turn_scheduler",
+            "dynamic_sample": "" if args["dynamic_sample"] else "without --dynamic_sample true",
             **{
                 name: "" if name in names else f"without {name} among --reward_funcs"
                 for name in ("cosine", "repetition", "soft_overlong")
@@ -201,133 +201,136 @@ class SwiftRecipe:
 
     def _check(self) -> None:
         """What no other argument decides."""
-        given = self.given
-        if not given["model"]:
-            given.wrong("model", "it is missing: a Hugging Face id or a folder")
-        if given["rlhf_type"] != "grpo":
-            given.wrong("rlhf_type", f"Tandem trains by grpo, not {given['rlhf_type']}")
-        if given["vllm_mode"] not in (None, "colocate", "server"):
-            given.wrong("vllm_mode", f"there is no {given['vllm_mode']!r}; choose from colocate, server")
+        args = self.args
+        if not args["model"]:
+            args.wrong("model", "it is missing: a Hugging Face id or a folder")
+        if args["rlhf_type"] != "grpo":
+            args.wrong("rlhf_type", f"Tandem trains by grpo, not {args['rlhf_type']}")
+        if args["vllm_mode"] not in (None, "colocate", "server"):
+            args.wrong("vllm_mode", f"there is no {args['vllm_mode']!r}; choose from colocate, server")
         for name in ("train_type", "torch_dtype", "optim", "lr_scheduler_type", "rollout_importance_sampling_mode"):
-            given.only(name, _CHOICES[name])
-        given.only("loss_type", {**_REDUCTIONS, "cispo": "", "sapo": ""})
-        given.only("importance_sampling_level", {"token": 1, "sequence": 1, "sequence_token": 1})
+            args.only(name, _CHOICES[name])
+        args.only("loss_type", {**_REDUCTIONS, "cispo": "", "sapo": ""})
+        args.only("importance_sampling_level", {"token": 1, "sequence": 1, "sequence_token": 1})
         strategies = {"delete": "left out", "left": "cut", "right": "cut", "raise": ""}
-        if happens := given.only("truncation_strategy", strategies):
-            given.note("truncation_strategy", f"a prompt without room is an error here, not {happens}")
-        if given["loss_scale"] not in ("last_round", "default"):
-            given.wrong("loss_scale", "every sampled token counts as one; write last_round, or leave it out")
-        if self._lora and "lora_dropout" not in given:
-            given.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
-        if "ref_model" in given and given["ref_model"] != given["model"]:
-            given.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
-        in_reward, rloo = given["kl_in_reward"], given["advantage_estimator"] == "rloo"
-        if "kl_in_reward" in given and not given["beta"]:
-            given.note("kl_in_reward", "changes nothing with --beta 0, which has no penalty")
-        elif given["beta"] and (in_reward or (rloo and in_reward is None)):
+        if happens := args.only("truncation_strategy", strategies):
+            args.note("truncation_strategy", f"a prompt without room is an error here, not {happens}")
+        if args["loss_scale"] not in ("last_round", "default"):
+            args.wrong("loss_scale", "every sampled token counts as one; write last_round, or leave it out")
+        if self._lora and "lora_dropout" not in args:
+            args.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
+        if "ref_model" in args and args["ref_model"] != args["model"]:
+            args.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
+        in_reward, rloo = args["kl_in_reward"], args["advantage_estimator"] == "rloo"
+        if "kl_in_reward" in args and not args["beta"]:
+            args.note("kl_in_reward", "changes nothing with --beta 0, which has no penalty")
+        elif args["beta"] and (in_reward or (rloo and in_reward is None)):
             why = "where rloo puts it unless this is false" if in_reward is None else "not of the reward"
-            given.wrong("kl_in_reward", f"the penalty is a term of the loss, {why}; write false, or --beta 0")
-        if given["reward_model_plugin"] not in (None, ["default"]):
-            given.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
-        if "max_resample_times" in given and given["dynamic_sample"] and given["max_resample_times"] < 1:
-            given.wrong("max_resample_times", "it must be at least 1")
+            args.wrong("kl_in_reward", f"the penalty is a term of the loss, {why}; write false, or --beta 0")
+        if args["reward_model_plugin"] not in (None, ["default"]):
+            args.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
+        if "max_resample_times" in args and args["dynamic_sample"] and args["max_resample_times"] < 1:
+            args.wrong("max_resample_times", "it must be at least 1")
         self._check_batch()
 
     def _check_batch(self) -> None:
-        given = self.given
+        args = self.args
         for variable, message in several_trainers(self.environ):
-            given.problems.add(variable, message)
+            args.problems.add(variable, message)
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
                  "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps",
                  "mini_batch_size", "num_infer_workers", "max_turns")  # fmt: skip
-        if not given.positive(*names):
+        if not args.positive(*names):
             return
-        if "generation_batch_size" in given and "steps_per_generation" in given:
-            given.wrong("generation_batch_size", "steps_per_generation says the same; leave one of them out")
-        group, step, batch = given["num_generations"], self._completions, given["per_device_train_batch_size"]
+        if "generation_batch_size" in args and "steps_per_generation" in args:
+            args.wrong("generation_batch_size", "steps_per_generation says the same; leave one of them out")
+        group, step, batch = args["num_generations"], self._completions, args["per_device_train_batch_size"]
         if group < 2:
-            given.wrong("num_generations", "it must be at least 2: an answer is judged against its siblings")
+            args.wrong("num_generations", "it must be at least 2: an answer is judged against its siblings")
         elif step % group:
-            given.wrong(
+            args.wrong(
                 "num_generations",
                 f"per_device_train_batch_size x gradient_accumulation_steps is {step}, which is no whole number of "
                 f"groups of {group}; --gradient_accumulation_steps {group // math.gcd(group, batch)} makes it one",
             )
-        size = given["generation_batch_size"] or (given["steps_per_generation"] or 0) * batch
-        name = "generation_batch_size" if given["generation_batch_size"] else "steps_per_generation"
+        size = args["generation_batch_size"] or (args["steps_per_generation"] or 0) * batch
+        name = "generation_batch_size" if args["generation_batch_size"] else "steps_per_generation"
         if size % step:
-            given.wrong(name, f"{size} completions are no whole number of steps of {step}")
+            args.wrong(name, f"{size} completions are no whole number of steps of {step}")
         elif self._rounds > 1:
-            how = "together" if self.mode == "server" or given["vllm_device"] else "ahead, by weights that are shared"
-            given.note(name, f"{self._rounds} steps are sampled {how}, and ratios are to the engine's logprobs")
+            how = "together" if self.mode == "server" or args["vllm_device"] else "ahead, by weights that are shared"
+            args.note(name, f"{self._rounds} steps are sampled {how}, and ratios are to the engine's logprobs")
 
     def _steps(self, data: Mapping[str, Json]) -> int:
         """Steps of the run; each is as many optimizer updates as num_iterations."""
-        given = self.given
-        if given["max_steps"] > 0:
-            return per_step(given, given["max_steps"])
+        args = self.args
+        if args["max_steps"] > 0:
+            return per_step(args, args["max_steps"])
         if "env" not in data and "envs" not in data:
             return 1
         sources = data.get("envs", {}).values()
         count = sum(source["weight"] for source in sources) if sources else rows(data["env"])
         return max(
-            1, math.ceil(float(given["num_train_epochs"]) * count * int(given["num_generations"]) / self._completions)
+            1, math.ceil(float(args["num_train_epochs"]) * count * int(args["num_generations"]) / self._completions)
         )
 
     def _sampling(self) -> Json:
-        given = self.given
-        found: dict[str, Json] = {"temperature": given["temperature"]}
-        found |= {"top_p": given["top_p"]} if given["top_p"] != 1 else {}
-        found |= {"top_k": given["top_k"]} if given["top_k"] > 0 else {}
-        found |= {"min_p": given["min_p"]} if given["min_p"] else {}
-        penalty = given["repetition_penalty"]
-        found |= {"repetition_penalty": penalty} if penalty != 1 else {}
-        found |= {"regex": self._regex} if self._regex else {}
-        found |= {"max_tokens": given["max_completion_length"]}
-        return found | ({"stop": given["stop_words"]} if given["stop_words"] else {})
+        args = self.args
+        options: dict[str, Json] = {"temperature": args["temperature"]}
+        options |= {"top_p": args["top_p"]} if args["top_p"] != 1 else {}
+        options |= {"top_k": args["top_k"]} if args["top_k"] > 0 else {}
+        options |= {"min_p": args["min_p"]} if args["min_p"] else {}
+        penalty = args["repetition_penalty"]
+        options |= {"repetition_penalty": penalty} if penalty != 1 else {}
+        options |= {"regex": self._regex} if self._regex else {}
+        options |= {"max_tokens": args["max_completion_length"]}
+        return options | ({"stop": args["stop_words"]} if args["stop_words"] else {})
 
     def _advantage(self) -> Json:
-        given = self.given
-        estimator, scale = given["advantage_estimator"], given["scale_rewards"]
+        args = self.args
+        estimator, scale = args["advantage_estimator"], args["scale_rewards"]
         if estimator == "rloo":
             if _SCALES.get(scale or "none") != "dr_grpo":
-                given.wrong("scale_rewards", "rloo scales nothing; leave it out")
+                args.wrong("scale_rewards", "rloo scales nothing; leave it out")
             return {"kind": "rloo"}
         if estimator != "grpo":
-            given.wrong("advantage_estimator", f"there is no {estimator!r} here; choose from grpo, rloo")
+            args.wrong("advantage_estimator", f"there is no {estimator!r} here; choose from grpo, rloo")
         kind = _SCALES.get(scale or "group")
         if kind is None:
-            given.wrong("scale_rewards", f"there is no {scale!r}; choose from group, batch, none, gdpo")
+            args.wrong("scale_rewards", f"there is no {scale!r}; choose from group, batch, none, gdpo")
         return {"kind": kind, **({"eps": 1e-4} if kind != "dr_grpo" else {})}
 
     def _loss(self) -> Json:
-        given, kind = self.given, self.given["loss_type"]
-        low = given["epsilon"]
-        high = given["epsilon_high"] if given["epsilon_high"] is not None else low
+        args, kind = self.args, self.args["loss_type"]
+        low = args["epsilon"]
+        high = args["epsilon_high"] if args["epsilon_high"] is not None else low
         if kind == "cispo":
-            if given["epsilon_high"] is None or high < 1:
-                given.wrong("epsilon_high", "of cispo it is the largest weight of a token, at least 1, such as 5")
+            if args["epsilon_high"] is None or high < 1:
+                args.wrong("epsilon_high", "of cispo it is the largest weight of a token, at least 1, such as 5")
             return {"kind": "cispo", "cap": high, "reduction": "token"}
         if kind == "sapo":
-            ends = {"temperature_positive": given["tau_pos"], "temperature_negative": given["tau_neg"]}
+            ends = {"temperature_positive": args["tau_pos"], "temperature_negative": args["tau_neg"]}
             return {"kind": "sapo", **({} if self._at_ratio_one else ends), "reduction": "sequence"}
-        token = given["importance_sampling_level"] == "token"
-        clips = {"clip_low": low, "clip_high": high, **({"dual_clip": given["delta"]} if token else {})}
+        token = args["importance_sampling_level"] == "token"
+        clips = {"clip_low": low, "clip_high": high, **({"dual_clip": args["delta"]} if token else {})}
         reduction = _REDUCTIONS[kind]
         return {"kind": "grpo" if token else "gspo", **({} if self._at_ratio_one else clips), "reduction": reduction}
 
     def _correction(self) -> dict[str, Json]:
-        given = self.given
-        found, delta = _CORRECTIONS[given["rollout_importance_sampling_mode"]], given["off_policy_sequence_mask_delta"]
+        args = self.args
+        correction, delta = (
+            _CORRECTIONS[args["rollout_importance_sampling_mode"]],
+            args["off_policy_sequence_mask_delta"],
+        )
         corrections: list[Json] = []
-        recomputed = found is not None and self._rounds == 1
-        if found is not None and not recomputed and found[1] == "truncate":
+        recomputed = correction is not None and self._rounds == 1
+        if correction is not None and not recomputed and correction[1] == "truncate":
             why = "is left out: ratios to the engine, clipped by epsilon, hold its weights"
-            given.note("rollout_importance_sampling_mode", f"{given['rollout_importance_sampling_mode']} {why}")
-        elif found is not None:
-            kind, beyond = found
-            bound = given["rollout_importance_sampling_threshold"]
+            args.note("rollout_importance_sampling_mode", f"{args['rollout_importance_sampling_mode']} {why}")
+        elif correction is not None:
+            kind, beyond = correction
+            bound = args["rollout_importance_sampling_threshold"]
             corrections.append({"kind": kind, "beyond": beyond, "high": bound})
         if delta is not None:
             corrections.append({"kind": "opsm", "threshold": delta})
@@ -337,20 +340,20 @@ class SwiftRecipe:
         }
 
     def _reference(self) -> dict[str, Json]:
-        given = self.given
-        if not given["beta"]:
+        args = self.args
+        if not args["beta"]:
             return {}
-        own = {"beta": given["beta"], "estimator": "k3", "ratio_corrected": False}
-        if not given["sync_ref_model"]:
+        own = {"beta": args["beta"], "estimator": "k3", "ratio_corrected": False}
+        if not args["sync_ref_model"]:
             return {"reference": {"kind": "start", **own}}
-        moving = {"mixup": given["ref_model_mixup_alpha"], "every": per_step(given, given["ref_model_sync_steps"])}
+        moving = {"mixup": args["ref_model_mixup_alpha"], "every": per_step(args, args["ref_model_sync_steps"])}
         return {"reference": {"kind": "average", **own, **moving}}
 
 
 def _visible(environ: Mapping[str, str]) -> list[str]:
     """The GPUs of a process, as CUDA_VISIBLE_DEVICES names them, or else all of the machine's."""
-    if (said := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [word for word in said.split(",") if word.strip()]
+    if (devices := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [word for word in devices.split(",") if word.strip()]
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 

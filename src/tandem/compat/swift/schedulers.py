@@ -120,24 +120,24 @@ class ScheduledDataset(SwiftDataset):
             choice = _choice(chat, message.content)
             if await self._ends(request, choice, turn, infos) or not chat.open:
                 break
-            found = self._made.step(request, choice, turn)
-            infos |= found.get("rollout_infos") or {}
-            request = found["infer_request"]
-            if not all(found.get("response_loss_mask") or ()):
+            result = self._made.step(request, choice, turn)
+            infos |= result.get("rollout_infos") or {}
+            request = result["infer_request"]
+            if not all(result.get("response_loss_mask") or ()):
                 raise EnvError(f"scheduler {self.scheduler} masks what was sampled; every sampled token is trained")
-            said = request.messages[len(chat.messages) :]
-            self._unchanged(request, chat, len(said))
-            if not said:
+            added = request.messages[len(chat.messages) :]
+            self._unchanged(request, chat, len(added))
+            if not added:
                 raise EnvError(f"scheduler {self.scheduler} says nothing after the policy's answer, so it cannot go on")
-            chat.add(*(Message(role=one["role"], content=one["content"]) for one in said))
+            chat.add(*(Message(role=one["role"], content=one["content"]) for one in added))
         numbers = {name: float(value) for name, value in infos.items() if isinstance(value, int | float)}
         return {**numbers, "num_turns": float(turn)}
 
     async def _ends(self, request: RolloutRequest, choice: Choice, turn: int, infos: dict[str, Any]) -> bool:
         """Whether an answer was the last."""
-        told = await self._made.on_turn_end(request, choice, turn) or {}
-        infos |= told.get("rollout_infos") or {}
-        ends = bool(told.get("done", self._made.check_finished(request, choice, turn)))
+        result = await self._made.on_turn_end(request, choice, turn) or {}
+        infos |= result.get("rollout_infos") or {}
+        ends = bool(result.get("done", self._made.check_finished(request, choice, turn)))
         return ends or (self.max_turns is not None and turn >= self.max_turns)
 
     def _unchanged(self, request: RolloutRequest, chat: Chat, new: int = 0) -> None:
