@@ -150,10 +150,10 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 def raised(error: BaseException) -> str:
     """An exception in words, with the last places in the user's own code that it came through."""
-    return f"raised {said(error)}{place_of(error)}"
+    return f"raised {message_of(error)}{place_of(error)}"
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An exception's type and message."""
     text = str(error)
     shown = text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}... ({len(text)} characters)"

@@ -41,8 +41,8 @@ def _file(task: str) -> Path | None:
     """The file of a task; None where it is called otherwise, or there is no such task."""
     spec = importlib.util.find_spec(LIBRARY)
     places = (spec and spec.submodule_search_locations) or ()
-    found = [file for place in places for file in sorted(Path(place).glob("*/*.py")) if file.stem == task]
-    return found[0] if found else None
+    files = [file for place in places for file in sorted(Path(place).glob("*/*.py")) if file.stem == task]
+    return files[0] if files else None
 
 
 def _factory_of(file: Path) -> Any:

@@ -41,9 +41,9 @@ def settle(
 ) -> tuple[list[dict[str, Value]], list[list[float]]]:
     """Plain values in place of pending ones, and the numbers of other tensors; waits for the device once."""
     pending = [value for part in parts for value in part.values() if isinstance(value, Pending)]
-    asked = [x for value in pending for x in value.numbers if isinstance(x, torch.Tensor)]
-    found = fetch([*tensors, *asked])
-    rest = iter(found[len(tensors) :])
+    deferred = [x for value in pending for x in value.numbers if isinstance(x, torch.Tensor)]
+    numbers = fetch([*tensors, *deferred])
+    rest = iter(numbers[len(tensors) :])
 
     def plain(value: Value | Pending) -> Value:
         if not isinstance(value, Pending):
@@ -51,7 +51,7 @@ def settle(
         return value.kind(*(next(rest)[0] if isinstance(x, torch.Tensor) else x for x in value.numbers))
 
     # Both walks are in the order of the mappings.
-    return [{name: plain(value) for name, value in part.items()} for part in parts], found[: len(tensors)]
+    return [{name: plain(value) for name, value in part.items()} for part in parts], numbers[: len(tensors)]
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[list[float]]:

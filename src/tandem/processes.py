@@ -51,13 +51,13 @@ def alive_after(pid: int, started: str) -> bool:
 def family(leader: Identity, known: Iterable[Identity] = ()) -> set[Identity]:
     """The living among ``known``, the leader's session and its group, and the descendants of all these."""
     table = {stat.me.pid: stat for pid in _pids() if (stat := _stat(pid)) is not None and stat.living}
-    found = {one.pid for one in known if one.pid in table and table[one.pid].me == one}
+    pids = {one.pid for one in known if one.pid in table and table[one.pid].me == one}
     # A pid is not given anew while a session or group bears it: somebody else there means that both are gone.
     if identity(leader.pid) in (leader, None):
-        found |= {pid for pid, stat in table.items() if leader.pid in (pid, stat.session, stat.group)}
-    while more := {pid for pid, stat in table.items() if stat.parent in found} - found:
-        found |= more
-    return {table[pid].me for pid in found}
+        pids |= {pid for pid, stat in table.items() if leader.pid in (pid, stat.session, stat.group)}
+    while more := {pid for pid, stat in table.items() if stat.parent in pids} - pids:
+        pids |= more
+    return {table[pid].me for pid in pids}
 
 
 async def gone(processes: Iterable[Identity], seconds: float) -> set[Identity]:

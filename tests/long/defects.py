@@ -281,8 +281,8 @@ DEFECTS = (
     Defect(
         "presence counts",
         "src/tandem/model/penalties.py",
-        "(said_NW > 0) * presence",
-        "said_NW * presence",
+        "(output_NW > 0) * presence",
+        "output_NW * presence",
         "tests/unit/test_penalties.py",
     ),
     # engines

@@ -655,9 +655,9 @@ def support_ignored(whole: Any) -> Any:
 
 def penalties_of_neighbours(micro: Micro) -> Micro:
     assert micro.history is not None
-    said = micro.history.said
-    said = said._replace(end_E=torch.full_like(said.end_E, len(micro.targets_N)))
-    return dataclasses.replace(micro, history=dataclasses.replace(micro.history, said=said))
+    output = micro.history.output
+    output = output._replace(end_E=torch.full_like(output.end_E, len(micro.targets_N)))
+    return dataclasses.replace(micro, history=dataclasses.replace(micro.history, output=output))
 
 
 def old_is_now(whole: Any) -> Any:

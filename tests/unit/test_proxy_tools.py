@@ -210,7 +210,7 @@ def test_what_cannot_be_promised_is_refused(hermes: Template, body: Any, param: 
 
 
 def test_that_strict_is_not_enforced_is_said_once(hermes: Template, caplog: pytest.LogCaptureFixture) -> None:
-    _openai._told_of_strict.cache_clear()
+    _openai._warn_of_strict.cache_clear()
     strict = {**ADD, "function": {**_ADD, "strict": True}}
 
     async def talk(post: Any, session: Session) -> None:

@@ -242,11 +242,11 @@ def _refuse_odd(tool: Any) -> None:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
     if function.get("strict"):  # as some agents' libraries say of every tool, so refusing would lock them out
-        _told_of_strict()
+        _warn_of_strict()
 
 
 @cache  # once is enough
-def _told_of_strict() -> None:
+def _warn_of_strict() -> None:
     log.warning(
         "a tool is strict, which is not enforced: nothing constrains what is sampled, so the arguments of a call may "
         "not fit its schema"
@@ -262,7 +262,7 @@ def _spoken(message: _RequestMessage) -> Message:
     calls = tuple(
         ToolCall(
             name=call.function.name,
-            arguments=given if isinstance(given := call.function.arguments, str) else json.dumps(given),
+            arguments=arguments if isinstance(arguments := call.function.arguments, str) else json.dumps(arguments),
             id=call.id or "",
         )
         for call in message.tool_calls or ()

@@ -128,7 +128,7 @@ class Speech:
 Render = Callable[[Sequence[Message], Sequence[Json]], str]
 """Text of messages and tools, by a chat template."""
 
-_ASKED = Message(role="user", content="?")
+_QUESTION = Message(role="user", content="?")
 _PROBE = ToolCall(name="tandem_probe", arguments='{"tandem_key": "tandem_value"}', id="tandem000")
 _TOOL = {
     "type": "function",
@@ -143,11 +143,11 @@ _TOOL = {
 def speech(render: Render) -> Speech:
     """Find out what a chat template knows, by what it makes of a tool and of a call of it."""
     try:
-        shown = _PROBE.name in render([_ASKED], [_TOOL])
+        shown = _PROBE.name in render([_QUESTION], [_TOOL])
     except EnvError:
         return Speech(shown=False, form=None)
     try:
-        text = render([_ASKED, ToolMessage(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
+        text = render([_QUESTION, ToolMessage(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
     except EnvError:
         return Speech(shown=shown, form=None)
     return Speech(shown=shown, form=_form(text))

@@ -121,9 +121,9 @@ class OpenAiDialect:
         """Token ids are asked for in both ways that vLLM's releases know."""
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         # Here what is off is said: where nothing is, vLLM takes what the model's own generation_config.json recommends.
-        asked = {**_OFF, **_sampling_fields(sampling, limit, ends)}
-        asked |= {"model": self.model, "prompt": list(prompt), "logprobs": 1, **ids}
-        return msgspec.json.encode(asked)
+        fields = {**_OFF, **_sampling_fields(sampling, limit, ends)}
+        fields |= {"model": self.model, "prompt": list(prompt), "logprobs": 1, **ids}
+        return msgspec.json.encode(fields)
 
     def completion(self, body: bytes) -> Completion:
         """Token ids beside the choice, or in the texts of its tokens."""

@@ -15,7 +15,7 @@ from typer.main import get_command_name
 
 from tandem import __version__
 from tandem.cli.arguments import Overrides, Show
-from tandem.errors import TandemError, is_theirs, place_of, said
+from tandem.errors import TandemError, is_theirs, message_of, place_of
 
 app = typer.Typer(
     name="tandem",
@@ -340,7 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except Exception as error:
         if is_theirs(error) and not debug:
-            typer.echo(f"tandem: {said(error)}{place_of(error)}; it is your code, and --debug shows how", err=True)
+            typer.echo(
+                f"tandem: {message_of(error)}{place_of(error)}; it is your code, and --debug shows how", err=True
+            )
             sys.exit(1)
         traceback.print_exc()
         typer.echo(

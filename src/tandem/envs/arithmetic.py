@@ -72,7 +72,7 @@ class Arithmetic(Environment):
         return Sums(operators=self.operators, terms=self.terms, low=self.min_number, high=self.max_number)
 
     def _task(self, expression: str, shown: tuple[Message, ...]) -> Task:
-        *system, question = self._asked(expression)
+        *system, question = self._question(expression)
         return Task(
             id=expression.replace(" ", ""),
             env=self.name,
@@ -81,11 +81,11 @@ class Arithmetic(Environment):
             meta={"expression": expression},
         )
 
-    def _asked(self, expression: str) -> tuple[Message, ...]:
+    def _question(self, expression: str) -> tuple[Message, ...]:
         return opening(self.prompt.replace("{expression}", expression), self.system, self.instruction)
 
     def _worked(self, expression: str) -> tuple[Message, Message]:
-        return self._asked(expression)[-1], Message(
+        return self._question(expression)[-1], Message(
             role="assistant", content=self._answered(expression, worth(expression))
         )
 

@@ -72,12 +72,12 @@ class Calculator(Environment):
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         calls = errors = 0
         for turn in range(1, self.max_turns + 1):
-            said = await chat.reply()
-            asked = _CALL.findall(said.content)
-            if not asked:
+            reply = await chat.reply()
+            expressions = _CALL.findall(reply.content)
+            if not expressions:
                 break
             calls += 1
-            result, understood = _compute(asked[-1])
+            result, understood = _compute(expressions[-1])
             errors += not understood
             if turn == self.max_turns or not chat.open:
                 break

@@ -19,14 +19,14 @@ def refusal(config: Any) -> str | None:
 
     What is left to be found when the model first runs is an attention with terms of its own, such as learned sinks.
     """
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if found is None:
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if model_class is None:
         return f"is of an architecture ({type(config).__name__}) that transformers has no causal language model for"
     layers = sorted(set(getattr(config, "layer_types", None) or ()) - COMPUTED)
-    if layers or found._is_stateful:
+    if layers or model_class._is_stateful:
         what = f"layers of kind {', '.join(layers)}" if layers else "recurrent layers"
         return f"mixes tokens by {what}, which cannot tell the sequences of a packed row apart; use another"
-    if not found._supports_attention_backend:
+    if not model_class._supports_attention_backend:
         return "computes attention by itself, which cannot tell the sequences of a packed row apart; use another"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps the logits of its attention (attn_logit_softcapping), which Tandem does not compute; use another"

@@ -187,7 +187,7 @@ def _finished(
 
 
 def _penalised(logits_NW: Tensor, part: Part) -> Tensor | None:
-    return penalise(logits_NW, part.seen_NW, part.said_NW, part.repetition, part.presence, part.frequency)
+    return penalise(logits_NW, part.seen_NW, part.output_NW, part.repetition, part.presence, part.frequency)
 
 
 @cache

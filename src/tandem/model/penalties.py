@@ -64,7 +64,7 @@ class Penalties:
 def penalise(
     logits_NW: Tensor,
     seen_NW: Tensor | None,
-    said_NW: Tensor | None,
+    output_NW: Tensor | None,
     repetition: Number,
     presence: Number,
     frequency: Number,
@@ -74,7 +74,7 @@ def penalise(
     Args:
         logits_NW: as the head gives them, in float32 or wider.
         seen_NW: above 0 where the token is in the prompt or the answer so far; None: ``repetition`` is not looked at.
-        said_NW: how often it is in the answer so far; None: ``presence`` and ``frequency`` are not looked at.
+        output_NW: how often it is in the answer so far; None: ``presence`` and ``frequency`` are not looked at.
         repetition: see the module.
         presence: see the module.
         frequency: see the module.
@@ -85,8 +85,8 @@ def penalise(
         slope_NW = torch.where(logits_NW > 0, one / repetition, one * repetition)
         slope_NW = torch.where(seen_NW > 0, slope_NW, one)
         logits_NW.mul_(slope_NW)
-    if said_NW is not None:
-        logits_NW.sub_(said_NW * frequency).sub_((said_NW > 0) * presence)
+    if output_NW is not None:
+        logits_NW.sub_(output_NW * frequency).sub_((output_NW > 0) * presence)
     return slope_NW
 
 
@@ -105,14 +105,14 @@ def penalise_rows(
     if not rows:
         return
     some = [penalties for penalties in of_rows if penalties is not None]
-    said_MV = _counted(logits_NV, [answers[row] for row in rows])
-    seen_MV = said_MV + _counted(logits_NV, [prompts[row] for row in rows])
+    output_MV = _counted(logits_NV, [answers[row] for row in rows])
+    seen_MV = output_MV + _counted(logits_NV, [prompts[row] for row in rows])
     repetition, presence, frequency = (
         logits_NV.new_tensor(values)[:, None]
         for values in zip(*((one.repetition, one.presence, one.frequency) for one in some), strict=True)
     )
     logits_MV = logits_NV[rows]
-    penalise(logits_MV, seen_MV, said_MV, repetition, presence, frequency)
+    penalise(logits_MV, seen_MV, output_MV, repetition, presence, frequency)
     for row, penalties in enumerate(some):
         if len(answers[rows[row]]) < penalties.min_tokens:
             logits_MV[row, list(penalties.ends)] = -torch.inf
@@ -137,11 +137,11 @@ class Past(NamedTuple):
     """First row that comes after it."""
     seen_end: Ints
     """Row after the last of its sequence."""
-    said_column: Ints
+    output_column: Ints
     """Token id of each sampled token."""
-    said_first: Ints
+    output_first: Ints
     """First row that comes after it."""
-    said_end: Ints
+    output_end: Ints
     """Row after the last of its answer."""
     age: Ints
     """Of each row: tokens of its answer before it."""
@@ -164,9 +164,9 @@ class Past(NamedTuple):
             seen_column=different,
             seen_first=np.searchsorted(at, places, side="right"),
             seen_end=np.full(len(different), len(at)),
-            said_column=tokens[at],
-            said_first=rows + 1,
-            said_end=ends[answer],
+            output_column=tokens[at],
+            output_first=rows + 1,
+            output_end=ends[answer],
             age=rows - first[answer],
         )
 
@@ -175,8 +175,8 @@ class Past(NamedTuple):
         return self._replace(
             seen_first=np.maximum(self.seen_first - rows, 0),
             seen_end=np.maximum(self.seen_end - rows, 0),
-            said_first=np.maximum(self.said_first - rows, 0),
-            said_end=np.maximum(self.said_end - rows, 0),
+            output_first=np.maximum(self.output_first - rows, 0),
+            output_end=np.maximum(self.output_end - rows, 0),
             age=self.age[rows:],
         )
 
@@ -188,8 +188,8 @@ def joined(pasts: Sequence[Past]) -> Past:
         past._replace(
             seen_first=past.seen_first + start,
             seen_end=past.seen_end + start,
-            said_first=past.said_first + start,
-            said_end=past.said_end + start,
+            output_first=past.output_first + start,
+            output_end=past.output_end + start,
         )
         for past, start in zip(pasts, starts, strict=False)
     ]
@@ -201,7 +201,7 @@ class Part(NamedTuple):
 
     seen_NW: Tensor | None
     """See ``penalise``."""
-    said_NW: Tensor | None
+    output_NW: Tensor | None
     """See ``penalise``."""
     repetition: float
     """See ``penalise``."""
@@ -243,7 +243,7 @@ class TokenHistory:
     """What is done."""
     seen: Events
     """Different tokens before a row in its sequence."""
-    said: Events
+    output: Events
     """Tokens before a row in its answer."""
     age_N1: Tensor
     """int64; tokens of its answer before a row."""
@@ -251,14 +251,16 @@ class TokenHistory:
     @classmethod
     def of(cls, penalties: Penalties, arrays: Sequence[Tensor]) -> Self:
         """``arrays`` are those of a ``Past``, in order, on the device."""
-        return cls(penalties=penalties, seen=Events(*arrays[:3]), said=Events(*arrays[3:6]), age_N1=arrays[6][:, None])
+        return cls(
+            penalties=penalties, seen=Events(*arrays[:3]), output=Events(*arrays[3:6]), age_N1=arrays[6][:, None]
+        )
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
         """What is done to some rows and columns of the logits."""
         penalties = self.penalties
         return Part(
             seen_NW=self.seen.counts(rows, columns) if penalties.repetition != 1.0 else None,
-            said_NW=self.said.counts(rows, columns) if penalties.presence or penalties.frequency else None,
+            output_NW=self.output.counts(rows, columns) if penalties.presence or penalties.frequency else None,
             repetition=penalties.repetition,
             presence=penalties.presence,
             frequency=penalties.frequency,

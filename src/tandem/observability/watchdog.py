@@ -64,7 +64,7 @@ class Watchdog:
         # Time as this thread has lived through it: what passed while the whole process was stopped counts for nobody.
         self._clock = 0.0
         self._moved: dict[waits.Wait, tuple[float, float]] = {}
-        self._given_up: dict[waits.Wait, float] = {}
+        self._abandoned: dict[waits.Wait, float] = {}
         self._beaten = (0, 0.0)
         self._begun = (0, 0.0)
         self._ending: float | None = None
@@ -151,8 +151,8 @@ class Watchdog:
 
     def _judge(self, wait: waits.Wait, idle: float, every: list[waits.Wait]) -> None:
         timeouts = self._timeouts
-        if wait in self._given_up:
-            if idle - self._given_up[wait] > timeouts.end_seconds:
+        if wait in self._abandoned:
+            if idle - self._abandoned[wait] > timeouts.end_seconds:
                 self._stop(f"{wait.sentence()}; and it could not be given up")
         elif wait.deadline is not None:
             if idle > wait.deadline + timeouts.end_seconds:  # whoever waits should have seen to that
@@ -162,7 +162,7 @@ class Watchdog:
             if wait.give_up is None:
                 self._stop(wait.sentence())
             else:
-                self._given_up[wait] = idle
+                self._abandoned[wait] = idle
                 wait.deadline = timeouts.wait_seconds  # which the story tells
                 _say(f"{wait.sentence()}; it is given up")
                 wait.give_up()

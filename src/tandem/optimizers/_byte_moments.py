@@ -133,8 +133,8 @@ def _updated(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: _Numbe
 def _read(kept: _Kept) -> Tensor:
     """A moment in float32."""
     # index_select is five times as fast as an index on a CPU.
-    found = _in_blocks(kept.book.index_select(0, kept.codes_n.int())).mul_(kept.scales_b[:, None])
-    return found.view(-1)[: len(kept.codes_n)]
+    moment = _in_blocks(kept.book.index_select(0, kept.codes_n.int())).mul_(kept.scales_b[:, None])
+    return moment.view(-1)[: len(kept.codes_n)]
 
 
 def _write(kept: _Kept, value: Tensor) -> None:

@@ -37,8 +37,8 @@ class fused(Generic[P, R]):
 
             self._compiled = self._compiled or torch.compile(self.function, dynamic=True)
             try:
-                found: R = self._compiled(*args, **kwargs)
-                return found
+                result: R = self._compiled(*args, **kwargs)
+                return result
             except TorchDynamoException as error:  # nothing has run
                 why = " ".join(str(error).split())[:200]
                 log.warning("the optimizer's arithmetic stays eager, since it cannot be compiled: %s", why)

@@ -6,7 +6,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.errors import ConfigError, RewardError, said
+from tandem.errors import ConfigError, RewardError, message_of
 from tandem.rewards.grading.calls import Called, FunctionReward, plain
 
 
@@ -34,9 +34,9 @@ class Function(FunctionReward):
         try:
             self.called()
         except TypeError as error:
-            raise RewardError(f"reward function {self.path!r} cannot be used: {said(error)}") from error
+            raise RewardError(f"reward function {self.path!r} cannot be used: {message_of(error)}") from error
         except Exception as error:  # user code may raise anything while it is imported
-            why = error if isinstance(error, ImportError) else said(error)
+            why = error if isinstance(error, ImportError) else message_of(error)
             raise RewardError(f"reward function {self.path!r} cannot be imported: {why}") from error
 
     def called(self) -> Called:

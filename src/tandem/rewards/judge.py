@@ -96,8 +96,8 @@ class Judge(GroupReward):
             problems.append(f"highest must be above lowest ({self.lowest:g}), got {self.highest:g}")
         if self.retries < 0:
             problems.append(f"retries must be at least 0, got {self.retries}")
-        if told := _pattern_problem(self.pattern):
-            problems.append(told)
+        if problem := _pattern_problem(self.pattern):
+            problems.append(problem)
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -178,9 +178,9 @@ class Judge(GroupReward):
         answer = task.result()
         if answer.text is None:
             return self._unanswered(answer.error) if answer.away else Failure("raised", answer.error, answer.costs)
-        found = [match for match in re.finditer(self.pattern, answer.text) if match[1]]
+        matches = [match for match in re.finditer(self.pattern, answer.text) if match[1]]
         try:
-            score = float(found[-1][1])
+            score = float(matches[-1][1])
         except (IndexError, ValueError):
             return Failure("bad_value", f"found no score in the judge's answer ...{answer.text[-60:]!r}")
         if not self.lowest <= score <= self.highest:

@@ -179,11 +179,11 @@ def _model(name: str, dtype: str) -> Any:
     return model
 
 
-def _template(given: str) -> str:
+def _template(template: str) -> str:
     """A chat template as text, read from its file if it is the path of one."""
-    if "{" in given:
-        return given
+    if "{" in template:
+        return template
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(template).read_text(encoding="utf-8")
     except OSError as error:
-        raise RewardError(f"chat_template {given} cannot be read: {error.strerror}") from error
+        raise RewardError(f"chat_template {template} cannot be read: {error.strerror}") from error

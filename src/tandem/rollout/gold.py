@@ -155,11 +155,11 @@ def _reply(env: Environment, task: Task) -> str | None:
 
 def gold_rollout(task: Task, reply: str, *, number: int = 0) -> Rollout:
     """A rollout that says the reply in one turn; ``number`` is its place in its group."""
-    said = Completion(tokens=(number,), logprobs=(0.0,), versions=(0,), finish="stop")
+    completion = Completion(tokens=(number,), logprobs=(0.0,), versions=(0,), finish="stop")
     return Rollout(
         id=f"{task.id}@gold/{number}",
         task=task,
-        turns=(Turn(prompt=(0,), completion=said, temperature=1.0),),
+        turns=(Turn(prompt=(0,), completion=completion, temperature=1.0),),
         messages=(*task.prompt, Message(role="assistant", content=reply)),
         status="ok",
     )

@@ -12,7 +12,7 @@ from numbers import Real
 
 from tandem.engines.base import Engine
 from tandem.envs.base import Environment
-from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_at, place_of, said
+from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_at, message_of, place_of
 from tandem.observability import waits
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.chat import EngineChat
@@ -66,7 +66,7 @@ class GroupRunner:
             if isinstance(error, Deadline) and error.on != party and not await self._answers(begun):
                 raise  # not this rollout's fault either
             # The boundary of one rollout: whatever the environment did wrong becomes data on it.
-            text = str(error) if isinstance(error, TandemError) else f"{said(error)}{place_of(error)}"
+            text = str(error) if isinstance(error, TandemError) else f"{message_of(error)}{place_of(error)}"
             log.warning("rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
             return dataclasses.replace(
                 rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {text}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.compat.swift.library import SwiftArguments, multi_turns, orms
-from tandem.errors import ConfigError, RewardError, said
+from tandem.errors import ConfigError, RewardError, message_of
 from tandem.rewards.grading.calls import Called, FunctionReward
 from tandem.types import Json, Rollout
 
@@ -60,7 +60,9 @@ class PluginReward(FunctionReward):
         except RewardError:
             raise
         except Exception as error:  # user code may raise anything while it is run
-            raise RewardError(f"reward {self.registered!r} of {', '.join(self.files)} fails: {said(error)}") from error
+            raise RewardError(
+                f"reward {self.registered!r} of {', '.join(self.files)} fails: {message_of(error)}"
+            ) from error
 
     def called(self) -> Called:
         return self._called

@@ -287,9 +287,9 @@ def _nearby(file: Path) -> str:
     return _suggest(file.name, [child.name for child in folder.iterdir()])
 
 
-def _suggest(given: str, known: Iterable[str]) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` if something known is close, else nothing."""
-    close = difflib.get_close_matches(given, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

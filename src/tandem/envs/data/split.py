@@ -35,8 +35,8 @@ def check_share(test_share: float) -> None:
 
 def opening(question: str, system: str = "", instruction: str = "") -> tuple[Message, ...]:
     """The messages that pose a question: a system message if there is one, then the user's."""
-    asked = f"{question}\n{instruction}" if instruction else question
-    user = Message(role="user", content=asked)
+    text = f"{question}\n{instruction}" if instruction else question
+    user = Message(role="user", content=text)
     return (Message(role="system", content=system), user) if system else (user,)
 
 

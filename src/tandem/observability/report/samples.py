@@ -107,9 +107,9 @@ def _group(name: str, members: list[Row], pieces: dict[tuple[int, str], int]) ->
 
 def _rollout(record: Row, prompt_messages: int, pieces: dict[tuple[int, str], int]) -> Row:
     tokens = (record.get("tokens") or [])[:MOST_TOKENS]
-    said = (record.get("messages") or [])[prompt_messages:]
-    if not said and record.get("text"):
-        said = [{"role": "assistant", "content": record["text"]}]
+    messages = (record.get("messages") or [])[prompt_messages:]
+    if not messages and record.get("text"):
+        messages = [{"role": "assistant", "content": record["text"]}]
     return {
         "id": str(record.get("rollout", "")).rpartition("/")[2],
         "reward": record.get("reward"),
@@ -119,7 +119,7 @@ def _rollout(record: Row, prompt_messages: int, pieces: dict[tuple[int, str], in
         "error": record.get("error", ""),
         "truncated": bool(record.get("truncated")),
         "versions": record.get("versions"),
-        "said": place_tokens(said, tokens, record.get("turns")),
+        "said": place_tokens(messages, tokens, record.get("turns")),
         "cut": len(record.get("tokens") or []) - len(tokens),
         **_pack_tokens(tokens, pieces),
     }
@@ -153,23 +153,23 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def place_tokens(said: list[Row], tokens: list[Row], turns: Sequence[int] | None = None) -> list[Row]:
+def place_tokens(messages: list[Row], tokens: list[Row], turns: Sequence[int] | None = None) -> list[Row]:
     """Which tokens are which message: ``{"role", "content"}``, or ``{"role", "tokens": [from, to]}`` for the policy's.
 
     Args:
-        said: the messages after the prompt.
+        messages: the messages after the prompt.
         tokens: what was sampled, all turns in a row.
         turns: tokens of each turn, where the record says so; else they are found by their text.
     """
-    own = [i for i, message in enumerate(said) if message.get("role") == "assistant"]
-    ends = _ends(own, said, tokens, turns)
+    own = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    ends = _ends(own, messages, tokens, turns)
     if ends is None:  # the text was changed after sampling: show both
-        plain = [_message(message) for message in said]
+        plain = [_message(message) for message in messages]
         return [*plain, {"role": "sampled tokens", "tokens": [0, len(tokens)]}] if tokens else plain
     spans = dict(zip(own, zip([0, *ends], ends, strict=False), strict=True))
     return [
         {"role": message.get("role", ""), "tokens": list(spans[i])} if i in spans else _message(message)
-        for i, message in enumerate(said)
+        for i, message in enumerate(messages)
     ]
 
 
@@ -177,7 +177,7 @@ def _message(message: Row) -> Row:
     return {"role": message.get("role", ""), "content": message.get("content", "")}
 
 
-def _ends(own: list[int], said: list[Row], tokens: list[Row], turns: Sequence[int] | None) -> list[int] | None:
+def _ends(own: list[int], messages: list[Row], tokens: list[Row], turns: Sequence[int] | None) -> list[int] | None:
     """Where each turn's tokens end, or None if that cannot be told."""
     if not own or not tokens:
         return None
@@ -186,7 +186,7 @@ def _ends(own: list[int], said: list[Row], tokens: list[Row], turns: Sequence[in
         return ends if ends[-1] == len(tokens) else None
     ends, at = [], 0
     for i in own[:-1]:
-        wanted, text = str(said[i].get("content", "")).strip(), ""
+        wanted, text = str(messages[i].get("content", "")).strip(), ""
         while wanted not in text and at < len(tokens):
             text += tokens[at].get("t", "")
             at += 1

@@ -73,9 +73,9 @@ class _Log:
         """Keep a column of numbers; one of anything else is printed, which in a grading process is its log."""
         if len(values) != self.count:
             raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
-        found = [_verdict(value) for value in values]
-        if all(isinstance(value, float) for value in found):
-            for row, value in zip(self.rows, found, strict=True):
+        verdicts = [_verdict(value) for value in values]
+        if all(isinstance(value, float) for value in verdicts):
+            for row, value in zip(self.rows, verdicts, strict=True):
                 row[column] = value  # type: ignore[assignment]
         else:
             sys.stdout.write(f"{column}: {list(values)!r}\n")

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from tandem.errors import RewardError, raised, said
+from tandem.errors import RewardError, message_of, raised
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Called, Outcome, called, traceback_of
 from tandem.types import Rollout
@@ -131,7 +131,7 @@ class _Grader:
         try:
             rollouts: Sequence[Rollout] = pickle.loads(packed)
         except Exception as error:  # a task may carry objects of a module that cannot be imported here
-            lost = Outcome(Failure("raised", f"could not be given the rollouts: {said(error)}"))
+            lost = Outcome(Failure("raised", f"could not be given the rollouts: {message_of(error)}"))
             for batch in batches:
                 for place in range(len(batch)):
                     self.answers.give(place, lost, tell=True)
@@ -240,7 +240,7 @@ def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | 
             thing = pkgutil.resolve_name(spec) if isinstance(spec, str) else pickle.loads(spec)
         except BaseException as error:  # user code may raise anything while it is imported
             traceback.print_exc()
-            return f"{who} cannot be imported: {error if isinstance(error, ImportError) else said(error)}"
+            return f"{who} cannot be imported: {error if isinstance(error, ImportError) else message_of(error)}"
         if not callable(thing) or isinstance(thing, type):
             return f"{who} is a {type(thing).__name__}; expected a function of a rollout, or f(completions, **columns)"
         try:
@@ -249,7 +249,7 @@ def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | 
             rewards[name] = called(thing)
         except BaseException as error:
             traceback.print_exc()
-            return str(error) if isinstance(error, RewardError) else f"{who} cannot be used: {said(error)}"
+            return str(error) if isinstance(error, RewardError) else f"{who} cannot be used: {message_of(error)}"
     return rewards
 
 

@@ -137,10 +137,10 @@ def _gdpo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Val
             parts.append({**rollout.rewards, "": rest})
         sums.append([0.0] * len(group))
         for name in {name for part in parts for name in part}:
-            given = [part[name] for part in parts if name in part]
+            rewards = [part[name] for part in parts if name in part]
             for i, part in enumerate(parts):
                 if name in part:
-                    scaled = (part[name] - fmean(given)) / (_spread(given) + options["eps"])
+                    scaled = (part[name] - fmean(rewards)) / (_spread(rewards) + options["eps"])
                     sums[-1][i] += weigh.get(name, 1.0) * scaled
     every = [value for values in sums for value in values]
     return [[(value - fmean(every)) / (_spread(every) + options["eps"]) for value in values] for values in sums]

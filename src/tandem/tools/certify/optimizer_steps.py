@@ -313,7 +313,7 @@ def lines(
     """
     kind, total = known[0], max(total, 2)
     optimizer, steps = visible(optimizer), two(batch, optimizer, size)
-    made, told = updates(setup, optimizer, steps, total=total, begin=begin)
+    made, reported = updates(setup, optimizer, steps, total=total, begin=begin)
     expected = list(moves((kind, {**known[1], "lr": optimizer.lr}), made, total))
     moved = [one.moved for one in made]
     rounding = ROUNDING * norm([one.before for one in made]) / (norm(expected) or 1.0)
@@ -325,7 +325,7 @@ def lines(
         f"{len(made)} updates by {len(batch.micro)} micro-batches",
     )
     norms = [norm([one.gradients]) for one in made]
-    pairs = [*zip((one.norm for one in made), norms, strict=True), *zip(told, norms[:: setup.updates], strict=True)]
+    pairs = [*zip((one.norm for one in made), norms, strict=True), *zip(reported, norms[:: setup.updates], strict=True)]
     yield judged(NORMS, [max(abs(one - other) / (other or 1.0) for one, other in pairs)], bound, "float64 formula")
 
 

@@ -141,8 +141,8 @@ def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[P
     def finding(name: str, part: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> PartError:
         leaf_N = now_N.clone().requires_grad_()
         each = [values.split([len(one.at) for one in sequences]) for values in _with_slope(part(leaf_N), leaf_N)]
-        found = [value for pair in zip(*each, strict=True) for value in pair]
-        return PartError(name=name, figure=apart(found, formula(of)))
+        numbers = [value for pair in zip(*each, strict=True) for value in pair]
+        return PartError(name=name, figure=apart(numbers, formula(of)))
 
     yield finding("loss of each token", lambda now: objective.loss(now, micro).loss_N, formulas.loss)
     if objective.corrections:

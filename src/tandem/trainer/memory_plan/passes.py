@@ -189,7 +189,7 @@ def run(
     predict_N = torch.arange(layout.trained, device=device) % layout.tokens
     temperature_N = torch.ones(layout.trained, device=device)
     history = _history(config.sampling, layout, device)
-    before = () if history is None else (*history.seen, *history.said, history.age_N1)
+    before = () if history is None else (*history.seen, *history.output, history.age_N1)
     live = LiveTensors([*model.parameters(), *model.buffers(), ids_T, positions_T, predict_N, temperature_N, *before])
     live.kind = lambda nbytes: _kind(live.stage, nbytes == policy.head.weight.nbytes)
     watched = _Watched(policy, live, left)
