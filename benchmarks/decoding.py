@@ -36,15 +36,15 @@ import _models
 import torch
 from _step_profile import measured
 
-from tandem.engines.vllm.speedups import ASKED
+from tandem.engines.vllm.speedups import PIECES_KEY
 
 PROMPT = 96
 SIBLINGS = 8
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"logprobs": None},
     "each": {"logprobs": 0},
-    "pieces": {"logprobs": 0, "extra_args": {ASKED: True}},
-    "flat": {"logprobs": 0, "extra_args": {ASKED: True}, "flat_logprobs": True},
+    "pieces": {"logprobs": 0, "extra_args": {PIECES_KEY: True}},
+    "flat": {"logprobs": 0, "extra_args": {PIECES_KEY: True}, "flat_logprobs": True},
 }
 THREADS = 2
 """Threads of the engine's process that are told of."""

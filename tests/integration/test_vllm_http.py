@@ -261,7 +261,7 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
         ends = sorted(policy.end_tokens)
 
         def said(prompt: list[int]) -> tuple[list[int], list[int], list[float]]:
-            asked = wire.asked(prompt, sampling, limit=100, ends=ends)
+            asked = wire.completion_request(prompt, sampling, limit=100, ends=ends)
             found = served.post("/generate", json.loads(msgspec.json.encode(asked)))
             tokens = found["token_ids"][0]
             assert len(tokens) >= sampling.min_tokens

@@ -554,7 +554,12 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
     server = Server(tmp_path)
     fleet: Any = SimpleNamespace(servers=[server], restart_count=0, context=64)
     live = VllmEngine(
-        fleet, seeded=False, context=64, ends=[], needs=EngineRequirements(model="", dtype="bfloat16"), patience=1.0
+        fleet,
+        seeded=False,
+        context=64,
+        ends=[],
+        needs=EngineRequirements(model="", dtype="bfloat16"),
+        pause_seconds=1.0,
     )
 
     def publish(seed: int) -> list[str]:
@@ -591,7 +596,7 @@ def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, 
 
     needs = EngineRequirements(model="m", dtype="float32", travels="adapter")
     fleet: Any = SimpleNamespace(servers=[], all=every, restart_count=0)
-    engine = VllmEngine(fleet, seeded=True, context=8, ends=[], needs=needs, patience=1.0)
+    engine = VllmEngine(fleet, seeded=True, context=8, ends=[], needs=needs, pause_seconds=1.0)
     adapter = LoraAdapter(config=CONFIG, tensors=())
     version = PolicyVersion(step=0, digest="")
     asyncio.run(engine.swap(tmp_path, version, adapter) if way == "swap" else engine.load(tmp_path, adapter))

@@ -13,7 +13,7 @@ from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install,
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal
 from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, PartialCompletion, RequestRecord, Stopped
 from tandem.engines.vllm.server.routes import probe as question
-from tandem.engines.vllm.speedups import ASKED, AT_ONCE, SWITCH
+from tandem.engines.vllm.speedups import AT_ONCE, PIECES_KEY, SWITCH
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
@@ -734,7 +734,7 @@ def test_logprobs_come_in_pieces_where_nobody_reads_an_answer_before_its_end() -
             task = asyncio.ensure_future(front.generate([1], {"max_tokens": 1, "logprobs": 0, **params}))
             await client.step()
             await task
-            assert bool((client.seen[-1].params.extra_args or {}).get(ASKED)) == wanted
+            assert bool((client.seen[-1].params.extra_args or {}).get(PIECES_KEY)) == wanted
 
     run(body)
 

@@ -78,7 +78,7 @@ def inherited(engine: Somebodys, needs: EngineRequirements) -> tuple[list[str], 
                 again.append(1)
                 engine.away -= 1
 
-            return await inherit(lambda: [server], needs, patience=5.0, wake=wake, again=look)
+            return await inherit(lambda: [server], needs, pause_seconds=5.0, wake=wake, again=look)
 
     return asyncio.run(asyncio.wait_for(go(), 20)), len(woken), len(again)
 

@@ -15,9 +15,9 @@ def test_a_renewal_counts_from_now() -> None:
         lease = PauseLease(stop)
         lease.renew(30.0, "a trainer")
         lease.renew(600.0)
-        assert lease.told is not None
-        assert lease.told["by"] == "a trainer"
-        assert lease.told["seconds_left"] > 500.0
+        assert lease.report is not None
+        assert lease.report["by"] == "a trainer"
+        assert lease.report["seconds_left"] > 500.0
         lease.end()
         assert not lease.runs
 

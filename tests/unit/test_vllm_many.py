@@ -16,7 +16,17 @@ from fake_vllm import FakeClient, install, settle
 from tandem.engines.vllm.client import waves as _vllm_wave
 from tandem.engines.vllm.client.http import EngineServer, Fallen
 from tandem.engines.vllm.client.waves import Waves
-from tandem.engines.vllm.protocol import Failed, Generate, Ids, Many, Sampled, SiblingRequests, asked, framed, frames
+from tandem.engines.vllm.protocol import (
+    Failed,
+    Generate,
+    Ids,
+    Many,
+    Sampled,
+    SiblingRequests,
+    completion_request,
+    framed,
+    frames,
+)
 from tandem.engines.vllm.server.routes import Routes
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
@@ -87,7 +97,7 @@ class Engine:
         sampling = Sampling(max_tokens=tokens)
 
         def made() -> Generate:
-            return asked(prompt, sampling, limit=40, ends=[], flat=True, min_step=least)
+            return completion_request(prompt, sampling, limit=40, ends=[], flat=True, min_step=least)
 
         answer = self.waves.answer(self.server, made, (prompt, sampling, least), seed=seed)
         return asyncio.create_task(answer)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engines.vllm import speedups
-from tandem.engines.vllm.speedups import ASKED, FIELDS, PIECE, scheduler
+from tandem.engines.vllm.speedups import FIELDS, PIECE, PIECES_KEY, scheduler
 
 INSTALLED = sorted((Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/v1"))
 """vLLM's own files, which nothing of this environment can import."""
@@ -38,7 +38,7 @@ class Request:
         self.key, self.length, self.first, self.logprobs, self.made = key, length, first, logprobs, 0
         self.ended = False
         self.sampling_params = SimpleNamespace(
-            extra_args={ASKED: True} if asked else {"somebody": "else's"}, logprobs=logprobs
+            extra_args={PIECES_KEY: True} if asked else {"somebody": "else's"}, logprobs=logprobs
         )
         if logprobs is None:
             self.sampling_params.extra_args = None

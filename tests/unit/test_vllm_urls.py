@@ -170,7 +170,7 @@ async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[
     needs = EngineRequirements(model="m", dtype="bfloat16")
     servers = [EngineServer(url, "", control_seconds=5.0, request_seconds=5.0) for url in urls]
     fleet = Fleet(servers, launch=None, options=spec, needs=needs)
-    engine = VllmEngine(fleet, seeded=False, context=64, ends=[1], needs=needs, patience=5.0)
+    engine = VllmEngine(fleet, seeded=False, context=64, ends=[1], needs=needs, pause_seconds=5.0)
     try:
         await engine.start()
         publisher = Publisher(engine)

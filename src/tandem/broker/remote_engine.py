@@ -69,7 +69,7 @@ class TandemDialect:
 
     def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
         """As the trainer's own client asks."""
-        return msgspec.json.encode(wire.asked(prompt, sampling, limit=limit, ends=ends))
+        return msgspec.json.encode(wire.completion_request(prompt, sampling, limit=limit, ends=ends))
 
     def completion(self, body: bytes) -> Completion:
         """Token ids, logprobs and the policy step of each token."""

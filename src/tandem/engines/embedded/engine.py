@@ -178,8 +178,8 @@ class EmbeddedEngine(Engine):
                 return []
             self._drop_cancelled()
             if self._running or (self._waiting and self._admitting):
-                asked = self._policy.compute(self._step)
-                return await waits.wait(asked, owner="engine", reason="a token for each request", on="policy")
+                tokens = self._policy.compute(self._step)
+                return await waits.wait(tokens, owner="engine", reason="a token for each request", on="policy")
             self._work.clear()
             if self._cache.bytes > _KEPT:
                 self._cache.clear()
@@ -297,15 +297,15 @@ class EmbeddedEngine(Engine):
 
     def _ended(self, request: _Request) -> bool:
         """True if the last token ends the answer, or completes a text that does."""
-        asked, last = request.sampling, request.tokens[-1]
-        if last in self._policy.end_tokens or last in asked.stop_token_ids:
+        sampling, last = request.sampling, request.tokens[-1]
+        if last in self._policy.end_tokens or last in sampling.stop_token_ids:
             return True
-        if not asked.stop:
+        if not sampling.stop:
             return False
         # A token adds at least one byte of a stop text that it completes, so the tail is enough.
-        tail = request.tokens[-(max(len(stop.encode()) for stop in asked.stop) + 8) :]
+        tail = request.tokens[-(max(len(stop.encode()) for stop in sampling.stop) + 8) :]
         text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
-        return any(stop in text for stop in asked.stop)
+        return any(stop in text for stop in sampling.stop)
 
     def _remove(self, row: int) -> None:
         """Close the gap that a finished row leaves with the last row."""

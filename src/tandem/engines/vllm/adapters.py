@@ -106,30 +106,30 @@ class StoredAdapter:
         factor = scaling(config)
         if factor == 1:
             return plain
-        given = {name: tensor for name, tensor in plain if ".lora_B." in name}
-        if not given:
+        factors = {name: tensor for name, tensor in plain if ".lora_B." in name}
+        if not factors:
             return plain
         if any(
             (view := self._views.get(name)) is None
             or (view.shape, view.dtype, view.device) != (tensor.shape, tensor.dtype, tensor.device)
-            for name, tensor in given.items()
+            for name, tensor in factors.items()
         ):
-            self._make_room(given)
-        torch._foreach_copy_([self._views[name] for name in given], list(given.values()))
+            self._make_room(factors)
+        torch._foreach_copy_([self._views[name] for name in factors], list(factors.values()))
         self._block.mul_(factor)  # one kernel over all: in float32 and rounded once, as ``scaled``
-        return [(name, self._views[name] if name in given else tensor) for name, tensor in plain]
+        return [(name, self._views[name] if name in factors else tensor) for name, tensor in plain]
 
-    def _make_room(self, given: Mapping[str, Tensor]) -> None:
-        first = next(iter(given.values()))
+    def _make_room(self, factors: Mapping[str, Tensor]) -> None:
+        first = next(iter(factors.values()))
         starts, size = [], 0
-        for tensor in given.values():
+        for tensor in factors.values():
             starts.append(size)
             unit = _ALIGNMENT // first.element_size()
             size += -(-tensor.numel() // unit) * unit
         self._block = torch.zeros(size, dtype=first.dtype, device=first.device)
         self._views = {
             name: self._block[start : start + tensor.numel()].view(tensor.shape)
-            for start, (name, tensor) in zip(starts, given.items(), strict=True)
+            for start, (name, tensor) in zip(starts, factors.items(), strict=True)
         }
 
 

@@ -101,9 +101,9 @@ def parsed(body: bytes, kind: type[T]) -> T:
 
 def unrefused(ranks: list[Any]) -> list[Any]:
     """What workers answered; raises Refused where one of them refuses."""
-    for found in ranks:
-        if isinstance(found, dict) and REFUSED in found:
-            raise Refusal(409, found[REFUSED])
+    for answer in ranks:
+        if isinstance(answer, dict) and REFUSED in answer:
+            raise Refusal(409, answer[REFUSED])
     return ranks
 
 
@@ -161,14 +161,14 @@ class Generate(Body):
     def sampling(self) -> dict[str, Any]:
         """Arguments of SamplingParams."""
         plain = msgspec.to_builtins(self)
-        given = {name: value for name, value in plain.items() if name not in _OURS}
+        arguments = {name: value for name, value in plain.items() if name not in _OURS}
         if self.logprobs == 1:
-            given["logprobs"] = 0  # vLLM would tell the likeliest token's beside the sampled one's
+            arguments["logprobs"] = 0  # vLLM would tell the likeliest token's beside the sampled one's
         # Said even where vLLM's default is the same: its defaults are not ours to rely on.
-        return {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature, **given}
+        return {"n": self.n, "max_tokens": self.max_tokens, "temperature": self.temperature, **arguments}
 
 
-def asked(
+def completion_request(
     prompt: Sequence[int],
     sampling: Sampling,
     *,
@@ -406,9 +406,9 @@ def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
     return [(step, sum(1 for _ in same)) for step, same in groupby(steps)]
 
 
-def steps(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+def steps(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Inverse of ``runs``."""
-    return tuple(chain.from_iterable(repeat(step, count) for step, count in found))
+    return tuple(chain.from_iterable(repeat(step, count) for step, count in pairs))
 
 
 MOST_MEMBERS = 1024
@@ -477,9 +477,9 @@ class SiblingRequests(Body):
     """Of each answer; null: it draws from the engine's stream."""
 
 
-def siblings(asked: Generate) -> SiblingRequests:
+def siblings(request: Generate) -> SiblingRequests:
     """Answers to a prompt, none yet."""
-    return SiblingRequests(asked=msgspec.Raw(msgspec.json.encode(asked)), seeds=[])
+    return SiblingRequests(asked=msgspec.Raw(msgspec.json.encode(request)), seeds=[])
 
 
 class Many(Body):

@@ -209,7 +209,7 @@ class Vllm(EngineSpec):
             context=min(context, self.max_model_len or context),
             ends=sorted(policy.end_tokens),
             needs=needs,
-            patience=2 * self.control_seconds,
+            pause_seconds=2 * self.control_seconds,
         )
         try:
             await engine.start()
@@ -279,7 +279,7 @@ class Vllm(EngineSpec):
 
     def command(self, needs: EngineRequirements, context: int, *, model: str, port: int, number: int = 0) -> list[str]:
         """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "model": model,
             "served-model-name": needs.model,
             "host": self.host,
@@ -299,27 +299,27 @@ class Vllm(EngineSpec):
         }
         cache = self.kv_cache_gb
         if _has_cuda():
-            given["gpu-memory-utilization"] = self.gpu_memory_utilization
+            options["gpu-memory-utilization"] = self.gpu_memory_utilization
             if self.tensor_parallel_size == 1:  # else vLLM itself does so
                 # By default its thread that schedules launches forward passes too: 5 to 20 % slower on every host.
-                given["distributed-executor-backend"] = "mp"
+                options["distributed-executor-backend"] = "mp"
         else:
             cache = cache or CPU_CACHE_GB
         if cache:
-            given["kv-cache-memory-bytes"] = int(cache * 1e9)
+            options["kv-cache-memory-bytes"] = int(cache * 1e9)
         if self.sleep:
-            given["enable-sleep-mode"] = True
+            options["enable-sleep-mode"] = True
         if self.limit_mm_per_prompt:
-            given["limit-mm-per-prompt"] = self.limit_mm_per_prompt
+            options["limit-mm-per-prompt"] = self.limit_mm_per_prompt
         if needs.travels == "adapter":
             slots = needs.versions if needs.capability is LoadsVersions else 1
             room = {"max-lora-rank": _rank(needs.rank), "max-loras": slots, "max-cpu-loras": slots}
-            given |= {"enable-lora": True, **room}
+            options |= {"enable-lora": True, **room}
             # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
             # requests' places, which ends the engine (vLLM 0.32 on a CPU) or reads past a buffer's end (0.26).
-            given["lora-target-modules"] = needs.targets or LINEAR
+            options["lora-target-modules"] = needs.targets or LINEAR
         command = [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in {**given, **self.args}.items():
+        for name, value in {**options, **self.args}.items():
             command += flag(name, value)
         return command
 
@@ -370,15 +370,15 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _rank(asked: int) -> int:
+def _rank(min_rank: int) -> int:
     """The smallest rank that vLLM has room for and that an adapter of rank ``asked`` fits into.
 
     Raises:
         ConfigError: there is none.
     """
-    rank = next((rank for rank in RANKS if rank >= asked), None)
+    rank = next((rank for rank in RANKS if rank >= min_rank), None)
     if rank is None:
-        raise ConfigError(f"trainable.rank: vLLM has room for ranks up to {RANKS[-1]}, not {asked}")
+        raise ConfigError(f"trainable.rank: vLLM has room for ranks up to {RANKS[-1]}, not {min_rank}")
     return rank
 
 

@@ -24,7 +24,7 @@ from tandem.engines.vllm.server.watch import end_with_parent
 
 SWITCH = "TANDEM_SPEEDUPS"
 """Environment variable of the engine: 0 goes without all of this."""
-ASKED = "tandem_pieces"
+PIECES_KEY = "tandem_pieces"
 """In a request's ``extra_args``: it is answered whole, so its logprobs may come in pieces."""
 PIECE = 32
 """Tokens of a piece: enough that a token costs little, few enough that answers that end together end at once."""
@@ -38,16 +38,16 @@ def enabled() -> bool:
     return os.environ.get(SWITCH) != "0"
 
 
-def scheduler(**given: Any) -> Any:
+def scheduler(**kwargs: Any) -> Any:
     """The scheduler that vLLM would take by itself, with logprobs in pieces if this version's are known here."""
     from vllm.v1.outputs import LogprobsLists
 
     end_with_parent()
-    config = copy.copy(given["vllm_config"].scheduler_config)
+    config = copy.copy(kwargs["vllm_config"].scheduler_config)
     config.scheduler_cls = None
     chosen = config.get_scheduler_cls()
     known = enabled() and getattr(LogprobsLists, "_fields", None) == FIELDS
-    return (type("Scheduler", (Pieces, chosen), {}) if known else chosen)(**given)
+    return (type("Scheduler", (Pieces, chosen), {}) if known else chosen)(**kwargs)
 
 
 class Pieces:
@@ -56,9 +56,9 @@ class Pieces:
     requests: Mapping[str, Any]
     """Those that have not ended, by id."""
 
-    def __init__(self, **given: Any):
+    def __init__(self, **kwargs: Any):
         self._held = HeldLogprobs()
-        super().__init__(**given)
+        super().__init__(**kwargs)
 
     def update_from_output(self, scheduled: Any, ran: Any) -> Any:
         """What a forward pass gave, for each client.
@@ -71,13 +71,13 @@ class Pieces:
         single = rows is not None and rows.cu_num_generated_tokens is None
         if single:
             for key in ran.req_ids:
-                if key not in self._held and self._asked(key):
+                if key not in self._held and self._wants_pieces(key):
                     self._held.begin(key)
             if all(key in self._held for key in ran.req_ids):
                 ran = copy.copy(ran)
                 ran.logprobs = None  # nobody needs those of one token, and to cut them out takes time
-        found = super().update_from_output(scheduled, ran)  # type: ignore[misc]
-        ours = [output for of in found.values() for output in of.outputs if output.request_id in self._held]
+        outputs = super().update_from_output(scheduled, ran)  # type: ignore[misc]
+        ours = [output for of in outputs.values() for output in of.outputs if output.request_id in self._held]
         for output in ours:
             if single:
                 output.new_logprobs = None
@@ -89,23 +89,23 @@ class Pieces:
             if output.finish_reason is not None:
                 output.new_logprobs = joined(output.new_logprobs, self._held.take(output.request_id))
                 self._held.end(output.request_id)
-        return found
+        return outputs
 
-    def finish_requests(self, *given: Any, **more: Any) -> Any:
+    def finish_requests(self, *args: Any, **more: Any) -> Any:
         """End requests from without: what is held of them goes with them."""
-        found = super().finish_requests(*given, **more)  # type: ignore[misc]
+        finished = super().finish_requests(*args, **more)  # type: ignore[misc]
         for key in [key for key in self._held if self._over(key)]:
             self._held.end(key)
-        return found
+        return finished
 
     def _over(self, key: str) -> bool:
         request = self.requests.get(key)
         return request is None or request.is_finished()
 
-    def _asked(self, key: str) -> bool:
+    def _wants_pieces(self, key: str) -> bool:
         """Whether it wants pieces, and of a token no other logprob than its own."""
         params = None if self._over(key) else self.requests[key].sampling_params
-        return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(ASKED))
+        return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(PIECES_KEY))
 
 
 class HeldLogprobs:
@@ -141,17 +141,17 @@ class HeldLogprobs:
         self._counts[row] = 0
         self._free.append(row)
 
-    def add(self, found: Any, outputs: Sequence[tuple[int, Any]]) -> None:
+    def add(self, logprobs: Any, outputs: Sequence[tuple[int, Any]]) -> None:
         """File one token of each output, and give a full piece to the output that fills it.
 
         Args:
-            found: a forward pass's ``LogprobsLists``.
+            logprobs: a forward pass's ``LogprobsLists``.
             outputs: each with its row there.
         """
         if not outputs:
             return
-        self._kind = type(found)
-        arrays = (found.logprob_token_ids[:, 0], found.logprobs[:, 0], found.sampled_token_ranks)
+        self._kind = type(logprobs)
+        arrays = (logprobs.logprob_token_ids[:, 0], logprobs.logprobs[:, 0], logprobs.sampled_token_ranks)
         if not self._stores:
             self._stores = [np.zeros((0, PIECE), array.dtype) for array in arrays]
         if missing := len(self._counts) - len(self._stores[0]):

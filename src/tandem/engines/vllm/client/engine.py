@@ -46,7 +46,7 @@ class _AttachedSlot:
     """An adapter's slot that an engine has lent."""
 
     restart_count: int
-    asked: wire.ExportSlot
+    request: wire.ExportSlot
     memory: AttachedSlot
 
 
@@ -61,14 +61,14 @@ class VllmEngine(Engine):
         context: int,
         ends: Sequence[int],
         needs: EngineRequirements,
-        patience: float,
+        pause_seconds: float,
     ):
         self.fleet = fleet
         self._seeded = seeded
         self._context = context
         self._ends = list(ends)
         self._needs = needs
-        self._patience = patience
+        self._pause_seconds = pause_seconds
         self._version = PolicyVersion(step=0, digest="")
         self._least = -1
         self._swapped: list[str] = []
@@ -77,7 +77,7 @@ class VllmEngine(Engine):
         self._stored = StoredAdapter()
         self._slot: _AttachedSlot | None = None
         self._bridge: Path | None = None
-        self._told: Sequence[tuple[str, tuple[int, ...], str]] = ()
+        self._manifest: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._republish: Callable[[], Awaitable[None]] | None = None
         self._pauses = Pauses()
         self._waves = Waves()
@@ -95,15 +95,15 @@ class VllmEngine(Engine):
         if self.fleet.started_elsewhere:
             again = self.recover if self.fleet.ours else self.fleet.start
             self._swapped = await inherit(
-                lambda: self.servers, self._needs, patience=self._patience, wake=self.wake, again=again
+                lambda: self.servers, self._needs, pause_seconds=self._pause_seconds, wake=self.wake, again=again
             )
         self._context = self.fleet.least = min(self._context, self.fleet.context)
 
     async def recover(self) -> bool:
-        found = await self.fleet.recover()
-        if found:
+        recovered = await self.fleet.recover()
+        if recovered:
             self._swapped.clear()
-        return found
+        return recovered
 
     @property
     def failure(self) -> Exception | None:
@@ -161,16 +161,18 @@ class VllmEngine(Engine):
             if self.fleet.failure is not None:
                 raise self.fleet.failure
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
-            later = self._patience if least > self._version.step else 0.0  # it waits for the trainer first
+            later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                found = await self._waves.answer(
+                sampled = await self._waves.answer(
                     server,
-                    lambda: wire.asked(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least),
+                    lambda: wire.completion_request(
+                        prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least
+                    ),
                     (prompt, sampling, least),
                     seed=seed,
                     later=later,
                 )
-                return self._completion(server, found, least)
+                return self._completion(server, sampled, least)
             except EngineUnreachable:
                 tries += 1
                 if self.fleet.closed or not await self._revived(server, restart_count, tries):
@@ -187,19 +189,22 @@ class VllmEngine(Engine):
             await self._republish()  # which recovers those of others, though not in the midst of a publish
         return self.fleet.ours or restart_count != self.restart_count or tries < TRIES
 
-    def _completion(self, server: EngineServer, found: Sampled, least: int) -> Completion:
-        self._same(server, found.engine)
-        versions, least = wire.steps(found.versions), max(0, least)
+    def _completion(self, server: EngineServer, sampled: Sampled, least: int) -> Completion:
+        self._same(server, sampled.engine)
+        versions, least = wire.steps(sampled.versions), max(0, least)
         if min(versions, default=least) < least:
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
-        if len(found.logprobs) != len(found.tokens):
-            raise EngineError(f"{server.name} told {len(found.logprobs)} logprobs of {len(found.tokens)} tokens")
-        if not math.isfinite(math.fsum(found.logprobs)):
+        if len(sampled.logprobs) != len(sampled.tokens):
+            raise EngineError(f"{server.name} told {len(sampled.logprobs)} logprobs of {len(sampled.tokens)} tokens")
+        if not math.isfinite(math.fsum(sampled.logprobs)):
             raise server.odd("/generate", "a logprob is no finite number")
         finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
         return Completion(
-            tokens=found.tokens, logprobs=found.logprobs, versions=versions, finish=finish.get(found.finish, "abort")
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
+            versions=versions,
+            finish=finish.get(sampled.finish, "abort"),
         )
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
@@ -210,43 +215,43 @@ class VllmEngine(Engine):
             )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        asked = wire.Generate(
+        request = wire.Generate(
             prompt=wire.Ids(prompt_token_ids=list(tokens)), max_tokens=1, prompt_logprobs=0, detokenize=False
         )
-        found = await self.servers[0].generate(asked)
-        prompt = found.prompt_logprobs or []
+        response = await self.servers[0].generate(request)
+        prompt = response.prompt_logprobs or []
         return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
 
     async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         return await asyncio.gather(*(self._probe(server, tokens, samples) for server in self.servers))
 
     async def _probe(self, server: EngineServer, tokens: Sequence[int], samples: int) -> ProbeResult:
-        asked = wire.ProbeRequest(
+        request = wire.ProbeRequest(
             tokens=list(tokens),
             temperature=PROBE_TEMPERATURE,
             max_tokens=samples,
             adapter=self._pending,
         )
-        found: wire.ProbeResponse = await server.post("/bridge/probe", asked, wire.ProbeResponse)
-        finish: Finish = "stop" if found.finish == "stop" else "length"
+        response: wire.ProbeResponse = await server.post("/bridge/probe", request, wire.ProbeResponse)
+        finish: Finish = "stop" if response.finish == "stop" else "length"
         sampled = Completion(
-            tokens=tuple(found.tokens),
-            logprobs=_numbers(found.logprobs),
-            versions=(0,) * len(found.tokens),
+            tokens=tuple(response.tokens),
+            logprobs=_numbers(response.logprobs),
+            versions=(0,) * len(response.tokens),
             finish=finish,
         )
         return ProbeResult(
             name=server.name,
-            scored=_numbers(found.scored),
+            scored=_numbers(response.scored),
             sampled=sampled,
-            temperature=found.temperature,
-            cached=found.cached,
+            temperature=response.temperature,
+            cached=response.cached,
         )
 
     async def health(self) -> Health:
-        found = await asyncio.gather(*(s.get("/health", dict) for s in self.servers), return_exceptions=True)
-        bad = [str(f) for f in found if isinstance(f, BaseException)]
-        running, waiting = (sum(int(f[key]) for f in found if isinstance(f, dict)) for key in ("running", "waiting"))
+        answers = await asyncio.gather(*(s.get("/health", dict) for s in self.servers), return_exceptions=True)
+        bad = [str(f) for f in answers if isinstance(f, BaseException)]
+        running, waiting = (sum(int(f[key]) for f in answers if isinstance(f, dict)) for key in ("running", "waiting"))
         return Health(ok=not bad, running=running, waiting=waiting, detail="; ".join(bad))
 
     # The transaction
@@ -268,19 +273,22 @@ class VllmEngine(Engine):
         return True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._patience, step=step, by=_me()))
+        await self._pauses.pause(
+            self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_me())
+        )
 
     async def release(self, reason: str) -> None:
-        await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._patience)
+        await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
 
     async def resume(self) -> float:
-        answers, told = await self.fleet.all("/bridge/resume"), self._version
+        answers, version = await self.fleet.all("/bridge/resume"), self._version
         self._pauses.over()
         for server, answer in zip(self.servers, answers, strict=True):
-            if told.digest and (answer["step"], answer["digest"]) != (told.step, told.digest):
+            if version.digest and (answer["step"], answer["digest"]) != (version.step, version.digest):
                 raise StaleWeights(
-                    f"{server.name} was stamped with version {told.step} and goes on with {answer['step']}: somebody "
-                    "else publishes to it, or the stamp was lost. Resume the run: its weights are then published again"
+                    f"{server.name} was stamped with version {version.step} and goes on with {answer['step']}: "
+                    "somebody else publishes to it, or the stamp was lost. Resume the run: its weights are then "
+                    "published again"
                 )
         self.fleet.ready.set()
         return max(float(answer["seconds"]) for answer in answers)
@@ -294,7 +302,7 @@ class VllmEngine(Engine):
 
     async def wake(self) -> None:
         if self.sleeps:
-            await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._patience))
+            await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._pause_seconds))
 
     async def stop(self, reason: str) -> None:
         self._pauses.over()
@@ -314,10 +322,10 @@ class VllmEngine(Engine):
     async def export_weights(self) -> Mapping[str, Any]:
         """Hugging Face name and tensor, in this process, of every weight that the engine samples from."""
         (server,) = self.servers
-        found = await exported_weights(server)
+        exported = await exported_weights(server)
         if self._needs.folder is not None and self.fleet.ours:
-            self._bridge = found.write(Path(os.environ.get("LOGDIR") or self._needs.folder))
-        return found.attach()
+            self._bridge = exported.write(Path(os.environ.get("LOGDIR") or self._needs.folder))
+        return exported.attach()
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
@@ -331,16 +339,16 @@ class VllmEngine(Engine):
         """
         (server,) = self.servers
         stored = self._stored.of(adapter.tensors, adapter.config)
-        asked = wire.ExportSlot(
+        request = wire.ExportSlot(
             config=dict(adapter.config),
             tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
         )
         for _ in range(2):
             slot = self._slot
-            if slot is None or (slot.restart_count, slot.asked) != (self.restart_count, asked):
-                (rank,) = (await server.post("/bridge/lend_slot", asked))["ranks"]
+            if slot is None or (slot.restart_count, slot.request) != (self.restart_count, request):
+                (rank,) = (await server.post("/bridge/lend_slot", request))["ranks"]
                 slot = self._slot = _AttachedSlot(
-                    restart_count=self.restart_count, asked=asked, memory=AttachedSlot(rank, stored)
+                    restart_count=self.restart_count, request=request, memory=AttachedSlot(rank, stored)
                 )
             if (await server.post("/bridge/adapt", wire.Adapt(key=slot.memory.key)))["held"]:
                 return slot.memory.write(stored)
@@ -362,8 +370,8 @@ class VllmEngine(Engine):
         return int(sum(t.numel() * t.element_size() for _, t in adapter.tensors)) * len(self.servers)
 
     async def _load(self, folder: Path, name: str) -> None:
-        asked = wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name, served=False)
-        await self.fleet.all("/lora/load", asked)
+        request = wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name, served=False)
+        await self.fleet.all("/lora/load", request)
         self._pending = name
         self._swapped.append(name)
 
@@ -376,7 +384,7 @@ class VllmEngine(Engine):
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
-        self._told = ()
+        self._manifest = ()
         for server, rank in zip(self.servers, first, strict=True):
             body = wire.StartReceiver(
                 init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
@@ -402,21 +410,21 @@ class VllmEngine(Engine):
         Raises:
             TransportError: one of them could not.
         """
-        found = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
-        for server, answer in zip(self.servers, found, strict=True):
+        answers = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
+        for server, answer in zip(self.servers, answers, strict=True):
             if answer["status"] == "error":
                 raise TransportError(f"{server.name} could not join the process group: {answer['error']}")
-        return all(answer["status"] == "connected" for answer in found)
+        return all(answer["status"] == "connected" for answer in answers)
 
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         """Take one publish from the process group into the weights, or into the adapter."""
         body = wire.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
-        if manifest != self._told:  # they remember it as long as they are connected
+        if manifest != self._manifest:  # they remember it as long as they are connected
             body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
         await self.fleet.all("/nccl/receive", body)
-        self._told = manifest
+        self._manifest = manifest
 
     async def disconnect(self) -> None:
         """Leave the process group."""
@@ -428,8 +436,8 @@ def _me() -> str:
     return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
 
 
-def _numbers(found: Sequence[float | None]) -> tuple[float, ...]:
-    return tuple(float("nan") if value is None else value for value in found)
+def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(float("nan") if value is None else value for value in values)
 
 
 async def exported_weights(server: EngineServer) -> VllmBridge:
@@ -449,11 +457,11 @@ class Pauses:
         """The servers were resumed or stopped."""
         self._before.clear()
 
-    async def pause(self, servers: Sequence[EngineServer], asked: wire.Pause) -> None:
+    async def pause(self, servers: Sequence[EngineServer], request: wire.Pause) -> None:
         """Pause all of them; the first failure is raised when all have answered."""
 
         async def one(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
-            answer = await server.post("/bridge/pause", asked)
+            answer = await server.post("/bridge/pause", request)
             self._before.setdefault(server.instance_id, answer["before"])
 
         for error in await asyncio.gather(*map(one, servers), return_exceptions=True):
@@ -506,7 +514,7 @@ async def inherit(
     servers: Callable[[], Sequence[EngineServer]],
     needs: EngineRequirements,
     *,
-    patience: float,
+    pause_seconds: float,
     wake: Callable[[], Awaitable[None]],
     again: Callable[[], Awaitable[object]],
 ) -> list[str]:
@@ -515,7 +523,7 @@ async def inherit(
     Args:
         servers: those of now; after ``again`` they may be others.
         needs: of the run.
-        patience: seconds that a pause may last.
+        pause_seconds: seconds that a pause may last.
         wake: their trainer may have died while they slept.
         again: waits for servers that went away meanwhile, or starts them.
 
@@ -525,7 +533,7 @@ async def inherit(
 
     async def once() -> list[str]:
         await wake()
-        return await _without_adapters(servers(), needs, patience)
+        return await _without_adapters(servers(), needs, pause_seconds)
 
     for _ in range(INHERIT_TRIES - 1):
         try:
@@ -536,7 +544,9 @@ async def inherit(
     return await once()
 
 
-async def _without_adapters(servers: Sequence[EngineServer], needs: EngineRequirements, patience: float) -> list[str]:
+async def _without_adapters(
+    servers: Sequence[EngineServer], needs: EngineRequirements, pause_seconds: float
+) -> list[str]:
     """Versions by name are served on, and unloaded when ours have taken their place."""
     weights, swaps = needs.travels == "weights", needs.capability is LoadsVersions
     names = []
@@ -545,11 +555,11 @@ async def _without_adapters(servers: Sequence[EngineServer], needs: EngineRequir
         loaded = [entry["name"] for entry in held["loaded"]]
         if (weights and (loaded or held["in_place"])) or (swaps and held["in_place"]):
             pauses, only = Pauses(), None if weights else wire.IN_PLACE
-            await pauses.pause([server], wire.Pause(finish=True, seconds=patience))
+            await pauses.pause([server], wire.Pause(finish=True, seconds=pause_seconds))
             try:
                 await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
             finally:
-                await pauses.release([server], "its weights were in doubt before", sleeps=0, seconds=patience)
+                await pauses.release([server], "its weights were in doubt before", sleeps=0, seconds=pause_seconds)
         names.append(loaded)
     if not swaps:
         return []

@@ -72,7 +72,7 @@ class Fleet:
         """Why servers that came back could not be published to."""
         self._away: list[EngineServer] = []
         self._back: list[EngineServer] = []
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._launch = launch
@@ -96,22 +96,26 @@ class Fleet:
 
     async def _arrival(self, server: EngineServer) -> EngineServer:
         """Greet a server that somebody else runs, or is about to: who is started first does not matter."""
-        deadline, told = time.monotonic() + self._options.start_seconds, False
-        patience = self._options.start_seconds + 10  # beyond the deadline below, which says more
-        async with waits.waiting(waits.actor("trainer"), "an engine to answer", on=server.name, deadline=patience):
+        deadline, warned = time.monotonic() + self._options.start_seconds, False
+        timeout_seconds = self._options.start_seconds + 10  # beyond the deadline below, which says more
+        async with waits.waiting(
+            waits.actor("trainer"), "an engine to answer", on=server.name, deadline=timeout_seconds
+        ):
             while True:
                 try:
                     await self._greet(server)
                     break
                 except EngineUnreachable as error:
-                    said = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
+                    message = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
                     if time.monotonic() >= deadline:
-                        raise EngineError(f"{said} (engine.start_seconds: {self._options.start_seconds:g})") from error
-                    if not told:
-                        log.warning("%s; it is waited for", said)
-                        told = True
+                        raise EngineError(
+                            f"{message} (engine.start_seconds: {self._options.start_seconds:g})"
+                        ) from error
+                    if not warned:
+                        log.warning("%s; it is waited for", message)
+                        warned = True
                 await asyncio.sleep(LOOK_SECONDS)
-        if told:
+        if warned:
             log.warning("%s answers", server.name)
         return server
 
@@ -178,8 +182,8 @@ class Fleet:
 
         Which of them does not matter, since the weights of now are published to it.
         """
-        given = self._needs.weights
-        pruned = given is not None and self.model == str(given) and not given.exists()
+        weights = self._needs.weights
+        pruned = weights is not None and self.model == str(weights) and not weights.exists()
         return self._needs.model if pruned else self.model
 
     def _note(self, launch: Launch, index: int) -> None:
@@ -289,9 +293,9 @@ class Fleet:
         except EngineUnreachable:
             return False
         except EngineError as error:  # somebody answers, but not as this run needs it
-            if str(error) not in self._said:
+            if str(error) not in self._warnings:
                 log.warning("%s; it is left out", error)
-            self._said.add(str(error))
+            self._warnings.add(str(error))
             return False
         return True
 
@@ -371,11 +375,11 @@ class Fleet:
 
     async def all(self, path: str, body: Any = None) -> list[Any]:
         """Tell every server at once; the first failure is raised when all have answered."""
-        found = await asyncio.gather(*(s.post(path, body) for s in self.servers), return_exceptions=True)
-        for answer in found:
+        answers = await asyncio.gather(*(s.post(path, body) for s in self.servers), return_exceptions=True)
+        for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return list(found)
+        return list(answers)
 
 
 def _unused(url: str) -> None:
@@ -441,12 +445,12 @@ async def _answers_tell(fleet: Fleet) -> bool:
     away = 0
     for server in fleet.servers:
         try:
-            found = await server.get("/health", dict)
+            health = await server.get("/health", dict)
         except EngineUnreachable:
             away += 1  # nothing can be brought to it now
             continue
         except (EngineError, Deadline):
             continue  # stopped for a reason of its own
-        if found.get("engine", server.instance_id) != server.instance_id:
+        if health.get("engine", server.instance_id) != server.instance_id:
             return True
     return not fleet.ours and away == len(fleet.servers)

@@ -120,8 +120,8 @@ class EngineServer:
 
     async def get(self, path: str, kind: type[T]) -> T:
         """Ask; see ``post``."""
-        found: T = await self._call("GET", path, None, kind, self._control)
-        return found
+        answer: T = await self._call("GET", path, None, kind, self._control)
+        return answer
 
     async def post(self, path: str, body: Any = None, kind: Callable[..., T] | Any = dict, seconds: float = 0.0) -> Any:
         """Tell.
@@ -139,11 +139,11 @@ class EngineServer:
         """
         return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
 
-    async def generate(self, asked: wire.Generate, *, later: float = 0.0) -> wire.Generated:
+    async def generate(self, request: wire.Generate, *, later: float = 0.0) -> wire.Generated:
         """Sample; counted, so that load can be spread. It may begin as many seconds ``later``."""
         self.outstanding += 1
         try:
-            answer: wire.Generated = await self.post("/generate", asked, wire.Generated, self.request_seconds + later)
+            answer: wire.Generated = await self.post("/generate", request, wire.Generated, self.request_seconds + later)
         finally:
             self.outstanding -= 1
         return answer
@@ -156,16 +156,16 @@ class EngineServer:
             body: what is asked, made anew where a connection breaks and another can be had.
             took: takes a piece.
         """
-        status, found = await self._answer("POST", path, body, took)
-        self._refused(path, status, found)
+        status, content = await self._answer("POST", path, body, took)
+        self._refused(path, status, content)
 
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
         data = None if body is None else msgspec.json.encode(body)
         async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
-            status, found = await self._answer(method, path, lambda: data)
-        self._refused(path, status, found)
+            status, content = await self._answer(method, path, lambda: data)
+        self._refused(path, status, content)
         try:
-            return msgspec.json.decode(found, type=kind)
+            return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:  # a logprob that is no number, for one
             raise self.odd(path, error) from error
 
@@ -173,13 +173,13 @@ class EngineServer:
         """The error of an answer that cannot be read."""
         return EngineError(f"{self.name} answers {path} with something else than was asked for: {error}")
 
-    def _refused(self, path: str, status: int, found: bytes) -> None:
+    def _refused(self, path: str, status: int, content: bytes) -> None:
         if status in (401, 403):
             variable = "engine.api_key_variable names the environment variable that holds it"
-            raise Denied(f"{self.name} answers {path} with {status}: {_detail(found)}; {variable}")
+            raise Denied(f"{self.name} answers {path} with {status}: {_detail(content)}; {variable}")
         if status >= 400:
             # The title of the problem.
-            raise self.refusal(path, status, _detail(found), fallen=b'"EngineDeadError"' in found)
+            raise self.refusal(path, status, _detail(content), fallen=b'"EngineDeadError"' in content)
 
     def refusal(self, path: str, status: int, detail: str, *, fallen: bool) -> EngineError:
         """The error of a request that was refused; ``fallen`` if the engine behind who answers has died."""
@@ -207,8 +207,8 @@ class EngineServer:
                 if broke and tries < AGAIN and not path.startswith(ONCE) and not self._closed:
                     tries += 1
                     continue
-                said = str(error) or type(error).__name__
-                raise EngineUnreachable(f"{self.name} does not answer {path}: {said}{self._last_words()}") from error
+                reason = str(error) or type(error).__name__
+                raise EngineUnreachable(f"{self.name} does not answer {path}: {reason}{self._last_words()}") from error
 
     def _last_words(self) -> str:
         """What its log says, if it is our child and dead."""
@@ -239,9 +239,9 @@ class EngineServer:
 
 def _detail(body: bytes) -> str:
     try:
-        found = msgspec.json.decode(body)
+        content = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return body.decode(errors="replace")[:500]
-    if isinstance(found, dict):
-        return str(found.get("detail") or found.get("error") or found)
-    return str(found)[:500]
+    if isinstance(content, dict):
+        return str(content.get("detail") or content.get("error") or content)
+    return str(content)[:500]

@@ -36,7 +36,7 @@ MOST = 64
 
 
 @dataclass(slots=True)
-class _Asked:
+class _AwaitedSample:
     """One answer that somebody waits for."""
 
     siblings: SiblingRequests
@@ -54,7 +54,7 @@ class Waves:
     async def answer(
         self,
         server: EngineServer,
-        asked: Callable[[], Generate],
+        request: Callable[[], Generate],
         like: tuple[Sequence[int], object, int],
         *,
         seed: int | None,
@@ -64,7 +64,7 @@ class Waves:
 
         Args:
             server: which.
-            asked: makes the request, if it is not that of the answer asked for just before.
+            request: makes the request, if it is not that of the answer asked for just before.
             like: what it is made of: prompt, sampling and policy step.
             seed: of its random stream.
             later: by how many seconds it may begin later than now.
@@ -75,15 +75,15 @@ class Waves:
             Deadline: it answers too late.
         """
         wave = self._next.get(server)
-        if wave is None or len(wave.asked) >= MOST:
+        if wave is None or len(wave.requests) >= MOST:
             wave = self._next[server] = _Wave(server)
             asyncio.get_running_loop().call_soon(self._begin, wave)
-        number = wave.add(asked, like, seed)
+        number = wave.add(request, like, seed)
         seconds = server.request_seconds + later
         server.outstanding += 1
         try:
             async with waits.waiting(waits.actor("trainer"), "POST /generate", on=server.name, deadline=seconds):
-                return await wave.asked[number].answer
+                return await wave.requests[number].answer
         except BaseException:
             wave.leave(number)
             raise
@@ -104,7 +104,7 @@ class _Wave:
     """Answers that are asked for together."""
 
     server: EngineServer
-    asked: list[_Asked] = field(default_factory=list)
+    requests: list[_AwaitedSample] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     _id: str = ""
     _like: tuple[Sequence[int], object, int] | None = None
@@ -113,20 +113,20 @@ class _Wave:
     _buffer: bytearray = field(default_factory=bytearray)
     _taking_back: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def add(self, asked: Callable[[], Generate], like: tuple[Sequence[int], object, int], seed: int | None) -> int:
+    def add(self, request: Callable[[], Generate], like: tuple[Sequence[int], object, int], seed: int | None) -> int:
         """One answer more; its number."""
         if self._siblings is None or like != self._like:
-            self._siblings, self._like = siblings(asked()), like
-        self.asked.append(_Asked(self._siblings, seed, asyncio.get_running_loop().create_future()))
-        return len(self.asked) - 1
+            self._siblings, self._like = siblings(request()), like
+        self.requests.append(_AwaitedSample(self._siblings, seed, asyncio.get_running_loop().create_future()))
+        return len(self.requests) - 1
 
     def leave(self, number: int) -> None:
         """Nobody waits for an answer any more: have the engine end it; with the last the request itself ends."""
-        future = self.asked[number].answer
+        future = self.requests[number].answer
         future.cancel()
         if self.task is None or self.task.done():
             return
-        if all(one.answer.done() for one in self.asked):
+        if all(one.answer.done() for one in self.requests):
             self.task.cancel()
         elif number in self._sent:
             task = asyncio.get_running_loop().create_task(self._take_back(self._sent.index(number)), context=Context())
@@ -140,27 +140,27 @@ class _Wave:
     async def run(self) -> None:
         """Ask, and hand out what comes."""
         try:
-            if all(one.answer.done() for one in self.asked):  # nobody waits any more
+            if all(one.answer.done() for one in self.requests):  # nobody waits any more
                 return
             await self.server.many(PATH, self._body, self._took)
-            if left := [one for one in self.asked if not one.answer.done()]:
-                raise self.server.odd(PATH, f"{len(left)} of {len(self.asked)} answers are missing")
+            if left := [one for one in self.requests if not one.answer.done()]:
+                raise self.server.odd(PATH, f"{len(left)} of {len(self.requests)} answers are missing")
         except Exception as error:  # whoever waits is told, whatever it is
-            for one in self.asked:
+            for one in self.requests:
                 if not one.answer.done():
                     one.answer.set_exception(_copy(error))
         finally:
-            for one in self.asked:
+            for one in self.requests:
                 one.answer.cancel()  # where the run ends
 
     def _body(self) -> bytes:
         """What is not answered yet, siblings together."""
         self._id = secrets.token_hex(8)
-        self._sent = [number for number, one in enumerate(self.asked) if not one.answer.done()]
+        self._sent = [number for number, one in enumerate(self.requests) if not one.answer.done()]
         self._buffer.clear()
         prompts: list[SiblingRequests] = []
         last = None
-        for one in (self.asked[number] for number in self._sent):
+        for one in (self.requests[number] for number in self._sent):
             if one.siblings is not last:
                 last = one.siblings
                 prompts.append(SiblingRequests(asked=last.asked, seeds=[]))
@@ -176,7 +176,7 @@ class _Wave:
             raise self.server.odd(PATH, error) from error
 
     def _hand_out(self, frame: Frame) -> None:
-        answer = self.asked[self._sent[frame.number]].answer
+        answer = self.requests[self._sent[frame.number]].answer
         if answer.done():  # taken back meanwhile
             return
         if isinstance(frame, Failed):

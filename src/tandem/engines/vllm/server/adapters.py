@@ -26,10 +26,10 @@ class Adapters:
         self._loaded: dict[str, Any] = {}
         self.in_place: Any = None
 
-    async def export_slot(self, asked: wire.ExportSlot) -> list[Any]:
+    async def export_slot(self, request: wire.ExportSlot) -> list[Any]:
         """Give the adapter in place a slot and lend it; what each rank answers."""
         self.require_enabled()
-        arguments = json.dumps(asked.config), json.dumps(asked.tensors)
+        arguments = json.dumps(request.config), json.dumps(request.tensors)
         return [json.loads(text) for text in await self._frontend.rpc("tandem_export_slot", SLOT, *arguments)]
 
     async def adapt(self, key: str) -> bool:
@@ -81,15 +81,15 @@ class Adapters:
 
     async def load(self, body: bytes) -> Any:
         """POST /lora/load: a PEFT folder becomes an adapter by name; it is served at once where nobody stamps steps."""
-        asked = parsed(body, wire.LoadAdapter)
+        request = parsed(body, wire.LoadAdapter)
         self.require_enabled()
-        folder = allowed(asked.adapter_path)
-        name = asked.adapter_name or folder.name
+        folder = allowed(request.adapter_path)
+        name = request.adapter_name or folder.name
         not_kept(name)
         if name in self._loaded:
             raise Refusal(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
-        if asked.served and self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
+        if request.served and self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
             self._frontend.adapter = self._loaded[name]
         return {"status": "ok", "adapter_name": name, "id": self._loaded[name].lora_int_id}
 
@@ -105,21 +105,21 @@ class Adapters:
 
     async def unload(self, body: bytes) -> Any:
         """POST /lora/unload."""
-        asked = parsed(body, wire.UnloadAdapter)
+        request = parsed(body, wire.UnloadAdapter)
         held = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
-        names = held if asked.adapter_name is None else [asked.adapter_name]
-        if asked.unless_used:
+        names = held if request.adapter_name is None else [request.adapter_name]
+        if request.unless_used:
             names = [name for name in names if not self._frontend.places.users[name]]
         for name in names:
-            request = self.named(name)
-            self._frontend.forget(request)
+            lora_request = self.named(name)
+            self._frontend.forget(lora_request)
             self._loaded.pop(name, None)
             self._state.openai_serving_models.lora_requests.pop(name, None)
             if name == IN_PLACE:
                 self.in_place = None
                 await self._frontend.rpc("tandem_forget", SLOT)
             else:
-                await self._frontend.client.remove_lora(request.lora_int_id)
+                await self._frontend.client.remove_lora(lora_request.lora_int_id)
         return {"status": "ok", "unloaded": names}
 
 
@@ -137,8 +137,8 @@ def allowed(path: str) -> Path:
     """
     places = [Path(place).resolve() for place in os.environ.get(FOLDERS, "").split(os.pathsep) if place]
 
-    def inside(found: Path) -> bool:
-        return any(found.is_relative_to(place) for place in places)
+    def inside(target: Path) -> bool:
+        return any(target.is_relative_to(place) for place in places)
 
     try:
         folder = Path(path).resolve()
@@ -146,7 +146,7 @@ def allowed(path: str) -> Path:
         held = {file.name: inside(file.resolve()) for file in folder.iterdir()} if within and folder.is_dir() else {}
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a null byte, no right to look
         raise Refusal(400, f"there is no adapter at {path!r}: {error}") from error
-    outside = [name for name, found in held.items() if not found]
+    outside = [name for name, is_inside in held.items() if not is_inside]
     if not within or outside:
         what = f"{path!r}" if not within else f"{path!r}, whose {outside[0]} is a link to elsewhere"
         known = ", ".join(map(str, places)) or f"none; name some in {FOLDERS}"

@@ -124,7 +124,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def given(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) -> Receive:
+def replayed(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) -> Receive:
     """A ``receive`` for vLLM's own routes: the body that was read already, then the client's disconnection.
 
     Routes of vLLM abort what they sample when their client goes away, so that is what they are told of a stop too.
@@ -157,10 +157,10 @@ async def refuse(send: Send, error: Exception) -> None:
     """Answer with an error, as RFC 9457's problem+json."""
     if isinstance(error, Gone):
         return
-    status, title, said = problem(error)
+    status, title, detail = problem(error)
     headers = error.headers if isinstance(error, Refusal) else ()
-    told = {"status": status, "title": title, "detail": said}
-    await answer(send, told, status, b"application/problem+json", headers)
+    document = {"status": status, "title": title, "detail": detail}
+    await answer(send, document, status, b"application/problem+json", headers)
 
 
 def problem(error: Exception) -> tuple[int, str, str]:
@@ -170,10 +170,10 @@ def problem(error: Exception) -> tuple[int, str, str]:
     status = _status(error)
     if status == 500:
         log.error("a request failed", exc_info=error)
-    said = str(error) or type(error).__name__
+    detail = str(error) or type(error).__name__
     if isinstance(error, Stopped):
-        said = f"the engine is stopped: {said}"
-    return status, type(error).__name__, said
+        detail = f"the engine is stopped: {detail}"
+    return status, type(error).__name__, detail
 
 
 def _status(error: Exception) -> int:

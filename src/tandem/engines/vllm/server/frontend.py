@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
 from tandem.engines.vllm.server.places import PROBES, Places
-from tandem.engines.vllm.speedups import ASKED as IN_PIECES
-from tandem.engines.vllm.speedups import PrefillRoom, Scheduler
+from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class PartialCompletion:
 
     tokens: list[int] = field(default_factory=list)
     """Sampled so far."""
-    told: list[Any] = field(default_factory=list)
+    logprob_pieces: list[Any] = field(default_factory=list)
     """What vLLM said of their logprobs, piece by piece; empty where nobody asked."""
     generations: list[int] = field(default_factory=list)
     """The era that each token was sampled in."""
@@ -44,21 +43,21 @@ class PartialCompletion:
     @property
     def logprobs(self) -> list[dict[int, float]]:
         """Of each token: its logprob, and those of the likeliest ones where they were asked for."""
-        return [_plain(position) for piece in self.told for position in piece]
+        return [_plain(position) for piece in self.logprob_pieces for position in piece]
 
     @property
     def own_logprobs(self) -> list[float]:
         """Of each token: its own, without an object for each."""
-        found: list[float] = []
-        for piece in self.told:
+        own: list[float] = []
+        for piece in self.logprob_pieces:
             starts = getattr(piece, "start_indices", None)
             if starts is None:
-                tokens = self.tokens[len(found) : len(found) + len(piece)]
-                found += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
+                tokens = self.tokens[len(own) : len(own) + len(piece)]
+                own += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
             else:  # vLLM's FlatLogprobs; what was sampled is the first of its position
                 logprobs = piece.logprobs
-                found += [logprobs[start] for start in starts]
-        return found
+                own += [logprobs[start] for start in starts]
+        return own
 
 
 @dataclass(slots=True)
@@ -82,13 +81,13 @@ class RequestRecord:
         for part in output.outputs:
             answer = self.completions[part.index]
             # Ended from without, it may lack the logprobs of its last tokens, which the scheduler still had.
-            told = len(part.logprobs) if part.finish_reason == "abort" and part.logprobs is not None else None
-            answer.tokens.extend(part.token_ids[:told])
+            num_tokens = len(part.logprobs) if part.finish_reason == "abort" and part.logprobs is not None else None
+            answer.tokens.extend(part.token_ids[:num_tokens])
             for ended, count in answer.marks:
                 answer.generations.extend([ended] * (min(count, len(answer.tokens)) - len(answer.generations)))
             answer.generations.extend([generation] * (len(answer.tokens) - len(answer.generations)))
             if part.logprobs:
-                answer.told.append(part.logprobs)
+                answer.logprob_pieces.append(part.logprobs)
             answer.text += part.text or ""
             answer.finish = part.finish_reason or answer.finish
 
@@ -118,7 +117,7 @@ class PauseLease:
         return self._timer is not None
 
     @property
-    def told(self) -> dict[str, Any] | None:
+    def report(self) -> dict[str, Any] | None:
         """Who paused the engine, since when (UTC) and for how many seconds more; None while nobody has."""
         if not self._since:
             return None
@@ -440,7 +439,7 @@ class Frontend:
             await self._changed.wait()
 
     @property
-    def _asked(self) -> int:
+    def _sampling_step(self) -> int:
         """Policy step of the weights that what is asked now is sampled by, as far as it is known."""
         return self.step if self.state == "serving" or self._coming is None else self._coming
 
@@ -455,7 +454,7 @@ class Frontend:
             prompt: of a request that waits for a policy step; such may be handed in before the scheduler goes on.
             min_step: the step, which is waited for in nobody's way.
         """
-        while min_step > self._asked and self.state != "stopped":
+        while min_step > self._sampling_step and self.state != "stopped":
             await self._changed.wait()
         async with self.places.taken(answers):
             while not self._admits(prompt, answers, min_step):
@@ -477,18 +476,20 @@ class Frontend:
         """
         return f"{self.id}-{self.generation + bool(self._room.requests)}"
 
-    def params(self, given: Mapping[str, Any]) -> Any:
+    def params(self, options: Mapping[str, Any]) -> Any:
         """vLLM's SamplingParams, for as many requests as like; raises ValueError as vLLM does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        given = _with_grammar(given)
+        options = _with_grammar(options)
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
-        whole = kind is RequestOutputKind.FINAL_ONLY and not given.get("detokenize", True)  # so no text ends it either
+        whole = kind is RequestOutputKind.FINAL_ONLY and not options.get(
+            "detokenize", True
+        )  # so no text ends it either
         # Where this release can: lists for all tokens, not a mapping and an object for each.
         flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
-        return SamplingParams(**given, **flat, output_kind=kind, extra_args={IN_PIECES: True} if whole else None)
+        return SamplingParams(**options, **flat, output_kind=kind, extra_args={PIECES_KEY: True} if whole else None)
 
     async def generate(
         self,
@@ -517,15 +518,15 @@ class Frontend:
             async with (
                 contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
             ):
-                found = await self._sampled(prompt, params_, adapter, probe)
+                record = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
             await self.deliverable(
-                max((generation for c in found.completions for generation in c.generations), default=0)
+                max((generation for c in record.completions for generation in c.generations), default=0)
             )
-        return found
+        return record
 
     async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> RequestRecord:
-        found = RequestRecord([PartialCompletion() for _ in range(params.n)], list(prompt), None, 0)
+        record = RequestRecord([PartialCompletion() for _ in range(params.n)], list(prompt), None, 0)
         served, adapter = adapter is None, adapter or self.adapter
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
         generation = None
@@ -533,16 +534,16 @@ class Frontend:
             generation = self.generation if served else self._generation_of.get(adapter.lora_name, UNKNOWN)
         key = uuid.uuid4().hex
         if generation is None:
-            self._live[key] = found
+            self._live[key] = record
         try:
             async with self.places.counted(adapter if served else None):
                 # With its type it is what vLLM makes of a prompt, so nothing is left to be done in a thread of its own.
-                asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt or self.salt}
-                async for output in self.client.generate(asked, params, key, lora_request=adapter):
-                    found.add(output, self.generation if generation is None else generation)
+                token_prompt = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt or self.salt}
+                async for output in self.client.generate(token_prompt, params, key, lora_request=adapter):
+                    record.add(output, self.generation if generation is None else generation)
         finally:
             self._live.pop(key, None)
-        return found
+        return record
 
     def steps_of(self, answer: PartialCompletion) -> list[int]:
         """Policy step of each token."""
@@ -554,11 +555,11 @@ class Frontend:
         return unrefused(list(await asyncio.wait_for(call, seconds)))
 
 
-def _with_grammar(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_grammar(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments of vLLM's SamplingParams, ``regex`` among them as what it makes a grammar of."""
-    if "regex" not in given:
-        return given
+    if "regex" not in options:
+        return options
     from vllm.sampling_params import StructuredOutputsParams
 
-    rest = {name: value for name, value in given.items() if name != "regex"}
-    return {**rest, "structured_outputs": StructuredOutputsParams(regex=given["regex"])}
+    rest = {name: value for name, value in options.items() if name != "regex"}
+    return {**rest, "structured_outputs": StructuredOutputsParams(regex=options["regex"])}

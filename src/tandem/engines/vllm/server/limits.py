@@ -46,13 +46,13 @@ class EngineLimits:
             return list(await asyncio.to_thread(tokenizer.encode, text))
         return list(tokenizer.encode(text))
 
-    def check(self, prompt: Sequence[int], asked: Generate) -> None:
+    def check(self, prompt: Sequence[int], request: Generate) -> None:
         """Raise Refused unless this may be asked of the engine."""
         self.prompt(prompt)
-        self.tokens("stop_token_ids", asked.stop_token_ids or ())
-        self.length("max_tokens", asked.max_tokens)
-        if asked.min_tokens > asked.max_tokens:
-            raise Refusal(400, f"min_tokens is {asked.min_tokens}, above max_tokens: {asked.max_tokens}")
+        self.tokens("stop_token_ids", request.stop_token_ids or ())
+        self.length("max_tokens", request.max_tokens)
+        if request.min_tokens > request.max_tokens:
+            raise Refusal(400, f"min_tokens is {request.min_tokens}, above max_tokens: {request.max_tokens}")
 
     def prompt(self, tokens: Sequence[int]) -> None:
         """The same, of a prompt."""

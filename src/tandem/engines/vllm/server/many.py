@@ -31,9 +31,9 @@ class ManyAnswers:
 
     async def take_back(self, body: bytes) -> Any:
         """End answers that nobody waits for any more; those that are there already stay."""
-        asked = wire.parsed(body, TakeBack)
-        if (live := self._live.get(asked.id)) is not None:
-            live.take_back(asked.numbers)
+        request = wire.parsed(body, TakeBack)
+        if (live := self._live.get(request.id)) is not None:
+            live.take_back(request.numbers)
         return {}
 
     async def generate(self, body: bytes, receive: Receive, send: Send) -> None:
@@ -43,19 +43,19 @@ class ManyAnswers:
             Refused: the request is not as it should be; nothing was sent yet.
             Gone: the client went away.
         """
-        asked = wire.parsed(body, Many)
-        if not any(siblings.seeds for siblings in asked.prompts):
+        request = wire.parsed(body, Many)
+        if not any(siblings.seeds for siblings in request.prompts):
             raise Refusal(400, "prompts is empty: no answer is asked for")
-        if (number := sum(len(siblings.seeds) for siblings in asked.prompts)) > MOST:
+        if (number := sum(len(siblings.seeds) for siblings in request.prompts)) > MOST:
             raise Refusal(400, f"{number} answers are asked for at once, {MOST} at most: send several requests")
-        live = self._live[asked.id] = _Answers(self._frontend)
+        live = self._live[request.id] = _Answers(self._frontend)
         ends = [asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._frontend.broken_off())]
         try:
-            for siblings in asked.prompts:
+            for siblings in request.prompts:
                 live.begin(siblings, self._adapters, self._limits)
             await live.give_out(send, *ends)
         finally:
-            self._live.pop(asked.id, None)
+            self._live.pop(request.id, None)
             await live.close(*ends)
 
 
@@ -76,25 +76,25 @@ class _Answers:
         self._number += len(numbers)
         self._left += len(numbers)
         try:
-            asked = wire.parsed(bytes(siblings.asked), wire.Generate)
-            if isinstance(asked.prompt, str) or not asked.prompt.prompt_token_ids or asked.n != 1:
+            request = wire.parsed(bytes(siblings.asked), wire.Generate)
+            if isinstance(request.prompt, str) or not request.prompt.prompt_token_ids or request.n != 1:
                 raise Refusal(400, "many answers are asked for by the token ids of their prompts, one by one")
-            limits.check(asked.prompt.prompt_token_ids, asked)
-            adapter = None if asked.adapter is None else adapters.named(asked.adapter)
-            given = asked.sampling()
-            params = {seed: self._frontend.params({**given, "seed": seed}) for seed in set(siblings.seeds)}
+            limits.check(request.prompt.prompt_token_ids, request)
+            adapter = None if request.adapter is None else adapters.named(request.adapter)
+            options = request.sampling()
+            params = {seed: self._frontend.params({**options, "seed": seed}) for seed in set(siblings.seeds)}
         except Exception as error:
             for number in numbers:
                 self._failed(number, error)
             return
         for number, seed in zip(numbers, siblings.seeds, strict=True):
-            work = self._answer(number, asked.prompt.prompt_token_ids, params[seed], adapter, asked.min_step)
+            work = self._answer(number, request.prompt.prompt_token_ids, params[seed], adapter, request.min_step)
             self._tasks[number] = asyncio.ensure_future(work)
 
     async def _answer(self, number: int, prompt: list[int], params: Any, adapter: Any, min_step: int) -> None:
         try:
-            found = await self._frontend.generate(prompt, params, adapter=adapter, min_step=min_step)
-            (one,) = found.completions
+            record = await self._frontend.generate(prompt, params, adapter=adapter, min_step=min_step)
+            (one,) = record.completions
             frame = Sampled(
                 number=number,
                 tokens=tuple(one.tokens),

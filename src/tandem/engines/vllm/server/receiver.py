@@ -31,40 +31,40 @@ class Receiver:
 
     async def start(self, body: bytes) -> Any:
         """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
-        asked = parsed(body, wire.StartReceiver)
-        meeting = self._meeting(asked)
-        entries = _entries(asked.param_metadata)
-        await self._known(name for names in ((e[0] for e in entries), asked.param_mappings) for name in names)
+        request = parsed(body, wire.StartReceiver)
+        meeting = self._meeting(request)
+        entries = _entries(request.param_metadata)
+        await self._known(name for names in ((e[0] for e in entries), request.param_mappings) for name in names)
         under_way = max(rank.get("joining", 0) for rank in await self._frontend.rpc("tandem_connection"))
         if under_way >= MOST_JOINING:
             raise Refusal(
                 429, f"{under_way} joins that were given up are still under way; each ends by its own `seconds`: wait"
             )
         self._announced, self._connected = entries, False
-        await self._frontend.rpc("tandem_connect", json.dumps(meeting), asked.first_rank)
+        await self._frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
         return await self.status(b"")
 
-    def _meeting(self, asked: wire.StartReceiver) -> dict[str, Any]:
-        found = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d{1,5})", asked.init_method)
-        if not found or not 0 < int(found[2]) < 2**16:
+    def _meeting(self, request: wire.StartReceiver) -> dict[str, Any]:
+        address = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d{1,5})", request.init_method)
+        if not address or not 0 < int(address[2]) < 2**16:
             raise Refusal(
-                400, f"init_method must be tcp://host:port of rank 0, with a port to 65535, not {asked.init_method!r}"
+                400, f"init_method must be tcp://host:port of rank 0, with a port to 65535, not {request.init_method!r}"
             )
         parallel = self._frontend.client.vllm_config.parallel_config
         workers = parallel.tensor_parallel_size * getattr(parallel, "pipeline_parallel_size", 1)
-        if asked.first_rank + workers > asked.world_size:
+        if request.first_rank + workers > request.world_size:
             raise Refusal(
                 400,
-                f"first_rank {asked.first_rank} and this engine's {workers} worker(s) are not within a world of "
-                f"{asked.world_size}",
+                f"first_rank {request.first_rank} and this engine's {workers} worker(s) are not within a world of "
+                f"{request.world_size}",
             )
         return {
-            "host": found[1],
-            "port": int(found[2]),
-            "world": asked.world_size,
-            "backend": asked.backend,
-            "name": asked.name,
-            "seconds": asked.seconds,
+            "host": address[1],
+            "port": int(address[2]),
+            "world": request.world_size,
+            "backend": request.backend,
+            "name": request.name,
+            "seconds": request.seconds,
         }
 
     async def _known(self, names: Iterable[str]) -> None:
@@ -106,23 +106,23 @@ class Receiver:
 
     async def receive(self, body: bytes) -> Any:
         """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
-        asked = parsed(body, wire.Receive)
+        request = parsed(body, wire.Receive)
         if self._frontend.state not in ("paused", "stopped"):
             raise Refusal(409, "receiving overwrites what is sampled from: pause first (POST /bridge/pause)")
-        await self._known(name for name, _, _ in asked.manifest)
-        announced = asked.manifest or self._announced
+        await self._known(name for name, _, _ in request.manifest)
+        announced = request.manifest or self._announced
         if not announced:
             raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
         if not self._connected and (state := (await self.status(b""))["status"]) != "connected":
             raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
         slot = 0
-        if asked.config is not None:
+        if request.config is not None:
             self._adapters.require_enabled()
             slot = SLOT
         self._announced = announced
         try:
             self._frontend.written = True
-            arguments = self._listed(), asked.bucket_bytes, slot, json.dumps(asked.config)
+            arguments = self._listed(), request.bucket_bytes, slot, json.dumps(request.config)
             await self._frontend.rpc("tandem_receive", *arguments)
         except Exception as error:
             await self._frontend.stop(f"a publish broke off while it was being received: {error}")

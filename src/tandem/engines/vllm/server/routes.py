@@ -59,9 +59,11 @@ async def probe(
             # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
             asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
             asks += [(longer, once, salt)] if longer else []
-            asked = asyncio.gather(*(front.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks))
+            answers = asyncio.gather(
+                *(front.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks)
+            )
             await asyncio.sleep(0)  # each is handed in
-        sampled, scored, *more = await asked
+        sampled, scored, *more = await answers
     answer, cached = sampled.completions[0], (more or [sampled])[0].cached
     return {
         "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],
@@ -94,7 +96,7 @@ class Sleeper:
 
     async def sleep(self, body: bytes) -> Any:
         """POST /bridge/sleep: release the memory; twice is once."""
-        asked = parsed(body, wire.Sleep)
+        request = parsed(body, wire.Sleep)
         front = self._frontend
         if front.state not in ("paused", "stopped"):
             raise Refusal(409, "/bridge/sleep takes the memory of what is being sampled: pause first")
@@ -104,20 +106,20 @@ class Sleeper:
             raise Refusal(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
         if not self.level:
             front.lease.hold()
-            if asked.level > 1:
+            if request.level > 1:
                 front.written = True
-            self.level = asked.level
-            await front.client.sleep(asked.level)
+            self.level = request.level
+            await front.client.sleep(request.level)
         return {"level": self.level}
 
     async def wake(self, body: bytes) -> Any:
         """POST /bridge/wake: have the memory again, and stay paused; an engine that is awake is left alone."""
-        asked, front = parsed(body, wire.Wake), self._frontend
+        request, front = parsed(body, wire.Wake), self._frontend
         if self.level:
             await front.client.wake_up()
             await front.still()  # some releases begin to schedule as they wake up
             self.level = 0
-            front.lease.renew(asked.seconds)
+            front.lease.renew(request.seconds)
         return {"level": self.level}
 
 
@@ -134,7 +136,7 @@ AWAKE = frozenset(
     }
 )
 """Routes of ours that read or write memory which an engine that sleeps does not have."""
-MOST_SAID = 4000
+MAX_REASON_CHARS = 4000
 """Characters of a reason that are kept."""
 MANY = "/generate/many"
 """The route whose answers are sent one by one."""
@@ -253,31 +255,37 @@ class _Live:
         if front.state == "stopped":
             raise Stopped(front.reason)
         requests = {"running": front.places.running, "waiting": front.places.waiting}
-        told = {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
-        return {**told, "paused": front.lease.told}
+        status = {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
+        return {**status, "paused": front.lease.report}
 
     async def generate(self, body: bytes) -> wire.Generated:
-        asked = parsed(body, wire.Generate)
-        if asked.stream:
+        request = parsed(body, wire.Generate)
+        if request.stream:
             raise Refusal(400, "stream: /generate answers when all is sampled; /v1/completions streams")
-        text = asked.prompt if isinstance(asked.prompt, str) else None
-        ids = await self.limits.ids(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
-        self.limits.check(ids, asked)
-        adapter = None if asked.adapter is None else self.adapters.named(asked.adapter)
-        found = await self.frontend.generate(ids, asked.sampling(), adapter=adapter, min_step=asked.min_step)
-        flat = asked.flat_logprobs and asked.logprobs is not None
+        text = request.prompt if isinstance(request.prompt, str) else None
+        ids = (
+            await self.limits.ids(request.prompt)
+            if isinstance(request.prompt, str)
+            else request.prompt.prompt_token_ids
+        )
+        self.limits.check(ids, request)
+        adapter = None if request.adapter is None else self.adapters.named(request.adapter)
+        record = await self.frontend.generate(ids, request.sampling(), adapter=adapter, min_step=request.min_step)
+        flat = request.flat_logprobs and request.logprobs is not None
         return wire.Generated(
-            text=[c.text for c in found.completions],
-            prompt=text if text is not None else self.client.get_tokenizer().decode(ids) if asked.detokenize else "",
-            finish_reasons=[c.finish for c in found.completions],
-            logprobs=None if flat or asked.logprobs is None else [[[p] for p in c.logprobs] for c in found.completions],
-            token_logprobs=[c.own_logprobs for c in found.completions] if flat else msgspec.UNSET,
-            prompt_logprobs=found.prompt_logprobs,
+            text=[c.text for c in record.completions],
+            prompt=text if text is not None else self.client.get_tokenizer().decode(ids) if request.detokenize else "",
+            finish_reasons=[c.finish for c in record.completions],
+            logprobs=None
+            if flat or request.logprobs is None
+            else [[[p] for p in c.logprobs] for c in record.completions],
+            token_logprobs=[c.own_logprobs for c in record.completions] if flat else msgspec.UNSET,
+            prompt_logprobs=record.prompt_logprobs,
             prompt_token_ids=list(ids),
-            token_ids=[c.tokens for c in found.completions],
-            versions=[wire.runs(self.frontend.steps_of(c)) for c in found.completions],
+            token_ids=[c.tokens for c in record.completions],
+            versions=[wire.runs(self.frontend.steps_of(c)) for c in record.completions],
             engine=self.frontend.id,
-            cached=found.cached,
+            cached=record.cached,
         )
 
     async def info(self, _: bytes) -> wire.EngineInfo:
@@ -312,16 +320,16 @@ class _Live:
         }
 
     async def notify_update(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Notify)
-        told = asked.update_count if asked.step is None else asked.step
-        step = self.frontend.step + 1 if told is None else told
-        await self.frontend.set_version(step, asked.digest, self.frontend.adapter)
+        request = parsed(body, wire.Notify)
+        requested_step = request.update_count if request.step is None else request.step
+        step = self.frontend.step + 1 if requested_step is None else requested_step
+        await self.frontend.set_version(step, request.digest, self.frontend.adapter)
         return {"status": "ok", "step": step, "updates": self.frontend.updates}
 
     async def pause(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Pause)
-        before = await self.frontend.pause(finish=asked.finish, step=asked.step)
-        self.frontend.lease.renew(asked.seconds, " at ".join(filter(None, (asked.by or "somebody", client()))))
+        request = parsed(body, wire.Pause)
+        before = await self.frontend.pause(finish=request.finish, step=request.step)
+        self.frontend.lease.renew(request.seconds, " at ".join(filter(None, (request.by or "somebody", client()))))
         return {"state": self.frontend.state, "before": before}
 
     async def resume(self, body: bytes) -> Any:
@@ -341,57 +349,59 @@ class _Live:
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
     async def checksums(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Checksums)
-        if asked.travels == "weights":
+        request = parsed(body, wire.Checksums)
+        if request.travels == "weights":
             ranks = await self.frontend.rpc("tandem_checksums")
         else:
-            slot, config = self.adapters.slot(asked.adapter), json.dumps(asked.config)
-            ranks = await self.frontend.rpc("tandem_adapter_checksums", slot, asked.names, config)
+            slot, config = self.adapters.slot(request.adapter), json.dumps(request.config)
+            ranks = await self.frontend.rpc("tandem_adapter_checksums", slot, request.names, config)
         return {"ranks": ranks, "engine": self.frontend.id}
 
     async def probe(self, body: bytes) -> Any:
-        asked = parsed(body, wire.ProbeRequest)
-        self.limits.prompt(asked.tokens)
-        self.limits.length("max_tokens", asked.max_tokens)
+        request = parsed(body, wire.ProbeRequest)
+        self.limits.prompt(request.tokens)
+        self.limits.length("max_tokens", request.max_tokens)
         return await probe(
             self.frontend,
-            asked.tokens,
-            temperature=asked.temperature,
-            max_tokens=asked.max_tokens,
-            seed=asked.seed,
+            request.tokens,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
             # What was written in place is served only once it is stamped, so it is named here.
-            adapter=self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter),
+            adapter=self.adapters.in_place if request.adapter is None else self.adapters.named(request.adapter),
         )
 
     async def set_version(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Stamp)
-        if asked.step is None:
+        request = parsed(body, wire.Stamp)
+        if request.step is None:
             raise Refusal(400, "step is missing: which policy step do these weights belong to?")
-        adapter = self.adapters.in_place if asked.adapter is None else self.adapters.named(asked.adapter)
-        await self.frontend.set_version(asked.step, asked.digest, adapter)
-        return {"step": asked.step, "engine": self.frontend.id}
+        adapter = self.adapters.in_place if request.adapter is None else self.adapters.named(request.adapter)
+        await self.frontend.set_version(request.step, request.digest, adapter)
+        return {"step": request.step, "engine": self.frontend.id}
 
     async def stop(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Stop)
-        said = f" (so said {client()})" if client() else ""
-        await self.frontend.stop(asked.reason[:MOST_SAID] + said)
+        request = parsed(body, wire.Stop)
+        sender = f" (so said {client()})" if client() else ""
+        await self.frontend.stop(request.reason[:MAX_REASON_CHARS] + sender)
         return {"state": self.frontend.state}
 
     async def export_slot(self, body: bytes) -> Any:
-        asked = parsed(body, wire.ExportSlot)
+        request = parsed(body, wire.ExportSlot)
         self._require_paused("lend_slot")
-        return {"ranks": await self.adapters.export_slot(asked)}
+        return {"ranks": await self.adapters.export_slot(request)}
 
     async def adapt(self, body: bytes) -> Any:
         self._require_paused("adapt")
         return {"held": await self.adapters.adapt(parsed(body, wire.Adapt).key)}
 
     async def adopt(self, body: bytes) -> Any:
-        asked = parsed(body, wire.Adopt)
+        request = parsed(body, wire.Adopt)
         if self._watch is None:
             raise Refusal(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
-        if not self._watch.adopt(asked.trainer):
-            raise Refusal(404, f"no process {asked.trainer.partition(':')[0]} runs here that started then: not adopted")
+        if not self._watch.adopt(request.trainer):
+            raise Refusal(
+                404, f"no process {request.trainer.partition(':')[0]} runs here that started then: not adopted"
+            )
         return {"engine": self.frontend.id}
 
     def _require_paused(self, what: str) -> None:

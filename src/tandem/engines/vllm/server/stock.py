@@ -26,7 +26,7 @@ from tandem.engines.vllm.protocol import (
     shallow,
 )
 from tandem.engines.vllm.server.adapters import allowed, not_kept
-from tandem.engines.vllm.server.asgi import LARGE, Gone, Message, Receive, Scope, Send, given, read, refuse
+from tandem.engines.vllm.server.asgi import LARGE, Gone, Message, Receive, Scope, Send, read, refuse, replayed
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.limits import EngineLimits
 
@@ -97,11 +97,11 @@ class StockRequest(StockSampling):
     def fits(self, limits: EngineLimits) -> None:
         """Raise Refused unless the engine can be asked this."""
         limits.answers(self.answers)
-        for said in (self, self.sampling_params or StockSampling()):
+        for options in (self, self.sampling_params or StockSampling()):
             for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
-                limits.length(name, getattr(said, name) or 0)
-            limits.tokens("stop_token_ids", said.stop_token_ids or ())
-            limits.tokens("allowed_token_ids", said.allowed_token_ids or ())
+                limits.length(name, getattr(options, name) or 0)
+            limits.tokens("stop_token_ids", options.stop_token_ids or ())
+            limits.tokens("allowed_token_ids", options.allowed_token_ids or ())
         if isinstance(self.prompt, list):
             _prompts(self.prompt, limits)
         if isinstance(self.input, list):
@@ -152,18 +152,18 @@ def sound(body: bytes) -> dict[str, Any]:
     return tree
 
 
-def asked(tree: dict[str, Any], limits: EngineLimits) -> StockRequest:
+def sampling_request(tree: dict[str, Any], limits: EngineLimits) -> StockRequest:
     """What a body of a route that samples asks for.
 
     Raises:
         Refused: what vLLM, or this engine, cannot be asked.
     """
     try:
-        found = msgspec.convert(tree, StockRequest, strict=False)
+        request = msgspec.convert(tree, StockRequest, strict=False)
     except msgspec.ValidationError as error:
         raise Refusal(400, f"the request's body is not as expected: {error}") from error
-    found.fits(limits)
-    return found
+    request.fits(limits)
+    return request
 
 
 def salted(tree: dict[str, Any], salt: str) -> bytes:
@@ -196,14 +196,14 @@ class Stock:
             if path == LOADS:
                 not_kept(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
-            answers = asked(tree, self._limits).answers if path in SALTED else 0
+            answers = sampling_request(tree, self._limits).answers if path in SALTED else 0
         except (Refusal, Gone) as error:
             await refuse(send, error)
             return
         if held:
             await self._held(tree, answers, scope, receive, send)
         else:
-            await self._app(scope, given(body, receive, self._front.broken_off), send)
+            await self._app(scope, replayed(body, receive, self._front.broken_off), send)
 
     async def _held(self, tree: dict[str, Any], answers: int, scope: Scope, receive: Receive, send: Send) -> None:
         """What must not be answered from weights that are not proven; ``answers`` above 0 is what samples."""
@@ -221,7 +221,7 @@ class Stock:
                 body = salted(tree, front.salt) if answers else json.dumps(tree).encode()
                 headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", str(len(body)).encode()))
-                await self._app({**scope, "headers": headers}, given(body, receive, front.broken_off), proven)
+                await self._app({**scope, "headers": headers}, replayed(body, receive, front.broken_off), proven)
         except (Refusal, Stopped, Gone) as error:
             if begun:
                 raise  # too late for a status: the connection breaks off, which no client takes for a whole answer

@@ -78,14 +78,14 @@ def end_with_parent() -> None:
     A server that is killed would else leave its scheduler behind for ever, with the workers and the memory they hold.
     """
     parent = multiprocessing.parent_process()
-    found = None if parent is None or parent.pid is None else identity(parent.pid)
-    if found is None:  # nobody spawned it, or it is gone already and took the pid with it
+    spawner = None if parent is None or parent.pid is None else identity(parent.pid)
+    if spawner is None:  # nobody spawned it, or it is gone already and took the pid with it
         return
 
     def wait() -> None:
-        while alive_after(*found):
+        while alive_after(*spawner):
             time.sleep(1.0)
-        log.warning("the server (pid %s) is gone: ending", found.pid)
+        log.warning("the server (pid %s) is gone: ending", spawner.pid)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -146,9 +146,9 @@ class AdapterSlots:
         Raises:
             EngineError: vLLM cannot serve this adapter, it does not fit the model, or no slot is free.
         """
-        given, adapter = self._claim(lora_id, config, tensors)
+        named, adapter = self._claim(lora_id, config, tensors)
         held = adapter.held()
-        parts = [target.part(given[name]) for name, target in adapter.targets.items()]
+        parts = [target.part(named[name]) for name, target in adapter.targets.items()]
         torch._foreach_copy_([part.tensor for part in held], parts)
         scale_([part.tensor for part in held if part.scaled], scaling(config))
 
@@ -185,17 +185,17 @@ class AdapterSlots:
     ) -> tuple[dict[str, Tensor], _Adapter]:
         """The tensors under the names of ``SlotTensor``, and the adapter in a slot, if they fit it."""
         rank = rank_of(config, self._manager.lora_config.max_lora_rank)
-        given = _named(tensors)
+        named = _named(tensors)
         adapter = self._alive(lora_id)
-        targets = self._targets(given, rank) if adapter is None else adapter.targets
-        if adapter is not None and (rank != adapter.rank or given.keys() != targets.keys()):
+        targets = self._targets(named, rank) if adapter is None else adapter.targets
+        if adapter is not None and (rank != adapter.rank or named.keys() != targets.keys()):
             raise EngineError(
                 f"adapter {lora_id} was put with rank {adapter.rank} and {len(targets)} tensors, now it has rank "
-                f"{rank} and {len(given)}, first name that differs: "
-                f"{min(given.keys() ^ targets.keys(), default='none')}; remove it first, or use another id"
+                f"{rank} and {len(named)}, first name that differs: "
+                f"{min(named.keys() ^ targets.keys(), default='none')}; remove it first, or use another id"
             )
-        _check_shapes(given, targets)
-        return given, adapter or self._register(lora_id, rank, targets)
+        _check_shapes(named, targets)
+        return named, adapter or self._register(lora_id, rank, targets)
 
     def stored(self, lora_id: int) -> Iterator[SlotTensor]:
         """What the slot really holds, tensor by tensor, in the order it was first put.
@@ -262,15 +262,15 @@ class AdapterSlots:
         adapter = self._adapters[lora_id] = _Adapter(model=blank, slot=slot, rank=rank, targets=targets)
         return adapter
 
-    def _targets(self, given: Mapping[str, Any], rank: int) -> dict[str, _Target]:
+    def _targets(self, tensors: Mapping[str, Any], rank: int) -> dict[str, _Target]:
         """Where each given tensor goes; both halves of every module must be there."""
-        if not given:
+        if not tensors:
             raise EngineError("the adapter has no tensors")
         pairs: dict[str, dict[str, str]] = {}
-        for name in given:
-            found = _NAME.fullmatch(name)
-            assert found is not None
-            pairs.setdefault(found["module"], {})[found["half"]] = name
+        for name in tensors:
+            match = _NAME.fullmatch(name)
+            assert match is not None
+            pairs.setdefault(match["module"], {})[match["half"]] = name
         targets = {}
         for module, halves in pairs.items():
             if len(halves) == 1:
@@ -293,7 +293,7 @@ class AdapterSlots:
                     f"A (rank, {inputs.size}) and B ({outputs.size}, rank) were expected: slots that are split among "
                     "workers by rank (--fully-sharded-loras) cannot be written from memory; start the engine without"
                 )
-        return {name: targets[name] for name in given}
+        return {name: targets[name] for name in tensors}
 
     def _layer(self, module: str) -> tuple[Any, int]:
         """vLLM's layer that a module is part of, and which part: q_proj is the first of qkv_proj."""
@@ -368,23 +368,23 @@ class AdapterSlots:
 
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors under the names of ``SlotTensor``."""
-    given = {}
+    named = {}
     for name, tensor in tensors.items():
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise EngineError(
                 f"{name} is no low-rank weight (lora_A.weight or lora_B.weight); vLLM serves no other part of an "
                 "adapter"
             )
-        given[f"{found['module']}.lora_{found['half']}.weight"] = tensor
-    if len(given) != len(tensors):
-        raise EngineError(f"{len(tensors)} tensors came under {len(given)} names; give one adapter at a time")
-    return given
+        named[f"{match['module']}.lora_{match['half']}.weight"] = tensor
+    if len(named) != len(tensors):
+        raise EngineError(f"{len(tensors)} tensors came under {len(named)} names; give one adapter at a time")
+    return named
 
 
-def _check_shapes(given: Mapping[str, Tensor], targets: Mapping[str, _Target]) -> None:
+def _check_shapes(tensors: Mapping[str, Tensor], targets: Mapping[str, _Target]) -> None:
     for name, target in targets.items():
-        tensor = given[name]
+        tensor = tensors[name]
         if tuple(tensor.shape) != target.shape or not tensor.is_floating_point():
             raise EngineError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the engine takes floating-point {target.shape}: "

@@ -43,13 +43,13 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method whose errors are what was asked of it: told as such, they are no fault of the engine's."""
 
     @functools.wraps(method)
-    def told(*args: Any) -> Any:
+    def wrapper(*args: Any) -> Any:
         try:
             return method(*args)
         except (EngineError, TransportError) as error:
             return {REFUSED: str(error)}
 
-    return told
+    return wrapper
 
 
 if os.environ.get(IN_PLACE) and not torch.cuda.is_available():
@@ -110,20 +110,20 @@ class WorkerExtension:
         Raises:
             EngineError: a parameter has no place, or a place does not cover it.
         """
-        found = places(self.tandem_model, rank=self.tandem_rank, world=self.tandem_world)
-        if rest := uncovered(self.tandem_model, found):
+        placements = places(self.tandem_model, rank=self.tandem_rank, world=self.tandem_world)
+        if rest := uncovered(self.tandem_model, placements):
             raise EngineError(
                 f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
             )
-        return found
+        return placements
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
         parameters = dict(self.tandem_model.named_parameters())
         return json.dumps(
             {
-                name: [_described(place, parameters[place.parameter]) for place in found]
-                for name, found in self.tandem_places().items()
+                name: [_described(place, parameters[place.parameter]) for place in placements]
+                for name, placements in self.tandem_places().items()
             }
         )
 
@@ -145,7 +145,7 @@ class WorkerExtension:
                 self._tandem_exported, self._tandem_keep = exported.description, exported
         return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
 
-    _tandem_found: dict[str, list[Placement]] = {}  # noqa: RUF012 - replaced, never written
+    _tandem_placements: dict[str, list[Placement]] = {}  # noqa: RUF012 - replaced, never written
     _tandem_where: tuple[int, ...] = ()
     _tandem_exported: Any = None
     _tandem_keep: Any = None
@@ -156,7 +156,9 @@ class WorkerExtension:
         Parts add up to the whole; ranks that hold the same part must give the same.
         """
         places = self._tandem_current()
-        shards = (Shard(_part(name, p.first), p.tensor, p.first) for name, found in places.items() for p in found)
+        shards = (
+            Shard(_part(name, p.first), p.tensor, p.first) for name, placements in places.items() for p in placements
+        )
         return _hexadecimal(self._tandem_standing("weights").take(shards))
 
     def _tandem_standing(self, what: str) -> Standing:
@@ -167,8 +169,8 @@ class WorkerExtension:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
         where = tuple(p.data_ptr() for p in self.tandem_model.parameters())
         if where != self._tandem_where:
-            self._tandem_found, self._tandem_where = self.tandem_places(), where
-        return self._tandem_found
+            self._tandem_placements, self._tandem_where = self.tandem_places(), where
+        return self._tandem_placements
 
     @_refusing
     def tandem_export_slot(self, slot: int, config: str, manifest: str) -> str:
@@ -212,8 +214,8 @@ class WorkerExtension:
         Where ``rendezvous`` names no backend, it is that of the device.
         """
         self.tandem_disconnect()
-        asked = json.loads(rendezvous)
-        meeting = Rendezvous(**{**asked, "backend": asked["backend"] or self.tandem_backend})
+        options = json.loads(rendezvous)
+        meeting = Rendezvous(**{**options, "backend": options["backend"] or self.tandem_backend})
         device = self.tandem_device
         who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = _Joining(meeting, first + self.tandem_rank, device, who)

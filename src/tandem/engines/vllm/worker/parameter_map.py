@@ -59,11 +59,11 @@ def share(tensor: Tensor, place: Placement) -> Tensor:
     return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
 
 
-def whole(found: Mapping[str, list[Placement]]) -> dict[str, Tensor]:
+def whole(placements: Mapping[str, list[Placement]]) -> dict[str, Tensor]:
     """The tensors that lie here whole and in one piece, and so can be written as they come."""
     return {
         name: only.tensor
-        for name, (only, *more) in found.items()
+        for name, (only, *more) in placements.items()
         if not more and only.tensor.shape == only.shape and only.tensor.is_contiguous()
     }
 
@@ -79,7 +79,7 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Placeme
     Raises:
         EngineError: a parameter of a kind that cannot be mapped, or layers that are spread over workers.
     """
-    found: dict[str, list[Placement]] = {}
+    placements: dict[str, list[Placement]] = {}
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     slices = {1}
     for name, parameter in model.named_parameters():
@@ -107,14 +107,14 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[Placeme
                 shape=(part.total, columns) if parameter.dim() > 1 else (part.total,),
                 counted=part.counted or split,
             )
-            found.setdefault(f"{part.name}.{leaf}", []).append(place)
+            placements.setdefault(f"{part.name}.{leaf}", []).append(place)
             row += part.size
     if world not in slices:
         raise EngineError(
             f"the engine has {world} workers and splits no layer among them: whole layers are spread over workers, "
             "which cannot be written in place; use tensor parallelism alone, or sync: restart"
         )
-    return found
+    return placements
 
 
 def _require_plain(name: str, leaf: str, parameter: Tensor, layer: nn.Module) -> None:
@@ -209,10 +209,10 @@ def _columns(layer: Any, parameter: Tensor) -> tuple[int, int, bool]:
     return 0, here, False
 
 
-def uncovered(model: nn.Module, found: Mapping[str, list[Placement]]) -> list[str]:
+def uncovered(model: nn.Module, placements: Mapping[str, list[Placement]]) -> list[str]:
     """Parameters of which some element, vocabulary padding aside, lies in no place."""
     covered: dict[str, int] = {}
-    for parts in found.values():
+    for parts in placements.values():
         for place in parts:
             covered[place.parameter] = covered.get(place.parameter, 0) + place.tensor.numel()
     rest = []
