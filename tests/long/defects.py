@@ -332,7 +332,7 @@ DEFECTS = (
     Defect(
         "the digest is not compared",
         "src/tandem/weight_sync/base.py",
-        "version.digest and version.digest != found",
+        "version.digest and version.digest != actual",
         "False",
         SYNC,
     ),

@@ -94,7 +94,7 @@ def test_it_chooses_what_a_search_through_everything_finds(planners: Any, on_hos
             fitted = memory.fit(little, own, ())
             assert chosen(fitted.config) == expected
             assert fitted.plan.fits
-            assert len(fitted.told) == 3
+            assert len(fitted.messages) == 3
         seen.add(expected and expected[:4])
     assert len(seen) > 3, seen
 
@@ -108,7 +108,7 @@ def test_with_room_enough_a_step_is_one_micro_batch_and_nothing_else_changes(pla
     fitted = memory.fit(planners[True], own, ())
     whole = 4 * (100 + 4 * 199)
     assert fitted.config == replace(own, memory="check", micro_batch_tokens=whole)
-    assert fitted.told == (
+    assert fitted.messages == (
         f"micro_batch_tokens: {whole}, a whole step of the longest answers",
         "checkpointing: none, there is room for all activations",
         "optimizer: adamw (precision: masters), as the recipe has it",
@@ -119,7 +119,7 @@ def test_what_the_recipe_sets_is_a_bound_or_kept(planners: Any) -> None:
     own = recipe(micro_batch_tokens=1200, checkpointing="full")
     fitted = memory.fit(planners[True], own, ("micro_batch_tokens", "checkpointing"))
     assert (fitted.config.micro_batch_tokens, fitted.config.checkpointing) == (1200, "full")
-    assert fitted.told[:2] == (
+    assert fitted.messages[:2] == (
         "micro_batch_tokens: 1200, the recipe's own bound",
         "checkpointing: full, as the recipe says",
     )
@@ -194,7 +194,7 @@ def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_pa
     lines += ["loggers: []", "evaluate: {tasks: 0}", "zero_variance_groups: keep"]
     file.write_text("\n".join(lines))
     loaded = load(file, ["steps=1"])
-    folder = asyncio.run(run.train(loaded.config, resume=None, given=frozenset(loaded.places)))
+    folder = asyncio.run(run.train(loaded.config, resume=None, set_options=frozenset(loaded.places)))
     saved = load(folder / "config.yaml").config
     assert saved.memory == "check"
     assert saved.micro_batch_tokens != RunConfig.micro_batch_tokens

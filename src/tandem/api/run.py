@@ -218,7 +218,7 @@ def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     stop = asyncio.Event()
-    return Run(run_to_end(run.train(config, resume=resume, given=set_options, on_step=on_step, stop=stop), stop))
+    return Run(run_to_end(run.train(config, resume=resume, set_options=set_options, on_step=on_step, stop=stop), stop))
 
 
 class MetricsTable(Sequence[dict[str, float]]):

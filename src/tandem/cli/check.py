@@ -299,7 +299,7 @@ class _RecipeCheck:
             return None
         elif self._config.memory == "fit":
             fitted = memory.fit(planner, self._config, self._set_options)
-            self._config, plan, chosen = fitted.config, fitted.plan, fitted.told
+            self._config, plan, chosen = fitted.config, fitted.plan, fitted.messages
         else:
             plan = planner.plan(self._config)
             plan.require()

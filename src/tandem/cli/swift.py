@@ -37,7 +37,7 @@ def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, sh
         assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
     )
 
-    folder = run_to_end(run.train(loaded.config, resume=None, given=frozenset(loaded.places)))
+    folder = run_to_end(run.train(loaded.config, resume=None, set_options=frozenset(loaded.places)))
     return ended(folder)
 
 

@@ -27,7 +27,7 @@ def train(target: Path, overrides: Sequence[str], *, show: bool) -> str:
         config, resume, set_options = loaded.config, None, frozenset(loaded.places)
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
-    folder = run_to_end(run.train(config, resume=resume, given=set_options))
+    folder = run_to_end(run.train(config, resume=resume, set_options=set_options))
     return ended(folder)
 
 

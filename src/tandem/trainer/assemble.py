@@ -51,7 +51,7 @@ async def train(
     config: RunConfig,
     *,
     resume: Path | None,
-    given: Collection[str] = (),
+    set_options: Collection[str] = (),
     on_step: OnStep | None = None,
     stop: asyncio.Event | None = None,
 ) -> Path:
@@ -60,7 +60,7 @@ async def train(
     Args:
         config: the recipe.
         resume: the folder of a run to go on with.
-        given: options that the recipe sets, by dotted path: ``memory: fit`` leaves them as they are.
+        set_options: options that the recipe sets, by dotted path: ``memory: fit`` leaves them as they are.
         on_step: called after every step with its number and metrics; what it raises ends the run.
         stop: ends the run in order once it is set, as a signal does.
 
@@ -72,7 +72,7 @@ async def train(
     with watchdog.watching(config.timeouts) as dog, RunLock() as lock:
         if resume:
             lock.take(resume)
-        return await _train(config, dog, lock, resume, given, on_step, stop or asyncio.Event())
+        return await _train(config, dog, lock, resume, set_options, on_step, stop or asyncio.Event())
 
 
 async def _train(
@@ -80,7 +80,7 @@ async def _train(
     dog: watchdog.Watchdog,
     lock: RunLock,
     resume: Path | None,
-    given: Collection[str],
+    set_options: Collection[str],
     on_step: OnStep | None,
     stop: asyncio.Event,
 ) -> Path:
@@ -92,7 +92,7 @@ async def _train(
         longest = (
             environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         )
-        config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, given=given)
+        config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, set_options=set_options)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
     with run_folder.reporting(folder), vitals.shown(folder):

@@ -47,8 +47,8 @@ def broker_source(
     Raises:
         ConfigError: the broker's key is not set.
     """
-    asked = config.broker
-    assert asked is not None
+    options = config.broker
+    assert options is not None
     if ReportsChecksums not in config.engine.capabilities:
         log.warning(
             "nobody elsewhere can sample from this run's engine, which lives in the trainer's own process, so what the "
@@ -58,19 +58,19 @@ def broker_source(
         max_tokens=context,
         vocabulary=vocabulary,
         temperature=config.sampling.temperature,
-        env_advantages=asked.env_advantages,
-        policy_logprobs=asked.missing_logprobs == "policy",
+        env_advantages=options.env_advantages,
+        policy_logprobs=options.missing_logprobs == "policy",
         decode=template.decode,
     )
     return BrokerSource(
-        broker=TrainerClient(Connection(asked.url, _key(asked.key_variable))),
+        broker=TrainerClient(Connection(options.url, _key(options.key_variable))),
         run=_parameters(config, folder, context),
         options=BrokerSourceOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
             max_lag=config.most_lag,
             drop_zero_variance=config.zero_variance_groups == "drop",
-            lease_seconds=asked.lease_seconds,
+            lease_seconds=options.lease_seconds,
             rules=rules,
             sampling=config.sampling,
         ),

@@ -205,7 +205,7 @@ def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry
         most=ahead * config.groups_per_step,
         ess_floor=config.lag_control.ess_floor,
     )
-    return LagControl.auto(budget, state, lambda told: telemetry.event("lag_changed", **told))
+    return LagControl.auto(budget, state, lambda change: telemetry.event("lag_changed", **change))
 
 
 def postprocess(config: RunConfig) -> PostprocessRewards:

@@ -46,9 +46,9 @@ class Objective:
     def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, PendingMetrics]:
         """What each token costs, float32 and differentiable, and the metrics of it."""
         micro = self.informed(batch, known)
-        found = self.loss(logprobs_N, micro)
-        metrics: dict[str, Value | Pending] = {**found.metrics, **mismatch(logprobs_N.detach(), micro)}
-        cost_N = found.loss_N
+        output = self.loss(logprobs_N, micro)
+        metrics: dict[str, Value | Pending] = {**output.metrics, **mismatch(logprobs_N.detach(), micro)}
+        cost_N = output.loss_N
         if self.corrections:
             weights_N, of_corrections = self.weights(logprobs_N.detach(), micro)
             cost_N = cost_N * weights_N
@@ -61,10 +61,10 @@ class Objective:
 
     def informed(self, batch: MicroBatch, known: Known) -> MicroBatch:
         """A micro-batch with all that is known of it; where the sampler told no logprob, the policy's stands in."""
-        told_N = batch.behavior_logprobs_N
+        recorded_N = batch.behavior_logprobs_N
         return dataclasses.replace(
             batch,
-            behavior_logprobs_N=torch.where(told_N == UNKNOWN, known.first_N, told_N),
+            behavior_logprobs_N=torch.where(recorded_N == UNKNOWN, known.first_N, recorded_N),
             recomputed_logprobs_N=known.first_N if self.recomputed else None,
             ref_logprobs_N=known.reference_N,
         )

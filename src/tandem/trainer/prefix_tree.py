@@ -45,8 +45,8 @@ class PrefixTree:
         low, high = self.rank[a], self.rank[b]
         if low > high:
             low, high = high, low
-        found: int = self._shared[low][high - low - 1]
-        return found
+        depth: int = self._shared[low][high - low - 1]
+        return depth
 
     def depths(self, members: Sequence[int]) -> list[int]:
         """Of sequences in the order of the tree: what each shares with the one before it, 0 for the first."""

@@ -100,11 +100,11 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
     if alarm is None or alarm.finding is None:
         again = f"; go on with: tandem train {folder}" if saved == "all" else ""
         return KeyboardInterrupt(f"stopped at step {step}, {kept}{again}")
-    found = alarm.finding
+    finding = alarm.finding
     again = f" To go on all the same: tandem train {folder} alarms=warn" if saved == "all" else ""
     return Alarmed(
-        f"alarm {alarm.alarm} stopped the run at step {step}, {kept}: {found.seen}. {found.means} What to "
-        f"change: {found.change}{again}"
+        f"alarm {alarm.alarm} stopped the run at step {step}, {kept}: {finding.seen}. {finding.means} What to "
+        f"change: {finding.change}{again}"
     )
 
 

@@ -148,18 +148,18 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
         if owner not in (0, os.geteuid()):  # it names memory to be written to, and may lie where everybody can write
             raise TransportError(f"{path} belongs to user {owner}; give the path of a file of your own engine")
         try:
-            found = msgspec.json.decode(text, type=cls)
+            bridge = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"{path} is not as expected: {error}. An engine writes its parameters only once they are shared: start "
                 "it with shared weights, or let it write the file again"
             ) from error
-        if found.num_params != len(found.param_names):
+        if bridge.num_params != len(bridge.param_names):
             raise TransportError(
-                f"{path} counts {found.num_params} parameters but names {len(found.param_names)}; it was changed by "
+                f"{path} counts {bridge.num_params} parameters but names {len(bridge.param_names)}; it was changed by "
                 "hand or by another program: let the engine write it again"
             )
-        return found
+        return bridge
 
 
 def find(path: Path | None = None) -> Path:

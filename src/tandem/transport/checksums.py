@@ -238,8 +238,8 @@ def _weights(seed: int, count: int, device: torch.device) -> Tensor:
     table = _tables.get((seed, device))
     if table is None or len(table) < count:
         table = _tables[seed, device] = _mixed(seed, 1 << max(16, (count - 1).bit_length())).to(device)
-    found: Tensor = table
-    return found
+    result: Tensor = table
+    return result
 
 
 def _mixed(seed: int, count: int) -> Tensor:

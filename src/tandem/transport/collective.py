@@ -253,12 +253,12 @@ class Member:
         Raises:
             TransportError: names who never came.
         """
-        with self._told("joining"):
+        with self._reporting("joining"):
             if not self._board.announce(self._names[self.rank]):
                 self._broken = f"rank {self.rank} has joined before; every member needs its own rank"
                 raise TransportError(f"group {self.rendezvous.name!r}: {self._broken}")  # it goes on without this one
             self._until(self._board.absent, "joining")
-            self._names |= self._board.said("who")
+            self._names |= self._board.read("who")
             opened: Future[Flight] = Future()
             self._aside(lambda: _resolve(opened, self._open))
             self._until(lambda: [] if opened.done() else self._others, "connecting")
@@ -281,7 +281,7 @@ class Member:
         tensors = {name: tensor.detach() for name, tensor in named}
         plan = self._planned(manifest(tensors.items()), bucket_bytes)
         own = self._lane.straight(plan, tensors)
-        with self._told("sending"):
+        with self._reporting("sending"):
             marks = [time.perf_counter()]
             number = self._begin(plan)
             marks.append(time.perf_counter())
@@ -320,7 +320,7 @@ class Member:
         """
         plan = self._planned([TensorEntry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
         own = self._lane.straight(plan, straight or {})
-        with self._told("receiving"):
+        with self._reporting("receiving"):
             marks = [time.perf_counter()]
             number = self._begin(plan)
             marks.append(time.perf_counter())
@@ -376,15 +376,15 @@ class Member:
             self._until(lambda: self._behind("ready", [0]), doing)
             return number
         self._until(lambda: self._behind("ready"), doing)
-        other = [rank for rank, text in self._board.said("ready").items() if text != ready]
+        other = [rank for rank, text in self._board.read("ready").items() if text != ready]
         if other:
             raise self._broke(doing, f"{self._called(other)} expects other tensors or buckets than rank 0 sends")
         self._board.say("ready", ready)  # by which the others begin
         return number
 
     def _behind(self, key: str, ranks: Sequence[int] | None = None) -> list[int]:
-        said = self._board.said(key, ranks)
-        return [rank for rank, text in said.items() if int(text.split()[0]) < self._publishes]
+        statuses = self._board.read(key, ranks)
+        return [rank for rank, text in statuses.items() if int(text.split()[0]) < self._publishes]
 
     def _launch(
         self, plan: BucketPlan, index: int, own: Mapping[str, Tensor], flying: deque[Flight], **how: Any
@@ -458,7 +458,7 @@ class Member:
         )
 
     @contextlib.contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _reporting(self, doing: str) -> Iterator[None]:
         """Whatever goes wrong inside, the other members learn of it."""
         try:
             yield

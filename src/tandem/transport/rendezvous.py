@@ -79,8 +79,8 @@ def serve(rendezvous: Rendezvous) -> tuple[Store, Rendezvous]:
             f"cannot listen on {host}:{rendezvous.port} for group {rendezvous.name!r}: {error}; expected an address of "
             "this machine that the engines reach, and a free port (0 finds one)"
         ) from error
-    found = replace(rendezvous, port=listener.getsockname()[1])
-    return _store(found, is_master=True, master_listen_fd=listener.detach()), found
+    bound = replace(rendezvous, port=listener.getsockname()[1])
+    return _store(bound, is_master=True, master_listen_fd=listener.detach()), bound
 
 
 def visit(rendezvous: Rendezvous) -> Store:
@@ -151,7 +151,7 @@ class GroupStore:
         """Why the store cannot be asked any more."""
         self._rendezvous, self._rank = rendezvous, rank
         self._others = [other for other in range(rendezvous.world) if other != rank]
-        self._asked: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = SimpleQueue()
         self._heard = dict.fromkeys(self._others, (0, 0.0))
         self._beaten = 0.0
         self._stopped = False
@@ -181,15 +181,15 @@ class GroupStore:
         """Replace what this rank says under a key, one of ``ready`` and ``done``."""
         self._ask(lambda store: store.set(f"{key}/{self._rank}", text))
 
-    def said(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
+    def read(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
         """What others, by default all, say under a key; those have announced themselves."""
         whose = self._others if ranks is None else list(ranks)
-        said = self._ask(lambda store: store.multi_get([f"{key}/{r}" for r in whose]))
-        return {rank: text.decode() for rank, text in zip(whose, said, strict=True)}
+        texts = self._ask(lambda store: store.multi_get([f"{key}/{r}" for r in whose]))
+        return {rank: text.decode() for rank, text in zip(whose, texts, strict=True)}
 
     def tell(self, why: str) -> None:
         """Leave the note of a failure, unless there is one; does not wait."""
-        self._asked.put((lambda store: store.compare_set("note", "", why), Future()))
+        self._questions.put((lambda store: store.compare_set("note", "", why), Future()))
 
     def silent(self, seconds: float) -> list[int]:
         """Members that were heard once and not for that long. Time is counted to this member's own last beat."""
@@ -198,12 +198,12 @@ class GroupStore:
     def stop(self) -> None:
         """End the thread after what it was asked so far, rank 0's when the others' have; wait for it briefly."""
         atexit.unregister(self.stop)
-        self._asked.put((lambda _: setattr(self, "_stopped", True), Future()))
+        self._questions.put((lambda _: setattr(self, "_stopped", True), Future()))
         self._thread.join(timeout=4 * self.interval)
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
         answer: Future[Any] = Future()
-        self._asked.put((question, answer))
+        self._questions.put((question, answer))
         deadline = time.monotonic() + self._rendezvous.seconds
         while not self.lost:
             with contextlib.suppress(TimeoutError):
@@ -221,7 +221,7 @@ class GroupStore:
                     self._beat(store)
                     due = time.monotonic() + self.interval
                 with contextlib.suppress(Empty):
-                    question, answer = self._asked.get(timeout=max(0.0, due - time.monotonic()))
+                    question, answer = self._questions.get(timeout=max(0.0, due - time.monotonic()))
                     answer.set_result(question(store))
             self._leave(store)
         except RuntimeError as error:  # as all errors of a store are

@@ -110,8 +110,8 @@ def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
     removed = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            info = path.lstat()
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                 continue
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -239,8 +239,8 @@ def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | Non
             offset = _storage_offset(entry)
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
-                found = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
-                storages[key] = found
+                storage = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
+                storages[key] = storage
             out[name] = _view(name, storages[key], entry)
     except KeyError as error:
         raise TransportError(f"a description of lent tensors lacks {error}; pass on what the lender answered") from None

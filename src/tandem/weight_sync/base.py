@@ -207,13 +207,13 @@ class Trained:
     @cached_property
     def source(self) -> Iterable[tuple[str, Any]]:
         """Name and live tensor of what travels."""
-        found: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
-        return found
+        tensors: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
+        return tensors
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
-        return found
+        config: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
+        return config
 
     def adapter(self) -> LoraAdapter:
         """The adapter that is trained, live."""
@@ -335,8 +335,8 @@ class WeightSync(ABC):
             StaleWeights: none of the trained tensors agree.
             TornWeights: some do.
         """
-        mine, found = await session.trained.sums(session.engine, mine)
-        for name, theirs in found.items():
+        mine, engine_sums = await session.trained.sums(session.engine, mine)
+        for name, theirs in engine_sums.items():
             if wrong := differing(mine, theirs):
                 kind = StaleWeights if len(wrong) == len(mine) else TornWeights
                 raise kind(
@@ -509,8 +509,8 @@ class WeightSyncSession:
                 commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self.policy.compute(self.trainable.fold, self.policy.model)
-                found = digest(await self.policy.compute(self.trained.checksums))
-                self._current = PolicyVersion(step=step, digest=found)
+                actual = digest(await self.policy.compute(self.trained.checksums))
+                self._current = PolicyVersion(step=step, digest=actual)
                 commit.published = Published(version=self._current, moved=False)
             commit.accept_requests()
 
@@ -615,13 +615,13 @@ class WeightSyncSession:
         )
 
     @staticmethod
-    def _named(version: PolicyVersion, found: str) -> PolicyVersion:
-        if version.digest and version.digest != found:
+    def _named(version: PolicyVersion, actual: str) -> PolicyVersion:
+        if version.digest and version.digest != actual:
             raise StaleWeights(
-                f"the policy holds weights {found}, but version {version.step} was {version.digest}; "
+                f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
                 "the checkpoint's weights and its state do not belong together"
             )
-        return PolicyVersion(step=version.step, digest=found)
+        return PolicyVersion(step=version.step, digest=actual)
 
     async def _verify(self, version: PolicyVersion, mine: Checksums) -> float:
         if not self._recovery.is_published:

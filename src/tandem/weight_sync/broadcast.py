@@ -141,11 +141,11 @@ class Broadcast(Periodic):
             await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
             if receiving.done() and receiving.exception() is not None:
                 session.member.abort()  # the other end is gone: do not wait for the group's own deadline
-            found = await asyncio.gather(receiving, sending, return_exceptions=True)
-        for error in found:
+            results = await asyncio.gather(receiving, sending, return_exceptions=True)
+        for error in results:
             if isinstance(error, EngineError):
                 raise error  # an engine that died may be started again, and then be published to
-        for error in found:
+        for error in results:
             if isinstance(error, BaseException):
                 raise TransportError(f"the publish of version {version.step} broke off: {error}") from error
         return sum(tensor.nbytes for _, tensor in named)
@@ -183,7 +183,7 @@ def _address(addresses: Sequence[str]) -> str:
     Raises:
         TransportError: engines elsewhere are reached from several.
     """
-    elsewhere = sorted({found for found in addresses if not ipaddress.ip_address(found).is_loopback})
+    elsewhere = sorted({address for address in addresses if not ipaddress.ip_address(address).is_loopback})
     if len(elsewhere) > 1:
         raise TransportError(
             f"the engines are reached from {', '.join(elsewhere)}, and the trainer waits for them at one address: name "

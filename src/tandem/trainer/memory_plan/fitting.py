@@ -39,31 +39,31 @@ class Fitted:
     """To be run and saved: its memory is ``check``, for there is nothing left to choose."""
     plan: MemoryPlan
     """Of it."""
-    told: tuple[str, ...]
+    messages: tuple[str, ...]
     """What was chosen and why, a line each."""
 
 
-def fit(run: Planner, config: RunConfig, given: Collection[str]) -> Fitted:
+def fit(run: Planner, config: RunConfig, set_options: Collection[str]) -> Fitted:
     """Choose what a run that fits does.
 
     Args:
         run: plans it.
         config: the recipe.
-        given: options that its file sets, by dotted path. ``micro_batch_tokens`` is then the most that is taken;
+        set_options: options that its file sets, by dotted path. ``micro_batch_tokens`` is then the most that is taken;
             ``checkpointing``, ``optimizer.precision`` and ``optimizer.gradients`` are kept, and so is every optimizer
             but adamw.
 
     Raises:
         DoesNotFit: nothing does; with the table of the smallest.
     """
-    every = budgets(run, config, given)
+    every = budgets(run, config, set_options)
     smallest: MemoryPlan | None = None
     for share in (ROOM, 1.0):
-        for ways in _ways(config, given, run):
+        for ways in _ways(config, set_options, run):
             sizes = _precise(run, ways, every)
             fitting = _largest(run, ways, sizes, share)
             if fitting is not None:
-                return _fitted(run, config, fitting, given)
+                return _fitted(run, config, fitting, set_options)
             plan = run.plan(_with(ways, sizes[0]))
             smallest = plan if smallest is None else min(smallest, plan, key=lambda one: one.lack)
     assert smallest is not None
@@ -77,7 +77,7 @@ def settled(
     *,
     prompt_tokens: int = TYPICAL_PROMPT,
     resumed: Path | None = None,
-    given: Collection[str] = (),
+    set_options: Collection[str] = (),
     tell: Callable[[str], None] = print,
 ) -> RunConfig:
     """The recipe as it is run: as it is, or fitted and told so. Arguments as of ``planner`` and ``fit``.
@@ -85,20 +85,20 @@ def settled(
     Raises:
         DoesNotFit: with the table and what to change.
     """
-    found = planner(config, model_config, prompt_tokens=prompt_tokens, resumed=resumed)
+    run = planner(config, model_config, prompt_tokens=prompt_tokens, resumed=resumed)
     if config.memory == "check":
-        found.plan(config).require()
+        run.plan(config).require()
         return config
-    fitted = fit(found, config, given)
-    for line in fitted.told:
+    fitted = fit(run, config, set_options)
+    for line in fitted.messages:
         tell(line)
     return fitted.config
 
 
-def budgets(run: Planner, config: RunConfig, given: Collection[str]) -> list[int]:
+def budgets(run: Planner, config: RunConfig, set_options: Collection[str]) -> list[int]:
     """Micro-batches that are tried, in tokens, ascending: a step in one, two, three, four, six, eight and so on."""
     whole = run.step_tokens(config)
-    most = min(whole, config.micro_batch_tokens) if "micro_batch_tokens" in given else whole
+    most = min(whole, config.micro_batch_tokens) if "micro_batch_tokens" in set_options else whole
     least = min(most, max(SMALLEST, sum(run.longest(config))))
     sizes = [most]
     for parts in (n << power for power in range(whole.bit_length()) for n in (2, 3)):
@@ -135,31 +135,35 @@ def _with(config: RunConfig, size: int) -> RunConfig:
     return dataclasses.replace(config, micro_batch_tokens=size)
 
 
-def _ways(config: RunConfig, given: Collection[str], run: Planner) -> Iterator[RunConfig]:
+def _ways(config: RunConfig, set_options: Collection[str], run: Planner) -> Iterator[RunConfig]:
     """Recipes from the fastest to the smallest, but for their micro-batches."""
-    kept = "checkpointing" in given
-    for optimizer in _optimizers(config, given, run.machine.is_host):
+    kept = "checkpointing" in set_options
+    for optimizer in _optimizers(config, set_options, run.machine.is_host):
         for how in (config.checkpointing,) if kept else CHECKPOINTING:
             yield dataclasses.replace(config, memory="check", optimizer=optimizer, checkpointing=how)
 
 
-def _optimizers(config: RunConfig, given: Collection[str], on_host: bool) -> Iterator[Optimizer]:
+def _optimizers(config: RunConfig, set_options: Collection[str], on_host: bool) -> Iterator[Optimizer]:
     """adamw with ever smaller states; any other alone."""
     own = config.optimizer
     yield own
     if resolve.kind_of("optimizers", own) != "adamw":
         return
     precise: dict[str, str] = {}
-    if config.dtype == "bfloat16" and "optimizer.precision" not in given and getattr(own, "precision", "") == "masters":
+    if (
+        config.dtype == "bfloat16"
+        and "optimizer.precision" not in set_options
+        and getattr(own, "precision", "") == "masters"
+    ):
         precise = {"precision": "kahan"}  # to the bit what masters give
         yield dataclasses.replace(own, **precise)  # type: ignore[arg-type]
     yield _as("adamw8bit", own, precise)
     whole = (
         resolve.kind_of("trainable", config.trainable) == "full"
     )  # an adapter's weights are float32, and so are its gradients
-    if whole and config.dtype == "bfloat16" and "optimizer.gradients" not in given:
+    if whole and config.dtype == "bfloat16" and "optimizer.gradients" not in set_options:
         yield _as("adamw8bit", own, {**precise, "gradients": "bfloat16"})
-    if not on_host and "optimizer.precision" not in given:
+    if not on_host and "optimizer.precision" not in set_options:
         yield _as("adamw_cpu", own, {})
 
 
@@ -171,24 +175,24 @@ def _as(kind: str, optimizer: Optimizer, changes: dict[str, str]) -> Optimizer:
     return made
 
 
-def _fitted(run: Planner, before: RunConfig, config: RunConfig, given: Collection[str]) -> Fitted:
+def _fitted(run: Planner, before: RunConfig, config: RunConfig, set_options: Collection[str]) -> Fitted:
     plan = run.plan(config)
-    return Fitted(config=config, plan=plan, told=tuple(_told(run, before, config, given)))
+    return Fitted(config=config, plan=plan, messages=tuple(_messages(run, before, config, set_options)))
 
 
-def _told(run: Planner, before: RunConfig, config: RunConfig, given: Collection[str]) -> Iterator[str]:
+def _messages(run: Planner, before: RunConfig, config: RunConfig, set_options: Collection[str]) -> Iterator[str]:
     """What was chosen and why."""
     size, whole = config.micro_batch_tokens, run.step_tokens(config)
     parts = -(-whole // size)
-    if "micro_batch_tokens" in given and size == before.micro_batch_tokens:
+    if "micro_batch_tokens" in set_options and size == before.micro_batch_tokens:
         why = "the recipe's own bound"
     elif parts == 1:
         why = "a whole step of the longest answers"
     else:
         why = f"the largest that fits, about {parts} to a step of the longest answers"
-        why += f"; the recipe allows {before.micro_batch_tokens}" if "micro_batch_tokens" in given else ""
+        why += f"; the recipe allows {before.micro_batch_tokens}" if "micro_batch_tokens" in set_options else ""
     yield f"micro_batch_tokens: {size}, {why}"
-    if "checkpointing" in given:
+    if "checkpointing" in set_options:
         yield f"checkpointing: {config.checkpointing}, as the recipe says"
     elif config.checkpointing == "none":
         yield "checkpointing: none, there is room for all activations"

@@ -230,8 +230,8 @@ def _history(sampling: Sampling, layout: Layout, device: torch.device) -> TokenH
     if penalties is None:
         return None
     seen_E = torch.zeros(layout.tokens + layout.trained, dtype=torch.int64, device=device)
-    said_E = torch.zeros(layout.trained, dtype=torch.int64, device=device)
-    return TokenHistory.of(penalties, [seen_E] * 3 + [said_E] * 4)
+    generated_E = torch.zeros(layout.trained, dtype=torch.int64, device=device)
+    return TokenHistory.of(penalties, [seen_E] * 3 + [generated_E] * 4)
 
 
 def _kind(stage: str, as_head: bool) -> str:
@@ -241,7 +241,7 @@ def _kind(stage: str, as_head: bool) -> str:
 
 def _peak(peaks: Mapping[str, Mapping[str, int]], further: int) -> Pass:
     """The largest stage. Activations of further layers are there until the last layer's backward is over."""
-    found = [
+    stages = [
         Pass(
             activations=by.get("activations", 0) + (further if stage != "end" else 0),
             logits=by.get("logits", 0),
@@ -249,7 +249,7 @@ def _peak(peaks: Mapping[str, Mapping[str, int]], further: int) -> Pass:
         )
         for stage, by in peaks.items()
     ]
-    return max(found, key=lambda one: one.total)
+    return max(stages, key=lambda one: one.total)
 
 
 class _Watched:

@@ -73,14 +73,14 @@ async def compare_frozen(
         return
     restart_count = engine.restart_count
     try:
-        found = await engine.checksums("weights")
+        sums = await engine.checksums("weights")
     except EngineError as error:
         if engine.restart_count != restart_count or not (await engine.health()).ok:
             raise
         log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
         return
     mine: Checksums = await policy.compute(lambda: checksums((n, p.detach()) for n, p in frozen.items()))
-    for name, theirs in found.items():
+    for name, theirs in sums.items():
         if wrong := differing(mine, theirs):
             kind = StaleWeights if len(wrong) == len(mine) else TornWeights
             raise kind(
@@ -137,7 +137,7 @@ class Behaviour:
         self._floor = usual / 20  # what an engine that happened to be exact is not held to
         self._folder = folder / "proofs"
         self._noise: dict[int, Noise] = {}
-        self._epoch = -1
+        self._restart_count = -1
         self._known: dict[str, Sequence[float]] = {}
 
     async def compare(self, engine: Engine, version: PolicyVersion) -> float:
@@ -150,7 +150,7 @@ class Behaviour:
         Raises:
             StaleWeights: it answers otherwise than these weights do.
         """
-        first, self._epoch = self._epoch != engine.restart_count, engine.restart_count
+        first, self._restart_count = self._restart_count != engine.restart_count, engine.restart_count
         tokens = self._text(engine) if first else self.tokens
         readings: list[ProbeReading] = []
         for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
@@ -191,14 +191,14 @@ class Behaviour:
         if not all(answer.finite for answer in doubted.answers):
             return [doubted]
         log.info("%s is asked again: its answer to a probe is not explained by noise as measured", doubted.name)
-        text, most, found = self._text(engine), engine.context - AGAIN_SAMPLES, list[ProbeReading]()
+        text, most, readings = self._text(engine), engine.context - AGAIN_SAMPLES, list[ProbeReading]()
         begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
         for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):
             probe = (await engine.probe(tokens, samples=AGAIN_SAMPLES))[index]
             reading = await self._read(tokens, probe, thorough=tokens not in begun)
             # The whole text's tokens were scored already: each counts once.
-            found.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
-        return found
+            readings.append(replace(reading, scored=NOTHING, others={}) if tokens in begun else reading)
+        return readings
 
     async def _read(self, tokens: Sequence[int], probe: ProbeResult, *, thorough: bool) -> ProbeReading:
         return await self._policy.compute(self._scored, tokens, probe, thorough)
@@ -232,15 +232,15 @@ class Behaviour:
             if (p := nearer(answer, theirs, noise.scale)) < chance:
                 return f"it answers a probe as {other} does (chance below {max(p, 1e-300):.0e}), and samples from that"
         for what, answer in _answers(readings):
-            found = scale(answer.residuals())
+            error = scale(answer.residuals())
             if (p := noise.excess(answer)) < chance:
                 return (
-                    f"its logprobs of {what} differ from the trainer's by more than rounding: errors of {found:.2g} "
+                    f"its logprobs of {what} differ from the trainer's by more than rounding: errors of {error:.2g} "
                     f"nats a logit, where {noise.scale:.2g} were measured (chance below {max(p, 1e-300):.0e})"
                 )
-            if found > self._allowed:
+            if error > self._allowed:
                 return (
-                    f"its logprobs of {what} differ from the trainer's by errors of {found:.3g} nats a logit (allowed "
+                    f"its logprobs of {what} differ from the trainer's by errors of {error:.3g} nats a logit (allowed "
                     f"{self._allowed:g}). If this model is that noisy (deep ones with random weights are), set "
                     "sync.tolerance above that"
                 )
