@@ -456,8 +456,8 @@ DEFECTS = (
     Defect(
         "alarms are told at once and always",
         "src/tandem/observability/alarms/watch.py",
-        "step - episode.told >= episode.again",
-        "step - episode.told >= 0",
+        "step - episode.notified >= episode.again",
+        "step - episode.notified >= 0",
         "tests/unit/test_alarms.py",
     ),
     Defect(
