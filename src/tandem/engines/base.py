@@ -1,4 +1,4 @@
-"""What an engine is: something that samples tokens and knows which weights it samples from."""
+"""The engine interface: samples tokens and records which policy version each token was sampled from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What an engine says of itself."""
+    """An engine's health: whether it can generate, and the requests running and waiting."""
 
     ok: bool
     """True if it can generate."""
@@ -31,7 +31,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What an engine answered to a probe, by the weights it holds now."""
+    """An engine's answer to a probe: logprobs of known tokens and a few samples, by the weights it holds now."""
 
     name: str = "the engine"
     """Which engine."""
@@ -47,7 +47,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """A LoRA adapter as it travels."""
+    """A LoRA adapter as weight sync transfers it: PEFT's configuration and tensors."""
 
     config: Mapping[str, Any]
     """PEFT's configuration: r, lora_alpha, target_modules."""
@@ -57,7 +57,7 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequirements:
-    """What a run asks of the engine it starts."""
+    """What a run requires of the engine it starts: model, dtype, payload and capability."""
 
     model: str
     """Hugging Face id or folder."""
@@ -82,7 +82,7 @@ class EngineRequirements:
 
 
 class Engine(ABC):
-    """What samples tokens and knows which weights it samples from. All methods are called from one event loop.
+    """A live engine: samples completions with their policy versions. All methods are called from one event loop.
 
     Example:
         >>> import asyncio, tandem

@@ -22,7 +22,7 @@ _MOST = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Logprobs of a micro-batch that stay the same over the updates of its step: old and reference logprobs."""
+    """Old and reference logprobs of a micro-batch, which stay the same over the updates of its step."""
 
     first_N: Tensor
     """The policy's, when the step began."""

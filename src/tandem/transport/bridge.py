@@ -47,7 +47,7 @@ class MappedParameter(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``vllm_bridge_config.json`` holds."""
+    """Contents of ``vllm_bridge_config.json``: the engine's parameters and where they are mapped."""
 
     model: str
     """Path or name of the model that the engine loaded."""

@@ -39,7 +39,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A tensor, or the part of it that lies here."""
+    """A tensor, or the part of it that this rank holds."""
 
     name: str
     """The whole tensor's name; shards of one name add up."""
@@ -84,7 +84,7 @@ class ChecksumTally:
 
 
 class Standing:
-    """Checksums taken again and again; the tally is made anew only where a tensor was moved."""
+    """Checksums of the same tensors over many publishes; the tally is rebuilt only where a tensor was moved."""
 
     def __init__(self) -> None:
         self._tally: ChecksumTally | None = None

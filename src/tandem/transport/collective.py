@@ -35,7 +35,7 @@ AHEAD = 8
 
 
 class Flight(NamedTuple):
-    """A bucket on its way."""
+    """A bucket in flight."""
 
     works: list[Any]
     """torch's handles of it."""
@@ -196,7 +196,9 @@ class Timing(NamedTuple):
 
 
 class Member:
-    """One member of a group. Its calls block, each wait for at most ``rendezvous.seconds``: make them from a thread.
+    """Member of a broadcast group.
+
+    Its calls block, each wait for at most ``rendezvous.seconds``: make them from a thread.
 
     Every failure is a ``TransportError`` that names the ranks concerned. After one, only ``close`` makes sense.
     """

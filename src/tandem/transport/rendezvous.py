@@ -1,4 +1,4 @@
-"""Where the members of a broadcast group meet: a key-value store served by rank 0, and who shows signs of life in it.
+"""Rendezvous of a broadcast group: a key-value store served by rank 0, with heartbeats of its members.
 
 The store is unencrypted and has no password: it is for a network that is trusted.
 """
@@ -39,7 +39,7 @@ MOST_MEMBERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and how the members of a group meet; ``dataclasses.asdict`` makes it JSON."""
+    """Address and options by which the members of a group meet; ``dataclasses.asdict`` makes it JSON."""
 
     host: str
     """Rank 0's address as the others reach it; it listens on no other."""
@@ -133,7 +133,7 @@ def open_group(rendezvous: Rendezvous, rank: int, address: str) -> Any:
 
 
 class GroupStore:
-    """What the members tell each other through the store.
+    """One member's view of the group's store: status texts, heartbeats and a failure note.
 
     It is asked by one daemon thread, so that a store that does not answer holds nobody else up. The thread also counts
     this member's beats into the store, and reads the others' and the first note of a failure, with which it ends.

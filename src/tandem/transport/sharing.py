@@ -1,4 +1,4 @@
-"""Tensors lent to another process without a second copy: a shared file mapping on the host, CUDA IPC on a GPU.
+"""Tensors shared with another process without a second copy: a shared file mapping on the host, CUDA IPC on a GPU.
 
 The lender describes what it lends as plain JSON; whoever attaches by that description gets tensors over the very same
 bytes. Nothing here orders reads and writes: lender and borrower agree by other means on who may write when.

@@ -1,4 +1,4 @@
-"""How weights travel: one transaction, written once; a way of travelling writes only ``transfer``."""
+"""Weight sync: the publish transaction (pause, transfer, verify, set_version, resume); a method adds ``transfer``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SyncState(Enum):
-    """What the engine gives out, and what giving up would have to do about it."""
+    """State of a weight-sync session: what the engine serves, and what an abort has to undo."""
 
     SERVING = "serving"
     """The engine serves what was published last, or before the first publish what it was started on."""
@@ -55,7 +55,7 @@ TRANSITIONS: Mapping[SyncState, frozenset[SyncState]] = {
 
 
 class SyncStateMachine:
-    """A state that follows the table."""
+    """A sync state that changes only as the table of transitions allows."""
 
     def __init__(self) -> None:
         """Of an engine that serves."""
@@ -89,7 +89,7 @@ ATTEMPTS = 3
 
 
 class Recovery:
-    """Which start of an engine a session is bound to and has published to, and work repeated after a new start."""
+    """Recovery of a session after an engine's restart: rebinds to the new start and publishes to it again."""
 
     def __init__(self, engine: Engine) -> None:
         """Of an engine that nothing is bound to yet."""
@@ -138,7 +138,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What one publish did."""
+    """Version, bytes and seconds of one publish."""
 
     version: PolicyVersion
     """What the policy is now, and what the engine serves if it was published."""
@@ -193,7 +193,9 @@ class Commit:
 
 
 class Trained:
-    """The trainer's end of a link. Looking parameters up and configuring PEFT takes longer than a publish may.
+    """The trainer's weights or adapter, as weight sync reads them.
+
+    They are looked up once, since looking parameters up and configuring PEFT takes longer than a publish may.
 
     Tensors are those that the parameters have at each call: binding moves their storage.
     """
@@ -383,7 +385,7 @@ class Periodic(WeightSync):
 
 @dataclass(slots=True, kw_only=True)
 class WeightSyncSession:
-    """A live way between one policy and one engine.
+    """A live weight-sync session between one policy and one engine.
 
     Entered before it is bound: what ends it then leaves the old version serving, or an engine that gives out nothing.
     """

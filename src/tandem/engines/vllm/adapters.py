@@ -1,4 +1,4 @@
-"""LoRA adapters as vLLM's slots store them: what can be served, B times alpha/rank, and a slot lent to the trainer.
+"""LoRA adapters as vLLM's slots store them: what can be served, B times alpha/rank, and slots in shared memory.
 
 The engine is the one that lends its slot, as with weights, and the trainer writes every version there itself: no copy
 lies in between, and the trainer's end takes no memory away from under the engine.
@@ -138,7 +138,7 @@ SHARED_NAME = "tandem-adapter"
 
 
 class ExportedSlot:
-    """The engine's end."""
+    """The engine's end of an adapter slot in shared memory."""
 
     def __init__(self, stacked: Mapping[str, Tensor], folder: Path):
         """Make tensors attachable; on the host they move to a shared file in ``folder`` and views of them end."""
@@ -161,7 +161,7 @@ class ExportedSlot:
 
 
 class AttachedSlot:
-    """The trainer's end."""
+    """The trainer's end of an adapter slot in shared memory."""
 
     def __init__(self, answer: Mapping[str, Any], expect: Iterable[tuple[str, Tensor]]):
         """Attach what ``ExportedSlot`` described.

@@ -1,4 +1,4 @@
-"""What travels between the trainer and an engine's HTTP process: msgspec structs that refuse what they do not know."""
+"""Wire types between the trainer and an engine's HTTP process: msgspec structs that refuse unknown fields."""
 
 from __future__ import annotations
 
@@ -416,14 +416,14 @@ MOST_MEMBERS = 1024
 
 
 class Metadata(msgspec.Struct, kw_only=True):
-    """One tensor that will be sent."""
+    """Shape and dtype of one tensor of a publish."""
 
     shape: Shape
     dtype: Dtype
 
 
 class Listed(Body):
-    """All tensors that will be sent, as Atropos' example trainer says it."""
+    """Manifest of a publish in the form of Atropos' example trainer."""
 
     param_names: list[Text]
     """In the order in which they come."""
@@ -468,7 +468,7 @@ class Receive(Body):
 
 
 class SiblingRequests(Body):
-    """Answers to one prompt, each a request of its own to vLLM."""
+    """Completions of one prompt, each a request of its own to vLLM."""
 
     asked: msgspec.Raw
     """What all have in common: a ``Generate`` with token ids as its prompt and one answer with flat logprobs. Read by
@@ -501,7 +501,7 @@ class TakeBack(Body):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A frame: one of the answers."""
+    """A frame of /generate/many: one finished completion."""
 
     number: int
     """Which."""
@@ -516,7 +516,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A frame: why one of the answers is not there, as a request that is refused is told it."""
+    """A frame of /generate/many: the error of one completion, with the status of a refused request."""
 
     number: int
     """Which."""

@@ -1,4 +1,4 @@
-"""What reaches into vLLM's internals for speed: logprobs in pieces, quick pauses, prompts handed in while paused.
+"""Optional speedups on vLLM's internals: batched logprobs, quick pauses, prompts submitted while paused.
 
 All of it is optional: ``engine.speedups: false`` uses vLLM's public methods alone, as does a release in which an
 internal is not where it is known to be. ``benchmarks/decoding.py`` measures the logprobs and ``benchmarks/sync.py`` the
@@ -51,7 +51,7 @@ def scheduler(**kwargs: Any) -> Any:
 
 
 class Pieces:
-    """What comes before one of vLLM's schedulers in the order of bases."""
+    """Scheduler mixin that returns logprobs in pieces of many tokens; it precedes vLLM's scheduler among the bases."""
 
     requests: Mapping[str, Any]
     """Those that have not ended, by id."""
@@ -225,7 +225,7 @@ class PrefillRoom:
 
 
 class Scheduler:
-    """Of vLLM's asynchronous engine (``AsyncLLM``), of which only public methods are used but three.
+    """Scheduler controls of vLLM's asynchronous engine (``AsyncLLM``), of which only public methods are used but three.
 
     The three, each with a public way to fall back on: ``engine_core.pause_scheduler_async``, because the public
     ``pause_generation`` sleeps 20 ms after the work is done, and then keeps back what is asked; ``outputs_queue``

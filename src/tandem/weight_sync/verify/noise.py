@@ -75,7 +75,7 @@ class LogprobComparison:
 
 @dataclass(slots=True)
 class Noise:
-    """What residuals of one engine were while its bytes were proven equal to the trainer's.
+    """Logprob residuals of one engine while its weights were verified equal to the trainer's by checksum.
 
     Example:
         >>> noise = Noise(floor=0.001)

@@ -1,4 +1,4 @@
-"""How trainer and engine prove that they hold the same weights."""
+"""Verification that trainer and engine hold the same weights: checksums, and logprobs of a probe."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def compare_frozen(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReading:
-    """What one engine answered to one text, beside what the trainer computes."""
+    """One engine's logprobs of one probe text, beside the trainer's."""
 
     name: str
     """Which engine."""
@@ -118,7 +118,7 @@ NOTHING = LogprobComparison((), ())
 
 
 class Behaviour:
-    """Whether engines answer as the published weights do, publish after publish.
+    """Probe of every publish: compares the engines' logprobs with those of the published weights.
 
     A probe is scored by engine and trainer, and so are a few tokens that the engine samples after it. Where noise
     explains an answer badly (``_noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an

@@ -1,4 +1,4 @@
-"""A live vLLM engine, or several that hold the same weights: what the trainer sees of them."""
+"""The trainer's client of one or more vLLM servers that hold the same weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttachedSlot:
-    """An adapter's slot that an engine has lent."""
+    """An adapter slot of the engine, attached through shared memory."""
 
     restart_count: int
     request: wire.ExportSlot

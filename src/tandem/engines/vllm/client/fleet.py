@@ -1,4 +1,4 @@
-"""The servers that hold one policy: started, found again, restarted and ended, always by their own handles."""
+"""The servers that hold one policy: starts, reattaches, restarts and ends them, always by their own handles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEALTH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How our own engines are started."""
+    """How the trainer starts its own engine processes."""
 
     command: Callable[[str, int, int], list[str]]
     """By model folder, port, and how many were started before."""
@@ -45,7 +45,7 @@ class Launch:
 
 
 class Fleet:
-    """One or more servers; ``launch`` is None for those that somebody else runs."""
+    """One or more servers of one policy; ``launch`` is None for servers that the trainer did not start."""
 
     def __init__(
         self, servers: Sequence[EngineServer], *, launch: Launch | None, options: Any, needs: EngineRequirements

@@ -29,11 +29,11 @@ LOOK_SECONDS = 0.2
 
 
 class EngineUnreachable(EngineError):
-    """Nobody answers: the engine's process is gone, or the way to it."""
+    """The engine does not answer: its process is gone, or the network is."""
 
 
 class Fallen(EngineUnreachable):
-    """Its HTTP process says that the engine behind it has died; that process will end too, in a few seconds."""
+    """The HTTP process answers that vLLM's engine core has died; that process will end too, in a few seconds."""
 
 
 class Replaced(EngineUnreachable, StaleWeights):
@@ -41,11 +41,11 @@ class Replaced(EngineUnreachable, StaleWeights):
 
 
 class Denied(EngineError):
-    """It wants another API key."""
+    """The engine refuses the API key."""
 
 
 class EngineServer:
-    """An engine's HTTP process, and our child if we started it."""
+    """Client of one engine's HTTP process, with the child process if the trainer started it."""
 
     def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
         self.url = url.rstrip("/")

@@ -1,4 +1,4 @@
-"""In the trainer: answers that are asked for in one turn of the event loop are asked of a server by one request.
+"""Client side of batched generation: completions requested in one turn of the event loop share one HTTP request.
 
 A request of its own costs each rollout, here and in the engine's HTTP process, as much as all else that the host does
 for it. Whoever asks notices nothing: each answer has its own seed, deadline, error and end, and comes when it is there.
@@ -37,7 +37,7 @@ MOST = 64
 
 @dataclass(slots=True)
 class _AwaitedSample:
-    """One answer that somebody waits for."""
+    """One awaited completion."""
 
     siblings: SiblingRequests
     seed: int | None
@@ -45,7 +45,7 @@ class _AwaitedSample:
 
 
 class Waves:
-    """What is asked of servers."""
+    """Batched generation requests, by server."""
 
     def __init__(self) -> None:
         self._next: dict[EngineServer, _Wave] = {}

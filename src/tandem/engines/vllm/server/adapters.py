@@ -18,7 +18,7 @@ SLOT = 1_000_000
 
 
 class Adapters:
-    """The /lora/* routes, and what /generate needs of them."""
+    """LoRA adapters of the engine: the /lora/* routes, and lookup by name for /generate."""
 
     def __init__(self, frontend: Frontend, state: Any):
         self._frontend = frontend

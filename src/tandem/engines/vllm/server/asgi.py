@@ -1,4 +1,4 @@
-"""Plain ASGI, as little of it as the routes need: bodies, answers, refusals, clients that go away."""
+"""ASGI helpers of the routes: request bodies, responses, errors, and clients that disconnect."""
 
 from __future__ import annotations
 

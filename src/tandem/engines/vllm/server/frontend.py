@@ -1,4 +1,4 @@
-"""What the engine's HTTP process keeps: which weights a token comes from, and when it may be given out.
+"""State of the engine's HTTP process: the policy version of each token, pauses, and when answers are released.
 
 The scheduler is paused between two forward passes ("keep": requests in flight stay where they are). Every time it
 goes on, an era begins, and every token is filed under the era it was sampled in. A publish gives the era its policy
@@ -25,7 +25,7 @@ from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 
 @dataclass(slots=True)
 class PartialCompletion:
-    """One completion in the making."""
+    """One completion while it is sampled."""
 
     tokens: list[int] = field(default_factory=list)
     """Sampled so far."""
@@ -62,7 +62,7 @@ class PartialCompletion:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request gave."""
+    """Completions and prompt logprobs of one request."""
 
     completions: list[PartialCompletion]
     """As many as were asked for."""
@@ -97,7 +97,7 @@ def _plain(logprobs: Mapping[int, Any]) -> dict[int, float]:
 
 
 class PauseLease:
-    """Whoever paused the engine is to resume it in time: weights half written must not be served.
+    """Deadline of a pause: an engine that is not resumed in time is stopped, since its weights may be half written.
 
     Args:
         stop: stops the engine, for a reason that is told.
@@ -177,11 +177,11 @@ LOOK = 0.2
 
 
 class Stopped(Exception):
-    """The engine holds weights that nobody vouches for, so it answers nothing."""
+    """The engine refuses requests: its weights are unverified, after a failed publish or an expired pause."""
 
 
 class Frontend:
-    """Between HTTP and vLLM's asynchronous engine."""
+    """Generation, pauses and policy versions over vLLM's asynchronous engine, shared by all routes."""
 
     def __init__(self, client: Any):
         self.client = client

@@ -1,4 +1,4 @@
-"""What one engine can be asked: within its context, its vocabulary and what one request may cost the others.
+"""Request limits of one engine: context length, vocabulary, and what one request may cost the others.
 
 Looked at before vLLM sees a request. Some of it vLLM finds itself, release by release more of it; the rest would be a
 fault of its process, a wait of minutes, or the end of the process that has the model.
@@ -19,7 +19,7 @@ LONG = 20_000
 
 
 class EngineLimits:
-    """Of one engine; ``client`` is vLLM's."""
+    """Request limits of one engine; ``client`` is vLLM's."""
 
     def __init__(self, client: Any):
         self._client = client

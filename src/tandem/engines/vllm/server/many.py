@@ -1,4 +1,4 @@
-"""In the engine's HTTP process: one request for many answers, each of which is given out as soon as it is there.
+"""Server side of batched generation: one HTTP request for many completions, each streamed when it is finished.
 
 A step's rollouts are asked for in the same moment. To read, route and answer hundreds of requests takes this process
 and the trainer's longer than the forward pass that they wait for.

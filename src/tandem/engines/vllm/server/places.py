@@ -1,4 +1,4 @@
-"""How many answers vLLM's scheduler has at a time: a few fewer than it could, so that a probe is never kept waiting.
+"""Admission to vLLM's scheduler: a few requests fewer than it could run, so that a probe never queues.
 
 A scheduler that is full begins what comes next when something ends, and what has waited longest goes first. A probe of
 new weights would stand behind every request of a step, and the trainer with it.
@@ -17,7 +17,7 @@ PROBES = 3
 
 
 class Places:
-    """Requests in flight: who has a place, who waits for one, and by which adapter they are sampled.
+    """Requests in flight: which are admitted, which wait, and which adapter samples each.
 
     Args:
         number: of answers at a time; a request for more has all places to itself.

@@ -1,4 +1,4 @@
-"""Routes of ours on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
+"""Tandem's routes on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
 
 Everything else passes through untouched, but for four things (``stock``): what no engine can be asked is refused;
 requests get a cache salt, so that no prefix outlives the weights it was computed with; replies wait while weights are

@@ -1,4 +1,4 @@
-"""Requests to vLLM's own routes, on their way through: looked at, salted, and held back while weights are proven."""
+"""Requests to vLLM's own routes: checked, cache-salted, and held back while weights are verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class StockSampling(msgspec.Struct):
-    """What is said of sampling, by OpenAI's and vLLM's names; null and what is not here is left to vLLM."""
+    """Sampling parameters by OpenAI's and vLLM's names; null and what is not here is left to vLLM."""
 
     n: Answers | None = None
     best_of: Answers | None = None
@@ -81,7 +81,7 @@ class StockSampling(msgspec.Struct):
 
 
 class StockRequest(StockSampling):
-    """A body of a stock route."""
+    """Request body of one of vLLM's own routes."""
 
     prompt: str | list[Any] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -177,7 +177,7 @@ def salted(tree: dict[str, Any], salt: str) -> bytes:
 
 
 class Stock:
-    """vLLM's own routes, behind ``app``."""
+    """Middleware before vLLM's own routes (``app``): checks, cache salts, and pauses."""
 
     def __init__(self, app: App, frontend: Frontend, limits: EngineLimits):
         self._app = app

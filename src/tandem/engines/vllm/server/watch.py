@@ -29,7 +29,7 @@ ORPHAN_GRACE = 10.0
 
 
 class TrainerWatch(threading.Thread):
-    """Looks after the trainer once a second. A trainer that comes back adopts the engine and is watched instead."""
+    """Checks once a second that the trainer is alive. A trainer that comes back reattaches and is watched instead."""
 
     def __init__(self, trainer: str, linger: float):
         super().__init__(name="tandem watch", daemon=True)

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers (``--worker-extension-cls``): weights lent, received, adapted and checksummed.
+"""vLLM worker extension (``--worker-extension-cls``): exports, receives and checksums weights and adapters.
 
 Every method is called through ``collective_rpc`` while the scheduler stands still, takes and returns plain data, and
 touches the storage that the forward pass reads; nothing of vLLM is replaced. On a CPU alone, linear layers are kept
