@@ -129,7 +129,7 @@ class Trainer:
                 behind=self.behind,
                 drop_zero_variance=drop_zero_variance,
                 sampling=Sampling(),
-                patience=patience,
+                max_dropped_batches=patience,
                 **reuse,
             ),
             version=lambda: self.step,

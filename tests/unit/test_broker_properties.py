@@ -192,7 +192,7 @@ class Promises(RuleBasedStateMachine):
         batch = self.store.take(self.now, lease=lease, trainer=trainer)
         self.ledger.settled().result(30)
         assert self.store.run is not None
-        total, needs = self.store.run.batch_size, self.store.tenants.needs()
+        total, needs = self.store.run.batch_size, self.store.tenants.minimums()
         if batch is None:
             self.check_nothing_is_stuck(total, needs)
             return

@@ -419,7 +419,7 @@ def test_a_group_that_waits_here_ages_too() -> None:
 def test_starved_says_why_and_what_to_do(bad: ScoredGroup, reason: str, advice: str) -> None:
     broker = Local(on_empty=lambda: broker.put(bad))
     with pytest.raises(Starved, match=reason) as caught:
-        taken(broker, 1, Trainer(broker, step=9), patience=3)
+        taken(broker, 1, Trainer(broker, step=9), max_dropped_batches=3)
     assert advice in str(caught.value)
 
 
@@ -529,7 +529,9 @@ def test_nothing_but_poison_ends_a_run_that_says_so() -> None:
         async with served() as client:
             for place in range(12):
                 client.broker.store.put(stored(f"p{place}", scores=[1e200, 0.0]), 0.0)
-            async with Trainer(TrainerClient(Connection(client.url))).source(patience=2).open(DataState()) as source:
+            async with (
+                Trainer(TrainerClient(Connection(client.url))).source(max_dropped_batches=2).open(DataState()) as source
+            ):
                 await source.take()
 
     with pytest.raises(Starved, match=r"6 groups in a row.*malformed.*p5: body\.scores\.0"):

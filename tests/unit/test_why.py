@@ -224,7 +224,7 @@ def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.
 
 def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(why, "STALE", 0.5)
-    monkeypatch.setattr(why, "PATIENCE", 2.0)
+    monkeypatch.setattr(why, "ANSWER_SECONDS", 2.0)
     with process(run, "ctypes.PyDLL(None).usleep(60_000_000)"):  # PyDLL keeps the interpreter's lock
         while (story := why.read(run, now=time.time())).state != "stuck":
             time.sleep(0.05)

@@ -61,7 +61,7 @@ class BrokerSourceOptions:
     """How the run computes logprobs; a group that says that it was sampled otherwise is an error."""
     poll_seconds: float = 0.25
     """Between two questions for a batch that is not there yet."""
-    patience: int = 50
+    max_dropped_batches: int = 50
     """Batches' worth of groups dropped in a row before giving up."""
 
     @property
@@ -333,7 +333,7 @@ class BrokerSource:
     def _untrained(self, count: int, why: Callable[[], str]) -> None:
         """So many more in a row; raises Starved, which says why, when there are too many."""
         self._in_a_row += count
-        if self._in_a_row > self.options.patience * self.options.groups_per_step:
+        if self._in_a_row > self.options.max_dropped_batches * self.options.groups_per_step:
             raise Starved(f"{self._in_a_row} groups in a row from the broker could not be trained on ({why()}")
 
     def _batch(self) -> list[Group] | None:

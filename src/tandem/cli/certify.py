@@ -18,7 +18,7 @@ from tandem.tools.certify.certificate import Certificate
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
-def prove(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) -> int:
+def print_certificate(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) -> int:
     """Print the certificate; returns 0 if it passes, else 1.
 
     Args:

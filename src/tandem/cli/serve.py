@@ -65,11 +65,11 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     runs, folder = Path(config.runs), _folder(config)
-    needs = run.engine_requirements(config, folder)
+    requirements = run.engine_requirements(config, folder)
     context = memory.context(config, load_config(config.model))
     tell(f"starting {config.model}; it writes to {folder / 'logs'}")
-    async with engine.serve(context=context, needs=needs, adapters=runs) as fleet:
-        bridge = await _lend(fleet, folder) if config.sync.capability is ExportsWeights else None
+    async with engine.serve(context=context, needs=requirements, adapters=runs) as fleet:
+        bridge = await _export_weights(fleet, folder) if config.sync.capability is ExportsWeights else None
         try:
             _introduce(fleet, engine, bridge, tell)
             while not fleet.dead():
@@ -87,7 +87,7 @@ def _folder(config: RunConfig) -> Path:
     return Path(os.environ.get("LOGDIR") or Path(config.runs) / "served")
 
 
-async def _lend(fleet: Fleet, folder: Path) -> Path:
+async def _export_weights(fleet: Fleet, folder: Path) -> Path:
     """Lend the weights to whoever finds the file that says where they are."""
     (server,) = fleet.servers
     return (await exported_weights(server)).write(folder)

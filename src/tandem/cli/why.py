@@ -27,7 +27,7 @@ from tandem.types import Json
 
 STALE = 10.0
 """Seconds without a sign of life after which a process that runs is said to be stuck."""
-PATIENCE = 4.0
+ANSWER_SECONDS = 4.0
 """Seconds in which a living interpreter writes the stacks it is asked for."""
 SETTLED = 0.3
 """Seconds without another line after which the stacks that a signal asked for are whole: they come line by line."""
@@ -260,9 +260,9 @@ def _tail(path: Path) -> list[str]:
         return []
 
 
-def _ago(stamp: str, now: float) -> float | None:
+def _ago(timestamp: str, now: float) -> float | None:
     try:
-        return max(0.0, now - calendar.timegm(time.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ")))
+        return max(0.0, now - calendar.timegm(time.strptime(timestamp, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return None
 
@@ -299,7 +299,7 @@ def _whole(path: Path, begin: int) -> Callable[[], bool]:
 
 def _until(done: Callable[[], bool]) -> bool:
     """Look until something is so, for as long as there is patience."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + ANSWER_SECONDS
     while not done():
         if time.monotonic() > end:
             return False

@@ -150,7 +150,7 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
                 tasks=TaskShuffle(tasks=tasks[name], seed=config.seed),
                 client=clients[name],
                 sampling=config.sampling,
-                postprocess_rewards=_judge(config),
+                postprocess_rewards=_postprocess_rewards(config),
                 drop_zero_variance=config.zero_variance_groups == "drop",
                 pace=PlayPace(
                     n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
@@ -197,7 +197,7 @@ async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[
         yield graders
 
 
-def _judge(config: Work) -> PostprocessRewards:
+def _postprocess_rewards(config: Work) -> PostprocessRewards:
     if config.truncated == "penalise":
         return penalise_truncated(config.truncated_penalty)
     return mask_truncated if config.truncated == "mask" else keep_rewards

@@ -334,12 +334,12 @@ class Builder:
         if renamed := [field.name for field in resolve.options(cls) if field.metadata.get("formerly") == key]:
             self.problems.add(where, f"{key!r}{of} is called {renamed[0]!r} now")
             return
-        foreign = {} if nested else elsewhere(key, value, where)
-        for place, text in foreign.items():
+        other_systems = {} if nested else elsewhere(key, value, where)
+        for place, text in other_systems.items():
             self.problems.add(place, text)
         hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
-        if not foreign:
+        if not other_systems:
             self.problems.add(where, f"unknown option {key!r}{of}{hint or listing}")
 
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:

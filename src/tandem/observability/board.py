@@ -243,8 +243,12 @@ def kept_without_signal(scalars: Mapping[str, float]) -> int:
         for name in scalars
         if name.startswith("env/") and name.endswith("/zero_variance")
     ]
-    flat = sum(scalars[f"{env}/zero_variance"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
-    return max(0, round(flat - scalars.get("groups/dropped_zero_variance", 0.0))) if math.isfinite(flat) else 0
+    zero_variance = sum(scalars[f"{env}/zero_variance"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
+    return (
+        max(0, round(zero_variance - scalars.get("groups/dropped_zero_variance", 0.0)))
+        if math.isfinite(zero_variance)
+        else 0
+    )
 
 
 def step_line(board: RunBoard) -> str:

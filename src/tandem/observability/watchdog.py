@@ -147,9 +147,9 @@ class Watchdog:
         stands = now - self._beaten[1] > LOOKS / 2 * self._period
         for wait in every:
             if wait.give_up is None or not stands:
-                self._judge(wait, now - self._moved[wait][1], every)
+                self._decide(wait, now - self._moved[wait][1], every)
 
-    def _judge(self, wait: waits.Wait, idle: float, every: list[waits.Wait]) -> None:
+    def _decide(self, wait: waits.Wait, idle: float, every: list[waits.Wait]) -> None:
         timeouts = self._timeouts
         if wait in self._abandoned:
             if idle - self._abandoned[wait] > timeouts.end_seconds:

@@ -58,7 +58,7 @@ class BufferOptions:
     """Replace groups whose rewards are all equal."""
     sampling: Sampling
     """How answers are sampled."""
-    patience: int = 50
+    max_dropped_batches: int = 50
     """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
     left."""
     steps: int = 0
@@ -248,7 +248,7 @@ class RolloutBuffer:
     def __post_init__(self) -> None:
         options = self.options
         self._by_name = {runner.name: runner for runner in self.runners}
-        self._mixture = EnvMixture(self.runners, options.groups_per_step, options.patience)
+        self._mixture = EnvMixture(self.runners, options.groups_per_step, options.max_dropped_batches)
         self._lag_control = self.lag_control or LagControl.fixed(options.groups_per_step, options.ahead)
         self._sampler = TaskSampler(
             self.runners,

@@ -88,10 +88,10 @@ class EnvMixture:
     one batch's worth of others sends it away again. What is decided depends on the groups and their order alone.
     """
 
-    def __init__(self, runners: Sequence[EnvRunner], places: int, patience: int) -> None:
+    def __init__(self, runners: Sequence[EnvRunner], places: int, max_dropped_batches: int) -> None:
         """Of batches with this many places; ``patience`` is in batches' worth of an environment's groups."""
         self._runners = {runner.name: runner for runner in runners}
-        self._places, self._patience = places, patience
+        self._places, self._max_dropped_batches = places, max_dropped_batches
         self._schedules: dict[tuple[str, ...], MixtureSchedule] = {}
         self._spent: set[str] = set()
         self._barren: Counter[str] = Counter()  # groups of each environment that were dropped in a row
@@ -121,7 +121,7 @@ class EnvMixture:
         self._barren[env] += 1
         count, whole = self._barren[env], max(1, self._schedule(tuple(self._runners)).counts(batch)[env])
         again = env in self.resting
-        if count <= (whole - 1 if again else self._patience * whole):
+        if count <= (whole - 1 if again else self._max_dropped_batches * whole):
             return None
         self._spent.add(env)
         if len(self._spent) == len(self._runners):

@@ -121,11 +121,11 @@ def minimums(batch_size: int, shares: Mapping[int, float]) -> dict[int, int]:
 
     Together more than a batch: all are scaled down alike, but to one sequence (so one group) at least.
     """
-    needs = {env: need for env, share in shares.items() if (need := int(batch_size * share)) > 0}
-    total = sum(needs.values())
+    least_sequences = {env: need for env, share in shares.items() if (need := int(batch_size * share)) > 0}
+    total = sum(least_sequences.values())
     if total > batch_size:
-        needs = {env: max(1, need * batch_size // total) for env, need in needs.items()}
-    return needs
+        least_sequences = {env: max(1, need * batch_size // total) for env, need in least_sequences.items()}
+    return least_sequences
 
 
 def batch(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:

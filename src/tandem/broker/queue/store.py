@@ -295,7 +295,7 @@ class GroupQueue:
             self.tenants.hear(tenant, now)
         try:
             for entry, _ in fresh:
-                self.waiting.check(entry, self._patience())
+                self.waiting.check(entry, self._retry_seconds())
         except (GroupRefused, Busy) as error:
             self.counts["refused" if isinstance(error, GroupRefused) else "busy"] += len(entries)
             raise
@@ -501,7 +501,7 @@ class GroupQueue:
         self.counts["dropped"] += len(items)
         self.note_progress()
 
-    def _patience(self) -> float:
+    def _retry_seconds(self) -> float:
         """Seconds until it is worth trying again: half the time between batches, 0.5 to 30."""
         return min(30.0, max(0.5, self._served[1] / 2))
 

@@ -295,7 +295,7 @@ class Tenants:
         self._visible += seen - tenant.visible
         tenant.visible = seen
 
-    def needs(self) -> dict[int, int]:
+    def minimums(self) -> dict[int, int]:
         """Least sequences per batch of every live environment that has a share, in order of their ids."""
         shares = {tenant.env_id: tenant.share for tenant in self.by_id.values() if tenant.env_id is not None}
         return minimums(self.batch_size, shares)

@@ -163,13 +163,13 @@ class WaitingGroups:
         total = self.tenants.batch_size
         if not total:
             return None
-        needs = self.tenants.needs()
+        minimums = self.tenants.minimums()
         for with_buffers in (False, True):
             if with_buffers and not any(tenant.buffer.groups for tenant in self.tenants):
                 break
-            if any(self._has(env, with_buffers) < need for env, need in needs.items()):
+            if any(self._has(env, with_buffers) < need for env, need in minimums.items()):
                 continue
-            relaxed = [needs, dict.fromkeys(needs, 1), {}] if needs else [needs]
+            relaxed = [minimums, dict.fromkeys(minimums, 1), {}] if minimums else [minimums]
             for least in relaxed:
                 if chosen := self._select(total, least, with_buffers):
                     return formation.in_packs(chosen)
@@ -179,15 +179,15 @@ class WaitingGroups:
         tenant = self.tenants.by_id[env]
         return tenant.queue.sequences + (tenant.buffer.sequences if with_buffers else 0)
 
-    def _select(self, total: int, needs: dict[int, int], with_buffers: bool) -> list[Item] | None:
+    def _select(self, total: int, minimums: dict[int, int], with_buffers: bool) -> list[Item] | None:
         def lines(tenant: Tenant) -> list[Shelf]:
             return [tenant.queue, tenant.buffer] if with_buffers else [tenant.queue]
 
         reserved = [
             (need, formation.candidates([shelf.lines for shelf in lines(self.tenants.by_id[env])], total))
-            for env, need in needs.items()
+            for env, need in minimums.items()
         ]
-        others = [shelf.lines for tenant in self.tenants if tenant.env_id not in needs for shelf in lines(tenant)]
+        others = [shelf.lines for tenant in self.tenants if tenant.env_id not in minimums for shelf in lines(tenant)]
         return formation.batch(total, reserved, formation.candidates(others, total))
 
     def waits_for(self) -> str:
@@ -197,7 +197,7 @@ class WaitingGroups:
             return "no trainer has registered"
         if self.next_batch() is not None:
             return ""
-        for env, need in self.tenants.needs().items():
+        for env, need in self.tenants.minimums().items():
             if (has := self._has(env, True)) < need:
                 return (
                     f"environment {self.tenants.by_id[env].name} has {has} of the {need} sequences its share asks for"

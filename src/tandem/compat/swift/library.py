@@ -111,7 +111,9 @@ class BuiltIn(Orm):
             raise TypeError(f"orms[{self.reward!r}] needs solution and response_token_ids; hand the columns on to it")
         golds = solution or [""] * len(completions)
         ids = response_token_ids or [[]] * len(completions)
-        plays = (_play(text, str(gold), _flat(own)) for text, gold, own in zip(completions, golds, ids, strict=True))
+        plays = (
+            _play(text, str(gold), _flattened(own)) for text, gold, own in zip(completions, golds, ids, strict=True)
+        )
         return [self._scale * float(self._score(play)) for play in plays]
 
 
@@ -154,7 +156,7 @@ def _play(text: str, gold: str, tokens: tuple[int, ...]) -> Rollout:
     )
 
 
-def _flat(ids: Sequence[Any]) -> tuple[int, ...]:
+def _flattened(ids: Sequence[Any]) -> tuple[int, ...]:
     """Token ids of all turns; they may be in a list for each turn."""
     return tuple(one for part in ids for one in (part if isinstance(part, (list, tuple)) else (part,)))
 

@@ -44,8 +44,10 @@ class EnvironmentsAlarm(Alarm):
         for name, share in history.recipe.shares.items():
             if window.total(f"env/{name}/trained") or share * trained < EXPECTED:
                 continue
-            groups, flat = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/zero_variance")
-            played = f"{groups:g} groups of it were played" + (f", {percent(flat)} with zero variance" if flat else "")
+            groups, zero_variance = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/zero_variance")
+            played = f"{groups:g} groups of it were played" + (
+                f", {percent(zero_variance)} with zero variance" if zero_variance else ""
+            )
             return Finding(
                 seen=f"no group of environment {name} was trained on in {window}, of {trained:g} in all, where its "
                 f"share is {percent(share)}; {played}",

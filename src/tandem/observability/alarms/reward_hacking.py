@@ -13,7 +13,7 @@ RISE = 0.25
 """Rise of a lesser reward, as a share of its scale, from which on the goal should have moved too."""
 WHOLE = 0.5
 """Rise after which a goal that hardly ever pays is not waited for any longer."""
-PATIENCE = 32
+GRACE_STEPS = 32
 """Steps for which the goal may stand still while the lesser reward is up already: a form is often learned first."""
 NOTHING = 0.1
 """Share of its scale below which a goal hardly ever pays."""
@@ -78,7 +78,7 @@ class RewardHackingAlarm(Alarm):
 
     def _stays(self, history: MetricsHistory, then: Window, metric: str) -> bool:
         """True if the bonus has been up for long, and the goal has not followed."""
-        whole, goal = history.now(PATIENCE + NOW), history.recipe.goal
+        whole, goal = history.now(GRACE_STEPS + NOW), history.recipe.goal
         if whole is None or whole.first <= then.last:
             return False
         start = history.around(then)

@@ -70,7 +70,7 @@ class Pool:
         self._abilities: dict[str, Ability] = {}
 
     async def open(self) -> None:
-        """Start all workers at once and wait until they are ready; raises as ``judge``."""
+        """Start all workers at once and wait until they are ready; raises as ``grade``."""
         started = await asyncio.gather(*(self._fill(slot) for slot in self._slots), return_exceptions=True)
         failed = [outcome for outcome in started if isinstance(outcome, BaseException)]
         if failed:
@@ -86,7 +86,7 @@ class Pool:
             slot.worker = None
         await asyncio.gather(*(worker.close() for worker in living))
 
-    async def judge(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
+    async def grade(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
         """Every reward's outcomes for these rows of a group.
 
         Raises:

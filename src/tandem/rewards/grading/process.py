@@ -22,7 +22,9 @@ from tandem.rewards.grading.grader import HEADER, Ability, Order, RewardCall
 
 Result = TypeVar("Result")
 
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from tandem.rewards.grading.grader import main; main(int(sys.argv[1]))"
+_GRADER = (
+    "import sys; sys.path[:] = sys.argv[2:]; from tandem.rewards.grading.grader import main; main(int(sys.argv[1]))"
+)
 """What a worker runs; it searches where we search, so that what imports here imports there."""
 
 CallAnswer = tuple[int, Outcome, float]
@@ -253,7 +255,7 @@ async def _spawn(log: Path | None) -> tuple[asyncio.subprocess.Process, int]:
             stack.callback(os.close, theirs)
             os.set_blocking(ours, False)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _BOOT, str(theirs), *path),
+                *(sys.executable, "-c", _GRADER, str(theirs), *path),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,

@@ -138,7 +138,7 @@ class Graders:
         packed, group = pickle.dumps(tuple(rollouts)), rollouts[0].id.rpartition("/")[0]
         alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
         each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
-        judging = [pool.judge(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
+        judging = [pool.grade(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
         try:
             outcomes_of_pools = await _all(judging)
         finally:

@@ -97,7 +97,7 @@ class Case:
             vocabulary=self._live.policy.head.weight.shape[0],
             ends=self._formula.ends,
             weights=weights,
-            foreign=config.broker is not None,
+            from_broker=config.broker is not None,
             env_advantages=config.broker is not None and config.broker.env_advantages,
         )
         self._exact.put(self._exact.held(self._live.placed(0)))

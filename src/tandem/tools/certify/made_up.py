@@ -140,7 +140,7 @@ class Author:
     """None of them is drawn: an answer that goes on after one, or has one too early, was never sampled."""
     weights: Mapping[str, Mapping[str, float]]
     """Of the rewards, by environment and by name."""
-    foreign: bool
+    from_broker: bool
     """As from a broker: some logprobs are unknown."""
     env_advantages: bool
     """Some advantages are given token by token."""
@@ -159,7 +159,7 @@ class Author:
                 rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
-        if self.foreign:
+        if self.from_broker:
             made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
         if self.env_advantages:
             own_way = replace(made[1].rollouts[1], advantages=_token_advantages(made[1].rollouts[1].num_tokens))

@@ -153,7 +153,7 @@ class Evidence:
         if suppose.weights is not None:
             out_N = torch.empty_like(self.engine_N)
             for version in sorted(set(suppose.weights.of.values())):
-                stamps = [stamp for stamp, other in suppose.weights.of.items() if other == version]
+                stamps = [recorded for recorded, other in suppose.weights.of.items() if other == version]
                 here_N = torch.isin(self._version_N, torch.tensor(stamps))
                 out_N[here_N] = self._at(version, suppose)[here_N]
             return out_N
@@ -201,7 +201,7 @@ class Evidence:
         """By the weights that stand in for the stamped ones."""
         out_N = torch.empty_like(self.engine_N)
         for version in sorted(set(self.stand_in.values())):
-            stamps = [stamp for stamp, other in self.stand_in.items() if other == version]
+            stamps = [recorded for recorded, other in self.stand_in.items() if other == version]
             here_N = torch.isin(self._version_N, torch.tensor(stamps))
             out_N[here_N] = self._at(version, suppose)[here_N]
         return out_N
