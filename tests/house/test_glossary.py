@@ -45,11 +45,10 @@ ALLOWED = {
 """``module: name`` that stays, and why."""
 
 AT_MOST = {
-    "tandem.engines": 161,
+    "tandem.engines": 31,
     "tandem.trainable": 2,
-    "tandem.trainer": 22,
-    "tandem.transport": 10,
-    "tandem.weight_sync": 14,
+    "tandem.trainer": 4,
+    "tandem.weight_sync": 2,
 }
 """Names in packages that are not done yet; a number may only fall."""
 
