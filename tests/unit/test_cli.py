@@ -650,8 +650,8 @@ def test_check_refuses_what_does_not_fit(
     from tandem.trainer import memory_plan as memory
 
     small = machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
-    monkeypatch.setattr(memory.lines, "host", lambda: small)
-    monkeypatch.setattr(memory.lines, "accelerator", lambda: None)
+    monkeypatch.setattr(memory.plan, "host", lambda: small)
+    monkeypatch.setattr(memory.plan, "accelerator", lambda: None)
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 11

@@ -1,9 +1,9 @@
 """State of the engine's HTTP process: the policy version of each token, pauses, and when answers are released.
 
 The scheduler is paused between two forward passes ("keep": requests in flight stay where they are). Every time it
-goes on, an era begins, and every token is filed under the era it was sampled in. A publish gives the era its policy
-step. Until then, tokens of that era are held back: they may be sampled, so that a probe can run, but nobody gets
-them before the weights are proven.
+goes on, a weights generation begins, and every token is filed under the generation it was sampled in. A publish gives
+the generation its policy step. Until then its tokens are held back: they may be sampled, so that a probe can run, but
+nobody gets them before the weights are verified.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PartialCompletion:
     logprob_pieces: list[Any] = field(default_factory=list)
     """What vLLM said of their logprobs, piece by piece; empty where nobody asked."""
     generations: list[int] = field(default_factory=list)
-    """The era that each token was sampled in."""
+    """The weights generation that each token was sampled in."""
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """Eras that ended while it was sampled, each with the number of tokens there were by then."""
+    """Generations that ended while it was sampled, each with the number of tokens there were by then."""
     text: str = ""
     """The tokens as text; empty where that was spared."""
     finish: str = "abort"
@@ -74,7 +74,7 @@ class RequestRecord:
     """Prompt tokens that came from the prefix cache."""
 
     def add(self, output: Any, generation: int) -> None:
-        """File what vLLM sampled since the last time: in this era, but for what its marks say."""
+        """File what vLLM sampled since the last time: in this generation, but for what its marks say."""
         if output.prompt_logprobs and self.prompt_logprobs is None:
             self.prompt_logprobs = [_plain(p) if p else None for p in output.prompt_logprobs]
         self.cached = max(self.cached, output.num_cached_tokens or 0)
@@ -167,7 +167,7 @@ State = Literal["serving", "paused", "proving", "stopped"]
 """serving; paused: nothing is sampled; proving: sampled and held back; stopped: the weights are in doubt."""
 
 UNKNOWN = -1
-"""Era, and policy step, of weights that nobody has stamped."""
+"""Weights generation, and policy step, of weights that nobody has stamped."""
 
 ANSWERED = 0.002
 """Seconds in which a pause is answered, before those that there is room for are handed in: that takes longer."""
@@ -267,17 +267,17 @@ class Frontend:
                     await self._go_on()
 
     async def _halt(self) -> None:
-        """Have the scheduler stand still, and every token that it sampled be filed under the era that ends."""
+        """Have the scheduler stand still, and every token that it sampled be filed under the generation that ends."""
         await self._scheduler.halt()
         for key, index, tokens in self._scheduler.counts():
             if key in self._live:
                 self._live[key].completions[index].marks.append((self.generation, tokens))
 
     async def set_version(self, step: int, digest: str, adapter: Any = None) -> None:
-        """The weights held now are this policy step, from the era that is being proven or from the next one.
+        """The weights held now are this policy step, from the generation that is being proven or from the next one.
 
-        While serving (a way that never pauses) an era begins at once, for requests handed in from now on: those in
-        flight go on with the adapter they have, and stay in its era.
+        While serving (a way that never pauses) a generation begins at once, for requests handed in from now on: those
+        in flight go on with the adapter they have, and stay in its generation.
         """
         async with self._control:
             if self.state == "stopped":
@@ -320,7 +320,7 @@ class Frontend:
             return still
 
     def _name_generation(self) -> None:
-        """Requests that ask for an adapter by name are of the era in which it was stamped."""
+        """Requests that ask for an adapter by name are of the generation in which it was stamped."""
         if self.adapter is not None and self.adapter.lora_name != IN_PLACE:
             self._generation_of.setdefault(self.adapter.lora_name, self.generation)
 
@@ -424,7 +424,7 @@ class Frontend:
         self._changed = asyncio.Event()
 
     async def deliverable(self, generation: int | None = None) -> None:
-        """Return once tokens of an era (by default: of any) may be given out.
+        """Return once tokens of a generation (by default: of any) may be given out.
 
         Raises:
             Stopped: they never may.
@@ -447,7 +447,7 @@ class Frontend:
     async def admitted(
         self, answers: int = 1, *, prompt: Sequence[int] = (), min_step: int = UNKNOWN
     ) -> AsyncIterator[None]:
-        """Within it that many answers may be asked of the scheduler: their cache salt must be that of their era.
+        """Within it that many answers may be asked of the scheduler: their cache salt must be that of their generation.
 
         Args:
             answers: places that are taken.
@@ -472,7 +472,7 @@ class Frontend:
     def salt(self) -> str:
         """Prefix cache entries are found under the same salt alone, so none outlives the weights it was made by.
 
-        What is handed in while the scheduler stands still is of the era to come.
+        What is handed in while the scheduler stands still is of the generation to come.
         """
         return f"{self.id}-{self.generation + bool(self._room.requests)}"
 
@@ -500,7 +500,7 @@ class Frontend:
         probe: str = "",
         min_step: int = UNKNOWN,
     ) -> RequestRecord:
-        """Sample; the answer is given out once every era in it is proven.
+        """Sample; the answer is given out once every generation in it is proven.
 
         Args:
             prompt: token ids.
