@@ -1,4 +1,4 @@
-"""Certificates pass on every shipped recipe and name what they cannot know."""
+"""Certificates pass on every shipped recipe, name what they cannot know, and say which options change nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.cli.app import app
 from tandem.config.loading import RunConfig, load
+from tandem.tools.certify import inert_options
 from tandem.tools.certify.case import FORMULAS, Case, certify
 from tandem.tools.certify.certificate import Certificate, CertificateLine
+from tandem.tools.certify.inert_options import EVERY_OPTION
 from tandem.tools.certify.made_up import shrunk
 from tandem.tools.certify.variations import compiled
 
@@ -66,9 +68,15 @@ def eager(overrides: Sequence[str]) -> list[str]:
 
 
 def lines(config: RunConfig) -> list[CertificateLine]:
-    """Every line of a recipe's certificate, of one process alone."""
+    """Every line of a recipe's certificate, of one process alone, but for options that change nothing."""
     with contextlib.closing(Case(config, real=False)) as case:
         return [*case.lines(0), *case.later()]
+
+
+def inert(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Options that change nothing, and those that change nothing on-policy, without the lines."""
+    with contextlib.closing(Case(config, real=False)) as case:
+        return case.inert()
 
 
 def unproven(found: Sequence[CertificateLine]) -> list[CertificateLine]:
@@ -86,6 +94,7 @@ def test_a_shipped_recipe_passes(name: str, architectures: Path) -> None:
     found = certify(recipe(name, architectures), several=0)
     assert unproven(found.lines) == []
     assert found.passed
+    assert found.inert == ()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +137,7 @@ def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:
     own = ["broker.env_advantages=true", "loss=gspo", "loss.gradient=token"]
     found = certify(recipe("broker", architectures, own), several=0)
     assert found.passed
+    assert found.inert == ()
 
 
 def test_the_support_that_was_sampled_from_is_in_the_formula(architectures: Path) -> None:
@@ -138,6 +148,46 @@ def test_the_support_that_was_sampled_from_is_in_the_formula(architectures: Path
 def test_penalties_are_in_the_formula(architectures: Path) -> None:
     own = ["repetition_penalty=1.3", "frequency_penalty=0.4", "presence_penalty=-0.3", "min_tokens=3", "top_p=0.9"]
     assert unproven(lines(recipe("quickstart", architectures, [f"sampling.{option}" for option in own]))) == []
+
+
+def test_options_that_change_nothing_are_named(architectures: Path) -> None:
+    clips = ("loss.clip_low", "loss.clip_high", "loss.dual_clip")
+    assert inert(recipe("quickstart", architectures)) == ((), clips)
+    assert inert(recipe("quickstart", architectures, ["max_lag=1"])) == ((), ())
+    # What the loader refuses beside the others is not turned.
+    assert inert(recipe("quickstart", architectures, ["old_logprobs=recomputed"])) == ((), ())
+    # A reference that follows is looked at after it did.
+    assert inert(recipe("quickstart", architectures, ["reference={kind: average, every: 30}"]))[0] == ()
+
+
+def test_every_option_of_the_objective_is_turned(architectures: Path) -> None:
+    own = ["corrections=[opsm]", "reference=start", "optimizer.schedule=constant"]
+    config = recipe("quickstart", architectures, own)
+    turned: list[str] = inert_options.inert_options(config, lambda other: False)
+    assert turned == [
+        *("old_logprobs", "truncated", "updates_per_batch"),
+        *("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.reduction"),
+        *("reference.beta", "reference.estimator", "reference.ratio_corrected"),
+        *(f"sampling.{name}" for name in ("top_p", "top_k", "min_p")),
+        *(f"sampling.{name}_penalty" for name in ("repetition", "presence", "frequency")),
+        "sampling.min_tokens",
+        *("optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule", "optimizer.max_grad_norm"),
+        *("optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay"),
+        "corrections.opsm.threshold",
+    ]
+    kept = inert_options.inert_options(config, lambda other: other.reference != config.reference)
+    assert kept == [name for name in turned if not name.startswith("reference.")]
+
+
+def test_an_option_without_effect_fails_unless_it_is_accepted(architectures: Path) -> None:
+    config = recipe("quickstart", architectures, [f"loss={__name__}:Mine"])
+    dead = ("old_logprobs", "loss.clip_low", "loss.clip_high", "loss.dual_clip")
+    for accepted, passes in ((), False), (dead[:3], False), (dead, True):
+        found = certify(config, several=0, inert=accepted)
+        (line,) = [line for line in found.lines if line.name == EVERY_OPTION]
+        assert found.inert == dead
+        assert (line.state == "pass") == found.passed == passes
+        assert all((name in line.note) == (name not in accepted) for name in dead)
 
 
 def test_a_part_of_ones_own_is_not_compared_but_varied(architectures: Path) -> None:
@@ -171,10 +221,30 @@ def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypat
     words = CliRunner().invoke(app, asked)
     assert words.exit_code == 0
     assert "micro-batch sizes" in words.output
+    assert "padding" in words.output
+    assert "options that change nothing: none" in words.output
+    assert "loss.clip_low" in words.output  # which only waits for an engine that disagrees
     assert "passed in" in words.output
     monkeypatch.setattr("tandem.tools.certify.case.EXACT", 0.0)
+    monkeypatch.setattr(Case, "inert", lambda self: (("loss.clip_low",), ()))
     plain = CliRunner().invoke(app, [*asked, "--json"])
     assert plain.exit_code == 1
     told = json.loads(plain.output)
     assert told["passed"] is False
-    assert FORMULAS in [line["name"] for line in told["lines"] if line["state"] == "fail"]
+    assert told["inert"] == ["loss.clip_low"]
+    assert told["inert_on_policy"] == []
+    failed = [line["name"] for line in told["lines"] if line["state"] == "fail"]
+    assert failed[-1] == EVERY_OPTION
+    assert FORMULAS in failed
+
+
+def test_the_command_fails_on_an_inert_option_that_is_not_accepted(
+    architectures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Case, "lines", lambda self, several: iter(()))
+    monkeypatch.setattr(Case, "later", lambda self: iter(()))
+    monkeypatch.setattr(Case, "inert", lambda self: (("loss.clip_low", "loss.dual_clip"), ()))
+    command = ["certify", "recipes/quickstart.yaml", f"model={architectures / 'smollm2'}"]
+    for accepted, code in ((), 1), (("loss.clip_low",), 1), (("loss.clip_low", "loss.dual_clip"), 0):
+        options = [text for name in accepted for text in ("--inert", name)]
+        assert CliRunner().invoke(app, [*command, *options]).exit_code == code

@@ -91,6 +91,9 @@ def certify(
     real: Annotated[
         bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
     ] = False,
+    inert: Annotated[
+        list[str] | None, typer.Option("--inert", metavar="OPTION", help="Accept that this option changes nothing.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
@@ -99,7 +102,7 @@ def certify(
     """
     from tandem.cli.certify import print_certificate
 
-    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, as_json=as_json))
+    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, inert=inert or [], as_json=as_json))
 
 
 @app.command("list")

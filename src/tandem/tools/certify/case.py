@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError
 from tandem.model.compilation import missing
+from tandem.optimizers.base import Optimizer
 from tandem.tools.certify import formulas, optimizer_steps, parts
 from tandem.tools.certify.certificate import Certificate, CertificateLine, judged, skipped
 from tandem.tools.certify.formulas import SampledSequence, formula, part
@@ -27,6 +29,7 @@ from tandem.tools.certify.gradients import (
     gradients_of_ranks,
     norm,
 )
+from tandem.tools.certify.inert_options import SLOTS, every_option_line, inert_options
 from tandem.tools.certify.made_up import Author, certified
 from tandem.tools.certify.plain import KINDS
 from tandem.tools.certify.variations import VARIATIONS, Variation, compiled
@@ -48,6 +51,8 @@ RATES = 1000
 """Steps of which the learning rate is looked at, at most."""
 RATE_EXACT = 1e-12
 """Largest distance of a learning rate, which is a float64 on both sides."""
+OTHERWISE = 1e-9
+"""Gradients farther apart than this are different: the same computation gives the same bits."""
 MOVES_REAL = 0.01
 """Share of their deviation by which a trained model's weights are moved: it must stay what it is."""
 
@@ -101,7 +106,8 @@ class Case:
             env_advantages=config.broker is not None and config.broker.env_advantages,
         )
         self._exact.put(self._exact.held(self._live.placed(0)))
-        self.groups = author.groups(self._own)
+        own = functools.cache(self._own)  # both have the same tokens
+        self.groups, self._on_policy = author.groups(own), author.groups(own, on_policy=True)
 
     def close(self) -> None:
         """End its thread."""
@@ -249,6 +255,57 @@ class Case:
         figures = [distance(each, to) for each in variants]
         return judged(name, figures, bound * self._slack, what, "; ".join(notes))
 
+    def inert(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Options that change nothing; and those that change nothing while the recipe is on-policy, if it is."""
+        config, on_policy = self.config, list[str]()
+        never = inert_options(config, self._differs(self.groups))
+        if not config.max_lag and config.updates_per_batch == 1 and config.broker is None:
+            others = inert_options(config, self._differs(self._on_policy), SLOTS)
+            on_policy = [name for name in others if name not in never]
+        return tuple(never), tuple(on_policy)
+
+    def _differs(self, groups: Sequence[Group]) -> Callable[[RunConfig], bool]:
+        """Whether another recipe's step on the groups is another, where its reference goes, or its optimizer."""
+        own = self.config
+        pack, base = self._as(own), self._live.gradients(self._as(own)(groups, version=0))
+        walked = [] if own.reference is None else self._walked(pack)
+        few = pack(groups[:1], version=0)
+        size = norm(self._live.gradients(few))
+
+        def other(actual: Sequence[Gradient], expected: Sequence[Gradient]) -> bool:
+            return not distance(actual, expected) <= OTHERWISE
+
+        @functools.cache
+        def moved(optimizer: Optimizer) -> list[Gradient]:
+            self._as(own)
+            self._live.place(-1)
+            steps = optimizer_steps.two(few, own.optimizer, size)
+            made, _ = optimizer_steps.updates(
+                self._setup,
+                optimizer_steps.visible(optimizer),
+                steps,
+                total=own.steps,
+                begin=self._live.placed(0),
+            )
+            return [one.moved for one in made]
+
+        def differs(config: RunConfig) -> bool:
+            if config.optimizer != own.optimizer:
+                rates = [[one.optimizer.rate(step, own.steps) for step in _some(own.steps)] for one in (config, own)]
+                return rates[0] != rates[1] or other(moved(config.optimizer), moved(own.optimizer))
+            pack = self._as(config)
+            if other(self._live.gradients(pack(groups, version=0)), base):
+                return True
+            return config.reference != own.reference and other(self._walked(pack), walked)
+
+        return differs
+
+    def _as(self, config: RunConfig) -> Packer:
+        """Compute by another recipe's objective from now on; what packs for it."""
+        self._setup.objective, self._setup.updates = run.objective(config), config.updates_per_batch
+        self._setup.sampling = config.sampling
+        return self._pack(config)
+
 
 def _some(total: int) -> range:
     """Steps of a run of which the learning rate is looked at."""
@@ -262,13 +319,14 @@ def _without_advantage(group: Group) -> Group:
     )
 
 
-def certify(config: RunConfig, *, real: bool = False, several: int = RANKS) -> Certificate:
+def certify(config: RunConfig, *, real: bool = False, several: int = RANKS, inert: Collection[str] = ()) -> Certificate:
     """Look at the gradient of a recipe's own parts, and at what its optimizer makes of it.
 
     Args:
         config: the recipe.
         real: on its own model instead of a tiny one of its architecture.
         several: processes that compute one step together; below 2 that is not looked at.
+        inert: options by dotted path that are accepted although they change nothing.
 
     Raises:
         ConfigError: the model cannot be read.
@@ -279,7 +337,12 @@ def certify(config: RunConfig, *, real: bool = False, several: int = RANKS) -> C
         lines, described = list(case.lines(several)), case.described
         if not real:
             lines += case.later()
-    if real:  # what an optimizer does with a gradient does not depend on how large the model is
+            never, on_policy = case.inert()
+    if real:  # neither what an optimizer does nor which options are read depends on how large the model is
         with contextlib.closing(Case(config, real=False)) as case:
             lines += case.later()
-    return Certificate(model=described, lines=tuple(lines), seconds=time.monotonic() - began)
+            never, on_policy = case.inert()
+    lines.append(every_option_line(never, inert))
+    return Certificate(
+        model=described, lines=tuple(lines), inert=never, inert_on_policy=on_policy, seconds=time.monotonic() - began
+    )

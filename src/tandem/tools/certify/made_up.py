@@ -147,16 +147,17 @@ class Author:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     """Of token ids."""
 
-    def groups(self, own: Own) -> list[Group]:
-        """The groups."""
+    def groups(self, own: Own, *, on_policy: bool = False) -> list[Group]:
+        """The groups; ``on_policy``: the sampler was the policy itself."""
         self.draw.seed(0)
         envs = list(self.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *plan) for i, plan in enumerate(GROUPS)]
+        drifts = ((1.0,),) if on_policy else DRIFTS
         at = 0
         for g, group in enumerate(made):
             rollouts = []
             for rollout in group.rollouts:
-                rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
+                rollouts.append(_with_logprobs(rollout, own, drifts[at % len(drifts)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
         if self.from_broker:

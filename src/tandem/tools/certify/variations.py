@@ -1,16 +1,21 @@
-"""What must not matter to a step: how its samples are cut, ordered, shared, walked through and computed."""
+"""What must not matter to a step: how its samples are cut, ordered, shared, padded, walked through and computed."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from tandem.model import layers
+from tandem.model.attention import Packed, sequential_positions
 from tandem.model.layers import Checkpointing
 from tandem.tools.certify.gradients import CertifiedPolicy, Gradient
-from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.types import Group
 
+PADDED_TO = 64
+"""Tokens of a padded row are a multiple of this."""
 CUTS = (3, 7)
 """Chunks that the vocabulary is cut into."""
 
@@ -41,6 +46,12 @@ def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> li
             one = dataclasses.replace(rollout, advantages=advantages)
             alone.append(dataclasses.replace(group, id=rollout.id, rollouts=(one,)))
     return [_of(live, pack(alone, version=0))]
+
+
+def padding(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+    """Tokens after the others that nobody trains, as many as make the row long enough."""
+    batch = pack(groups, version=0)
+    return [_of(live, dataclasses.replace(batch, micro=tuple(map(_padded, batch.micro))))]
 
 
 def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
@@ -81,6 +92,7 @@ VARIATIONS: Mapping[str, Variation] = {
     "micro-batch sizes": budgets,
     "order of groups and answers": order,
     "prompts shared or not": unshared,
+    "padding": padding,
     "logprob chunk sizes": tiles,
     "layers computed again": recomputed,
     "layers compiled": compiled,
@@ -98,3 +110,11 @@ def _tuned(live: CertifiedPolicy, batch: StepBatch, *, compile: bool, checkpoint
         return _of(live, batch)
     finally:
         layers.tune(live.setup.model, compile=False)
+
+
+def _padded(micro: Micro) -> Micro:
+    missing = -len(micro.tokens_T) % PADDED_TO or PADDED_TO
+    plan = Packed(lengths=(*micro.plan.lengths, missing), parents=(*micro.plan.parents, None))
+    tokens_T = torch.cat([micro.tokens_T, micro.tokens_T.new_zeros(missing)])
+    positions_T = torch.tensor(sequential_positions(plan), device=micro.positions_T.device)
+    return dataclasses.replace(micro, tokens_T=tokens_T, positions_T=positions_T, plan=plan)
