@@ -104,7 +104,7 @@ def test_a_step_asks_for_numbers_once_for_each_pass_and_once_for_the_norms(
         for module in policy.model.modules():
             if hasattr(module, "_w0"):
                 module._w0 = module._w0.to("meta")
-        step, batch = whole_step(policy, TRAINABLE[trainable], OBJECTIVES[objective], updates=updates)
+        step, batch = whole_step(policy, TRAINABLE[trainable], OBJECTIVES[objective], updates_per_batch=updates)
         assert batch.micro[0].tokens_T.is_meta
 
         async def main() -> None:
