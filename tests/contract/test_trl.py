@@ -18,7 +18,7 @@ from tandem.algorithms.advantages.base import Advantage, advantages
 from tandem.algorithms.advantages.batch_std import BatchStd
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.advantages.gdpo import Gdpo
-from tandem.algorithms.advantages.grpo import Grpo as GroupStd
+from tandem.algorithms.advantages.grpo import GroupStandardised as GroupStd
 from tandem.algorithms.advantages.rloo import Rloo
 from tandem.algorithms.corrections.base import Correction
 from tandem.algorithms.corrections.opsm import Opsm

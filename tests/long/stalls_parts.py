@@ -16,7 +16,7 @@ from typing import Any
 from stalls_rewards import FOR_EVER, spell, strikes
 from torch import Tensor, nn
 
-from tandem.algorithms.advantages.grpo import Grpo
+from tandem.algorithms.advantages.grpo import GroupStandardised
 from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.reinforce import Reinforce
 from tandem.engines.base import Engine, EngineRequirements
@@ -78,7 +78,7 @@ class Losing(Reinforce):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advancing(Grpo):
+class Advancing(GroupStandardised):
     """An advantage that does not come back to the event loop."""
 
     def __call__(self, group: Group) -> list[float]:

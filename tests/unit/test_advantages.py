@@ -13,7 +13,7 @@ from tandem.algorithms.advantages.base import advantages
 from tandem.algorithms.advantages.batch_std import BatchStd
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.advantages.gdpo import Gdpo
-from tandem.algorithms.advantages.grpo import Grpo
+from tandem.algorithms.advantages.grpo import GroupStandardised
 from tandem.algorithms.advantages.maxrl import MaxRl
 from tandem.algorithms.advantages.rloo import Rloo
 from tandem.errors import RewardError
@@ -45,8 +45,8 @@ def test_by_hand() -> None:
     one_of_four = group(1.0, 0.0, 0.0, 0.0)
     assert DrGrpo()(one_of_four) == [0.75, -0.25, -0.25, -0.25]
     assert Rloo()(one_of_four) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
-    assert Grpo(eps=1e-12)(one_of_four) == pytest.approx([1.5, -0.5, -0.5, -0.5])
-    assert Grpo(std="population", eps=1e-12)(one_of_four) == pytest.approx([3**0.5, *[-1 / 3**0.5] * 3])
+    assert GroupStandardised(eps=1e-12)(one_of_four) == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert GroupStandardised(std="population", eps=1e-12)(one_of_four) == pytest.approx([3**0.5, *[-1 / 3**0.5] * 3])
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_by_hand() -> None:
 def test_grpo_is_numpys_standardisation(rewards: list[float], std: str, eps: float) -> None:
     x = np.array(rewards)
     want = (x - x.mean()) / (x.std(ddof=1 if std == "sample" else 0) + eps)
-    got = Grpo(std=std, eps=eps)(group(*rewards))  # type: ignore[arg-type]
+    got = GroupStandardised(std=std, eps=eps)(group(*rewards))  # type: ignore[arg-type]
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
@@ -73,13 +73,13 @@ def test_dr_grpo_is_rloo_scaled_by_a_constant(rewards: list[float]) -> None:
 
 
 def test_failed_siblings_are_in_no_mean_and_no_deviation() -> None:
-    for advantage in (Grpo(), DrGrpo(), Rloo(), BatchStd(), Gdpo(), MaxRl()):
+    for advantage in (GroupStandardised(), DrGrpo(), Rloo(), BatchStd(), Gdpo(), MaxRl()):
         assert advantage(group(1.0, None, 0.0, None, 0.5)) == advantage(group(1.0, 0.0, 0.5))
 
 
 def test_eps_must_be_positive() -> None:
     with pytest.raises(ValueError, match="eps"):
-        Grpo(eps=0.0)
+        GroupStandardised(eps=0.0)
 
 
 def rewarded(*each: dict[str, float], weights: dict[str, float] | None = None, penalty: float = 0.0) -> Group:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from tandem.algorithms.advantages import rloo
-from tandem.algorithms.advantages.grpo import Grpo as Standardised
+from tandem.algorithms.advantages.grpo import GroupStandardised as Standardised
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.losses import grpo as loss_grpo
 from tandem.algorithms.losses.base import MicroBatch

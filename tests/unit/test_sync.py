@@ -46,6 +46,12 @@ from tandem.weight_sync.verify.probe import PROBE, Checksums, differing
 START = PolicyVersion(step=0, digest="")
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evidence of a failed proof is kept in the working directory where no run's folder is named."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def policy(tiny_model: Path) -> Iterator[Policy]:
     with live_policy(tiny_model) as live:

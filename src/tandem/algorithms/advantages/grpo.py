@@ -11,7 +11,7 @@ from tandem.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grpo:
+class GroupStandardised:
     """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps)."""
 
     std: Literal["sample", "population"] = "sample"
