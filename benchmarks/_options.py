@@ -30,7 +30,7 @@ def options(about: str) -> argparse.ArgumentParser:
     parser.add_argument("--swaps", type=int, help="of the way swaps; 1000, on a CPU 20")
     parser.add_argument("--swap-seconds", type=float, default=420.0, help="the most that swaps may take")
     parser.add_argument("--samples", type=int, default=64, help="answers of swaps that are compared")
-    parser.add_argument("--prove-every", type=int, default=1)
+    parser.add_argument("--verify-every", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.0, help="nats of a probe; random deep models are noisy")
     parser.add_argument("--utilization", type=float, default=0.4, help="gpu_memory_utilization")
     parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="instead of what utilization leaves")
