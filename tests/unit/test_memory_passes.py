@@ -125,7 +125,7 @@ def test_a_real_training_step_takes_what_the_pass_is_counted_to(
         read = [getattr(second, name) for name in ("tokens_T", "positions_T", "predict_N", "targets_N")]
         read += [second.temperature_N, second.weights_N, *vars_of(second.batch)]
         if second.history is not None:
-            read += [*second.history.seen, *second.history.said, second.history.age_N1]
+            read += [*second.history.seen, *second.history.output, second.history.age_N1]
         live = LiveTensors([*policy.model.parameters(), *policy.model.buffers(), *kept(stepper), *read])
         with live:
             step._micro(second, None)

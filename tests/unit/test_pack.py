@@ -71,7 +71,7 @@ def told_before(micro: Micro, row: int) -> tuple[set[int], frozenset[tuple[int, 
     """Tokens before a row, how often each is in its answer so far, and the length of that."""
     history = micro.history
     assert history is not None
-    counts = [events.counts((row, row + 1), (0, 256))[0] for events in (history.seen, history.said)]
+    counts = [events.counts((row, row + 1), (0, 256))[0] for events in (history.seen, history.output)]
     seen, said = ({t: int(count[t]) for t in count.nonzero()[:, 0].tolist()} for count in counts)
     assert {*seen.values()} <= {1}
     return {*seen}, frozenset(said.items()), int(history.age_N1[row])
