@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.observability import json_lines
+
 POINTS = 20
 """Of a curve."""
 CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior", "ess", "probe_gap")
@@ -18,13 +20,7 @@ Row = Mapping[str, Any]
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Records of a file with one on each line; one that a kill cut off is none."""
-    found = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    return list(json_lines.read(path))
 
 
 def steps(folder: Path) -> int:
