@@ -245,6 +245,7 @@ def engine(args: argparse.Namespace, file: Path) -> Iterator[tuple[str, int]]:
     port = free_port("127.0.0.1")
     command = [args.python or sys.executable, str(HERE / "_host_engine.py"), str(port), str(file), str(args.tokens)]
     path = [str(Path(run.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = args.python or "the interpreter of this script"
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
     try:
         for _ in range(600):
@@ -252,7 +253,10 @@ def engine(args: argparse.Namespace, file: Path) -> Iterator[tuple[str, int]]:
                 answer.read()
                 break
             if process.poll() is not None:
-                raise SystemExit("the stand-in for an engine did not start")
+                raise SystemExit(
+                    f"the stand-in for an engine did not start with {given} (its error is above): name an interpreter "
+                    "that has vLLM and uvicorn by --python, such as .venv-engine/bin/python"
+                )
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
