@@ -18,6 +18,7 @@ from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.cli.app import app
 from tandem.config.loading import RunConfig, load
+from tandem.errors import UnsupportedPair
 from tandem.tools.certify import inert_options
 from tandem.tools.certify.case import FORMULAS, Case, certify
 from tandem.tools.certify.certificate import Certificate, CertificateLine
@@ -134,6 +135,36 @@ OBJECTIVES = [
 )
 def test_an_objective_is_its_formula(overrides: list[str], architectures: Path) -> None:
     assert unproven(lines(recipe("calculator", architectures, overrides))) == []
+
+
+RANKED = [
+    ("calculator", ["ranks=2", "updates_per_batch=2", "reference={kind: average, every: 3, estimator: k1}"]),
+    ("lora", ["ranks=2", "old_logprobs=recomputed", "corrections=[token]", "optimizer=adamw8bit"]),
+    ("quickstart", ["ranks=2", "distributed.context_parallel=2", "dtype=bfloat16"]),
+    ("quickstart", ["ranks=4", "loss.reduction=constant", "dtype=bfloat16", "optimizer.precision=kahan"]),
+]
+
+
+@pytest.mark.parametrize("source", long_but(RANKED, RANKED[0]), ids=lambda source: " ".join([source[0], *source[1]]))
+def test_a_recipe_of_several_ranks_has_every_step_computed_by_all(
+    architectures: Path, source: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, overrides = source
+    monkeypatch.setattr(Case, "inert", lambda self: ((), ()))
+    ranks = overrides[0].partition("=")[2]
+    found = certify(recipe(name, architectures, overrides))
+    assert unproven(found.lines) == []
+    passed = {line.name: line for line in found.lines if line.state == "pass"}
+    assert passed[f"{ranks} processes"].bound == 1e-6
+    assert passed[f"weights of {ranks} processes"].figure == 0
+    assert passed[f"weights of {ranks} processes after two steps"].figure == 0
+
+
+def test_what_ranks_cannot_divide_is_not_certified_on_several(architectures: Path) -> None:
+    with pytest.raises(UnsupportedPair, match="ranks: 2 cannot go with optimizer"):
+        certify(recipe("quickstart", architectures, ["ranks=2", "optimizer=adafactor"]))
+    with pytest.raises(UnsupportedPair, match="shard: weights is not certified"):
+        certify(recipe("quickstart", architectures, ["ranks=2", "distributed.shard=weights"]))
 
 
 def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:

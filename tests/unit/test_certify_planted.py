@@ -25,17 +25,18 @@ from tandem.algorithms.references import average
 from tandem.algorithms.references.base import Reference, ReferenceWeights
 from tandem.algorithms.references.start import Start
 from tandem.config.loading import load
+from tandem.distributed.sharding import ShardedStepper
 from tandem.metrics import Sum
 from tandem.model import compilation, layers
 from tandem.optimizers import _adam, _narrow, _precise, adafactor
 from tandem.optimizers.base import Optimizer
-from tandem.tools.certify import gradients
 from tandem.tools.certify.case import Case, certify
 from tandem.trainable import _adapted, _merged
 from tandem.trainable.lora import Lora
 from tandem.trainer import pack
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.trainer.rank_crew import RankCrew
 from tandem.trainer.step import Step
 from tandem.types import UNKNOWN, Group, Rollout, Sample
 
@@ -813,24 +814,78 @@ def test_compiled_layers_that_are_another_function(model: Path, monkeypatch: Pat
     assert made == ["none", "selective"]
 
 
+def mean_of_means(whole: Any) -> Any:
+    """Each rank's gradient is the mean over its own tokens."""
+
+    async def wrong(self: RankCrew, batch: StepBatch, *others: Any) -> Any:
+        micros = list(batch.micro)
+        for dealt in zip(*batch.rounds, strict=True):
+            mine = [i for i in dealt if i is not None]
+            total = sum(float(micros[i].weights_N.sum()) for i in mine) * len(batch.rounds[0])
+            for i in mine:
+                micros[i] = dataclasses.replace(micros[i], weights_N=micros[i].weights_N / total)
+        return await whole(self, dataclasses.replace(batch, micro=tuple(micros)), *others)
+
+    return wrong
+
+
+def own_norm(whole: Any) -> Any:
+    """The lead clips by another norm than the other ranks."""
+    return lambda self, gradients: whole(self, gradients) * 0.5
+
+
+def not_gathered(whole: Any) -> Any:
+    """The lead has not all of what the other rank wrote."""
+
+    def wrong(self: ShardedStepper, lr: float, most: float) -> Tensor:
+        (cut,) = (cut for (name, _), cut in zip(self._named, self._cuts, strict=True) if "layers.0.mlp.up" in name)
+        theirs = cut.parameter.detach().view(-1)[cut.width : cut.width + 3]
+        before = theirs.clone()
+        norm: Tensor = whole(self, lr, most)
+        theirs.copy_(before)
+        return norm
+
+    return wrong
+
+
+OF_TWO, THEIR_WEIGHTS, THEIR_STEPS = (
+    "2 processes",
+    "weights of 2 processes",
+    "weights of 2 processes after two steps",
+)
+MEANS, CLIPPED = attribute(RankCrew, "passed", mean_of_means), attribute(ShardedStepper, "_norm", own_norm)
+LOST = attribute(ShardedStepper, "step", not_gathered)
+RANKED: list[tuple[str, Plant, set[str], str]] = [
+    ("a mean of the ranks' means", MEANS, {OF_TWO, "whole gradient by formulas"}, "2"),
+    ("the same in a recipe without ranks", MEANS, {OF_TWO}, "null"),
+    ("clipped by the own norm", CLIPPED, {THEIR_STEPS, "gradient norms as told"}, "2"),
+    ("weights that are not gathered", LOST, {THEIR_WEIGHTS, THEIR_STEPS}, "2"),
+]
+
+
 @pytest.mark.long
-def test_two_processes_are_as_good_as_one_and_a_mean_of_their_means_is_not(model: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("name", "plant", "caught", "ranks"), RANKED, ids=[name for name, *_ in RANKED])
+def test_a_defect_among_ranks_is_named(
+    name: str, plant: Plant, caught: set[str], ranks: str, model: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.chdir(ROOT)
-    own = [f"model={model}", "compile=false", "trainable.merged=true", "reference=start", "updates_per_batch=2"]
-    config = load(Path("recipes/lora.yaml"), own).config
-    assert [line.state for line in certify(config).lines if "2 processes" in line.name] == ["pass"]
-    share = gradients.share_of_rank
-
-    def wrong(batch: StepBatch, rank: int, count: int) -> StepBatch:
-        mine = share(batch, rank, count)
-        total = sum(float(micro.weights_N.sum()) for micro in mine.micro)
-        means = (dataclasses.replace(m, weights_N=m.weights_N / total / count) for m in mine.micro)
-        return dataclasses.replace(mine, micro=tuple(means))
-
-    monkeypatch.setattr(gradients, "share_of_rank", wrong)
     monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
-    with contextlib.closing(Case(config, real=False)) as case:
-        assert [line.name for line in case.lines(2) if line.state == "fail"] == ["2 processes"]
+    monkeypatch.setattr(Case, "inert", lambda self: ((), ()))
+    own = [f"model={model}", "compile=false", "reference=start", "updates_per_batch=2", f"ranks={ranks}"]
+    config = load(Path("recipes/arithmetic.yaml"), own).config
+    plant(monkeypatch)
+    assert caught <= {line.name for line in certify(config).lines if line.state == "fail"}
+
+
+@pytest.mark.long
+def test_ranks_without_a_defect_pass(model: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
+    monkeypatch.setattr(Case, "inert", lambda self: ((), ()))
+    own = [f"model={model}", "compile=false", "trainable.merged=true", "reference=start", "updates_per_batch=2"]
+    found = certify(load(Path("recipes/lora.yaml"), own).config)
+    assert {line.name: line.state for line in found.lines}["2 processes"] == "pass"
+    assert found.passed
 
 
 def recipes() -> list[Defect]:

@@ -91,6 +91,8 @@ class ShardedStepper:
         named_parameters: what is trained, the same on every rank.
         group: the ranks.
         replicate: every rank updates everything, as for an adapter, which is small; gradients are summed all the same.
+        smallest: elements of a parameter that is divided; None: ``SMALL``.
+        bucket: elements of gradient that are summed by one call; None: ``BUCKET``.
     """
 
     def __init__(
@@ -100,15 +102,18 @@ class ShardedStepper:
         group: DataGroup,
         *,
         replicate: bool = False,
+        smallest: int | None = None,
+        bucket: int | None = None,
     ):
         self._group = group
+        self._smallest = SMALL if smallest is None else smallest
         self._named = list(named_parameters)
         self._cuts = [self._cut(name, parameter, replicate=replicate) for name, parameter in self._named]
         self._index = {cut.parameter: i for i, cut in enumerate(self._cuts)}
         self._inner = optimizer.bind_parts([part for cut in self._cuts for part in _parts(cut)])
         widest = functools.reduce(torch.promote_types, (p.dtype for _, p in self._named), torch.float32)
         self._sum_type = widest
-        self._buckets = list(_buckets(self._cuts, group.world))
+        self._buckets = list(_buckets(self._cuts, group.world, BUCKET if bucket is None else bucket))
         self._last = {index: i for i, bucket in enumerate(self._buckets) for index in bucket.last_of}
         self._arrived: dict[int, Tensor] = {}
         self._launched = 0
@@ -119,7 +124,7 @@ class ShardedStepper:
     def _cut(self, name: str, parameter: Parameter, *, replicate: bool) -> ParameterCut:
         num, world = parameter.numel(), self._group.world
         # Moments of a part that is very small would be kept in another form than those of the whole.
-        width = 0 if replicate or num < max(SMALL, 2 * BLOCK * world) else num // (BLOCK * world) * BLOCK
+        width = 0 if replicate or num < max(self._smallest, 2 * BLOCK * world) else num // (BLOCK * world) * BLOCK
         if not width:
             all_of_it = ParameterPart(name=name, parameter=parameter)
             return ParameterCut(parameter=parameter, width=0, own=None, rest=all_of_it, shared=0)
@@ -329,18 +334,18 @@ def _parts(cut: ParameterCut) -> list[ParameterPart]:
     return [part for part in (cut.own, cut.rest) if part is not None]
 
 
-def _buckets(cuts: Sequence[ParameterCut], world: int) -> Iterator[GradientBucket]:
+def _buckets(cuts: Sequence[ParameterCut], world: int, most: int) -> Iterator[GradientBucket]:
     """All elements in reverse order of the parameters, as backward makes their gradients."""
     bucket, size = GradientBucket([], [], []), 0
     for index in range(len(cuts) - 1, -1, -1):
         cut, start = cuts[index], 0
         while start < cut.width:
-            room = max(1, (BUCKET - size) // world)
+            room = max(1, (most - size) // world)
             stop = min(start + room, cut.width)
             bucket.runs.append(ElementRange(index, start, stop))
             size += (stop - start) * world
             start = stop
-            if size >= BUCKET and start < cut.width:
+            if size >= most and start < cut.width:
                 yield bucket
                 bucket, size = GradientBucket([], [], []), 0
         if cut.rest is not None:
@@ -348,7 +353,7 @@ def _buckets(cuts: Sequence[ParameterCut], world: int) -> Iterator[GradientBucke
             bucket.rests.append(ElementRange(index, 0, num))
             size += num
         bucket.last_of.append(index)
-        if size >= BUCKET:
+        if size >= most:
             yield bucket
             bucket, size = GradientBucket([], [], []), 0
     if bucket.last_of:

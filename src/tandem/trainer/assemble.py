@@ -38,7 +38,7 @@ from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
 from tandem.trainer.follow import follow
 from tandem.trainer.live import changing as changing
-from tandem.trainer.live import live_policy, model_of, work_of
+from tandem.trainer.live import live_policy, model_of, rank_device, work_of
 from tandem.trainer.live import objective as objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs as check_pairs
@@ -272,7 +272,7 @@ async def _loaded(
     loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
     policy = await together.do("begin", {"recipe": recipes.dump(config), "folder": str(folder)}, loading)
     shared = config.distributed.context_parallel
-    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, 0, shared)
+    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), shared)
     parts = await together.do("connect", None, connecting)
     ranks.on_failure.append(parts.group.abort)
     return policy, parts

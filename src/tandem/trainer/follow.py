@@ -17,7 +17,7 @@ from tandem.distributed.sharding import ShardedStepper
 from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.trainer.checkpoint import load_states
-from tandem.trainer.live import changing, live_policy, work_of
+from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts
 from tandem.weight_sync.shared import attach_export
@@ -87,7 +87,7 @@ class _Rank:
         place = self._placement
         connect, shared = RankParts.connect, self._config.distributed.context_parallel
         rendezvous = self._follower.rendezvous
-        self._parts = await self._policy.compute(connect, rendezvous, place.rank, place.local_rank, shared)
+        self._parts = await self._policy.compute(connect, rendezvous, place.rank, rank_device(place.local_rank), shared)
 
     async def _weights(self, body: Any) -> None:
         """Load a checkpoint's weights, which the lead has checked; None: there is none."""

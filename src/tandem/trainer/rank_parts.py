@@ -24,7 +24,6 @@ from tandem.errors import UnsupportedPair
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
 from tandem.optimizers.base import UpdatesParts
-from tandem.trainer.live import rank_device
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address, visit
 
 if TYPE_CHECKING:
@@ -35,6 +34,22 @@ T = TypeVar("T")
 
 def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
     """Refuse, before anything is loaded, what several ranks cannot do.
+
+    Raises:
+        UnsupportedPair: names the option, and what can be done.
+    """
+    check_division(config, world)
+    if world == 1:
+        return
+    _refuse(world, _refused_engines(config, placement))
+    if torch.cuda.is_available() and torch.cuda.device_count() < world and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise UnsupportedPair(
+            f"ranks: {world} needs as many GPUs, and this machine has {torch.cuda.device_count()}; lower ranks"
+        )
+
+
+def check_division(config: RunConfig, world: int) -> None:
+    """Refuse a step that several ranks cannot divide, on whatever machine and for whatever engine.
 
     Raises:
         UnsupportedPair: names the option, and what can be done.
@@ -73,15 +88,14 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
         "sampling.repetition_penalty, presence_penalty, frequency_penalty and min_tokens to their defaults": (
             config.distributed.context_parallel > 1 and Penalties.of(config.sampling, []) is not None
         ),
-        **_refused_engines(config, placement),
     }
+    _refuse(world, refused)
+
+
+def _refuse(world: int, refused: dict[str, bool]) -> None:
     for why, is_refused in refused.items():
         if is_refused:
             raise UnsupportedPair(f"ranks: {world} cannot go with {why}")
-    if torch.cuda.is_available() and torch.cuda.device_count() < world and "LOCAL_WORLD_SIZE" not in os.environ:
-        raise UnsupportedPair(
-            f"ranks: {world} needs as many GPUs, and this machine has {torch.cuda.device_count()}; lower ranks"
-        )
 
 
 def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
@@ -136,9 +150,8 @@ class RankParts:
     """The group of ranks that share this one's micro-batches; None: it shares none."""
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, rank: int, local_rank: int, context_parallel: int) -> RankParts:
+    def connect(cls, rendezvous: Rendezvous, rank: int, device: torch.device, context_parallel: int) -> RankParts:
         """Join the data group; all ranks call this together, on their compute threads."""
-        device = rank_device(local_rank)
         data = Rendezvous(
             host=rendezvous.host,
             port=rendezvous.port,

@@ -21,21 +21,34 @@ _VALUES: dict[str, Any] = {
 }
 
 
+def tensor_to_plain(tensor: Tensor) -> list[Any]:
+    """A tensor as plain data: its type, shape and bytes."""
+    on_host = tensor.detach().cpu().contiguous()
+    return [str(on_host.dtype).removeprefix("torch."), list(on_host.shape), on_host.numpy().tobytes()]
+
+
+def tensor_of(plain: Any, device: torch.device) -> Tensor:
+    """The tensor of ``tensor_to_plain``, on a device."""
+    kind, shape, data = plain
+    # A copy: what came from the wire may not be written to.
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, kind)).view(shape).to(device)
+
+
 def micro_to_plain(micro: Micro) -> dict[str, Any]:
     """A micro-batch as plain data."""
     history = micro.history
     return {
-        **{name: _tensor(getattr(micro, name)) for name in _TENSORS},
+        **{name: tensor_to_plain(getattr(micro, name)) for name in _TENSORS},
         "lengths": micro.plan.lengths,
         "parents": micro.plan.parents,
-        "batch": {name: _tensor(getattr(micro.batch, name)) for name in _BATCH},
+        "batch": {name: tensor_to_plain(getattr(micro.batch, name)) for name in _BATCH},
         "num_samples": micro.batch.num_samples,
         "places": micro.places,
         "history": None
         if history is None
         else {
             "penalties": dataclasses.asdict(history.penalties),
-            "tensors": [_tensor(t) for t in (*history.seen, *history.output, history.age_N1)],
+            "tensors": [tensor_to_plain(t) for t in (*history.seen, *history.output, history.age_N1)],
         },
     }
 
@@ -44,9 +57,7 @@ def micro_of(plain: Mapping[str, Any], device: torch.device) -> Micro:
     """The micro-batch of ``micro_to_plain``, on a device."""
 
     def tensor(each: Any) -> Tensor:
-        kind, shape, data = each
-        # A copy: what came from the wire may not be written to.
-        return torch.frombuffer(bytearray(data), dtype=getattr(torch, kind)).view(shape).to(device)
+        return tensor_of(each, device)
 
     history = None
     if plain["history"] is not None:
@@ -85,8 +96,3 @@ def metrics_of(plain: Mapping[str, Any]) -> dict[str, Value]:
 
 _TENSORS = ("tokens_T", "positions_T", "predict_N", "targets_N", "temperature_N", "weights_N")
 _BATCH = ("behavior_logprobs_N", "advantages_N", "sample_N")
-
-
-def _tensor(tensor: Tensor) -> list[Any]:
-    on_host = tensor.detach().cpu().contiguous()
-    return [str(on_host.dtype).removeprefix("torch."), list(on_host.shape), on_host.numpy().tobytes()]

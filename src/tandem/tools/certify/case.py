@@ -13,25 +13,24 @@ import torch
 
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnsupportedPair
 from tandem.model.compilation import missing
 from tandem.optimizers.base import Optimizer
 from tandem.tools.certify import formulas, optimizer_steps, parts
 from tandem.tools.certify.certificate import Certificate, CertificateLine, judged, skipped
 from tandem.tools.certify.formulas import SampledSequence, formula, part
 from tandem.tools.certify.gradients import (
-    MOVES,
     CertifiedPolicy,
     Gradient,
-    Setup,
     differing,
     distance,
-    gradients_of_ranks,
     norm,
+    setup_of,
 )
 from tandem.tools.certify.inert_options import PARTS, every_option_line, inert_options
 from tandem.tools.certify.made_up import Author, certified
-from tandem.tools.certify.plain import KINDS
+from tandem.tools.certify.plain import KINDS, Options
+from tandem.tools.certify.ranks import RankedPolicy, check_certified
 from tandem.tools.certify.variations import VARIATIONS, Variation, compiled
 from tandem.trainer import assemble as run
 from tandem.trainer.pack import Packer, StepBatch
@@ -53,9 +52,6 @@ RATE_EXACT = 1e-12
 """Largest distance of a learning rate, which is a float64 on both sides."""
 OTHERWISE = 1e-9
 """Gradients farther apart than this are different: the same computation gives the same bits."""
-MOVES_REAL = 0.01
-"""Share of their deviation by which a trained model's weights are moved: it must stay what it is."""
-
 RANKS = 2
 """Processes that compute one step together."""
 
@@ -70,24 +66,18 @@ class Case:
     Args:
         config: the recipe.
         real: its own model instead of a tiny one of its architecture.
+        ranks: processes that compute every step together; 1: this one.
 
     Raises:
         ConfigError: the model cannot be read.
+        UnsupportedPair: so many ranks cannot divide the recipe's step.
+        RankError: one of them did not come, or failed.
     """
 
-    def __init__(self, config: RunConfig, *, real: bool):
-        self.config, self._slack = config, REAL if real else 1.0
+    def __init__(self, config: RunConfig, *, real: bool, ranks: int = 1):
+        self.config, self._slack, self._real, self._num_ranks = config, REAL if real else 1.0, real, ranks
         model, self._exact = certified(config, real=real)
-        names = [meta.name for meta in config.trainable.source(model).manifest()]
-        self._setup = Setup(
-            model=model,
-            trainable=config.trainable,
-            changing=tuple(names),
-            objective=run.objective(config),
-            sampling=config.sampling,
-            updates=config.updates_per_batch,
-            moves=MOVES_REAL if real else MOVES,
-        )
+        self._setup = setup_of(config, model, real=real)
         weights = {
             env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()
         }
@@ -108,10 +98,21 @@ class Case:
         self._exact.put(self._exact.held(self._live.placed(0)))
         own = functools.cache(self._own)  # both have the same tokens
         self.groups, self._on_policy = author.groups(own), author.groups(own, on_policy=True)
+        self._ranked: RankedPolicy | None = None
+        self._stepped = self._live if ranks == 1 else self._on_ranks(ranks)
 
     def close(self) -> None:
-        """End its thread."""
+        """End its threads and processes."""
+        if self._ranked is not None:
+            self._ranked.close()
         self._live.close()
+
+    def _on_ranks(self, world: int) -> RankedPolicy:
+        """So many ranks, started once."""
+        if self._ranked is None:
+            self._live.place(-1)  # theirs begin with the model as loaded
+            self._ranked = RankedPolicy(self._setup, self.config, world, real=self._real)
+        return self._ranked
 
     def _own(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
         """The policy's logprobs, by the formulas."""
@@ -130,13 +131,14 @@ class Case:
         with torch.no_grad():
             return formulas.logprobs(self._exact, one, self._formula).tolist()
 
-    def _pack(self, config: RunConfig) -> Packer:
-        return run.packer(config, self._live.policy)
+    def _pack(self, config: RunConfig, ranks: int = 1) -> Packer:
+        # Ranks that share a micro-batch count as one, also where all is computed here.
+        return run.packer(config, self._live.policy, ranks=max(ranks, config.distributed.context_parallel))
 
     def lines(self, several: int) -> Iterator[CertificateLine]:
         """What the gradient is; ``several``: as of ``certify``."""
-        pack = self._pack(self.config)
-        base = self._live.gradients(pack(self.groups, version=0))
+        pack = self._pack(self.config, self._num_ranks)
+        base = self._stepped.gradients(pack(self.groups, version=0))
         size = norm(base)
         sound = math.isfinite(size) and size > 0
         yield CertificateLine(
@@ -145,25 +147,38 @@ class Case:
         for name, variation in VARIATIONS.items():
             try:
                 self._can(variation)
-                variants = variation(self._live, pack, self.groups)
+                variants = variation(self._stepped, pack, self.groups)
             except ConfigError as error:
                 yield skipped(name, str(error))
                 continue
             yield self._judged(name, variants, base, SAME, "the recipe's own way", len(variants))
-        small = dataclasses.replace(pack, budget=SMALL)
         if several > 1:
-            self._live.place(-1)  # what the other processes are given is the model as loaded
-            ways = [gradients_of_ranks(self._setup, small(self.groups, version=0), several)]
-            yield self._judged(f"{several} processes", ways, base, SAME, "one process", 1)
+            yield from self._of_processes(several, base)
         yield from self._against_formulas(base, pack(self.groups, version=0))
+
+    def _of_processes(self, several: int, base: Sequence[Gradient]) -> Iterator[CertificateLine]:
+        """Several ranks' gradient beside that of one process, and the weights that each of them has then."""
+        name = f"{several} processes"
+        try:
+            check_certified(self.config, several)
+        except UnsupportedPair as error:
+            yield skipped(name, str(error))
+            return
+        ranked = self._on_ranks(several)
+        small = dataclasses.replace(self._pack(self.config, several), budget=SMALL)
+        own = ranked.gradients(small(self.groups, version=0))
+        if self._stepped is ranked:
+            base = self._live.gradients(self._pack(self.config)(self.groups, version=0))
+        yield self._judged(name, [own], base, SAME, "one process", 1)
+        yield judged(f"weights of {name}", [ranked.differing()], 0.0, "the lead's, bit for bit")
 
     def later(self) -> Iterator[CertificateLine]:
         """What comes after the gradient: where a reference goes, and what the optimizer does."""
-        pack = self._pack(self.config)
+        pack = self._pack(self.config, self._num_ranks)
         if self._formula.reference is not None:
             yield self._followed(pack)
         batch = dataclasses.replace(pack, budget=SMALL)(self.groups, version=0)
-        yield from self._applied(batch, self._live.gradients(batch)[0])
+        yield from self._applied(batch, self._stepped.gradients(batch)[0])
 
     def _can(self, variation: Variation) -> None:
         """Compiling takes ten times as long as all else, so it is done where the run will do it.
@@ -205,16 +220,16 @@ class Case:
         numbers = sorted({every, every + 1, 2 * every, 2 * every + 1})
         return [(number, [_without_advantage(self.groups[i % 2])]) for i, number in enumerate(numbers)]
 
-    def _walked(self, pack: Packer) -> list[Gradient]:
+    def _walked(self, live: CertifiedPolicy, pack: Packer) -> list[Gradient]:
         """The penalty's gradient in each of those steps."""
-        return self._live.walk([(number, pack(groups, version=0)) for number, groups in self._later()])
+        return live.walk([(number, pack(groups, version=0)) for number, groups in self._later()])
 
     def _followed(self, pack: Packer) -> CertificateLine:
         if unknown := self._unknown():
             return skipped(FOLLOWS, f"no formula is known here for {', '.join(unknown)}")
         expected = formulas.gradients(self._exact, self._live.placed, self._later(), self._formula)
         numbers = ", ".join(str(number) for number, _ in self._later())
-        line = self._judged(FOLLOWS, [self._walked(pack)], expected, PENALTY, "float64 formula", 1)
+        line = self._judged(FOLLOWS, [self._walked(self._stepped, pack)], expected, PENALTY, "float64 formula", 1)
         return dataclasses.replace(line, note=f"steps {numbers}{f'; {line.note}' if line.note else ''}")
 
     def _applied(self, batch: StepBatch, gradient: Gradient) -> Iterator[CertificateLine]:
@@ -227,18 +242,30 @@ class Case:
         off = [abs(own.rate(step, total) - optimizer_steps.rate(known, step, total)) for step in _some(total)]
         yield judged(RATE, [max(off) / (own.lr or 1.0)], RATE_EXACT, "formula", f"{total:,} steps")
         self._live.place(-1)
+        alone = functools.partial(optimizer_steps.updates, self._setup, begin=self._live.placed(0))
+        ranked = self._ranked if self._stepped is self._ranked else None
         yield from optimizer_steps.lines(
-            self._setup,
+            alone if ranked is None else ranked.updates,
             own,
             (kind, known),
             batch,
             norm([gradient]),
             total=total,
-            begin=self._live.placed(0),
             bound=EXACT * self._slack,
         )
+        if ranked is not None:
+            name = f"weights of {ranked.world} processes after two steps"
+            yield judged(name, [ranked.differing()], 0.0, "the lead's, bit for bit")
         if self.config.dtype == "bfloat16":
-            yield optimizer_steps.narrow_line(own, (kind, known), self._live.placed(0), gradient)
+            yield self._narrow(ranked, (kind, known), gradient)
+
+    def _narrow(self, ranked: RankedPolicy | None, known: tuple[str, Options], gradient: Gradient) -> CertificateLine:
+        own, begin = self.config.optimizer, self._live.placed(0)
+        if ranked is None:
+            moved = optimizer_steps.narrow_weights(own, known[0], begin, gradient)
+            return optimizer_steps.narrow_line(own, known, begin, gradient, moved)
+        moved = ranked.narrow_of_all(gradient)
+        return optimizer_steps.narrow_line(own, known, begin, gradient, moved, micros=ranked.world)
 
     def _judged(
         self,
@@ -268,7 +295,7 @@ class Case:
         """Whether another recipe's step on the groups is another, where its reference goes, or its optimizer."""
         own = self.config
         pack, base = self._as(own), self._live.gradients(self._as(own)(groups, version=0))
-        walked = [] if own.reference is None else self._walked(pack)
+        walked = [] if own.reference is None else self._walked(self._live, pack)
         few = pack(groups[:1], version=0)
         size = norm(self._live.gradients(few))
 
@@ -284,7 +311,7 @@ class Case:
                 self._setup,
                 optimizer_steps.visible(optimizer),
                 steps,
-                total=own.steps,
+                own.steps,
                 begin=self._live.placed(0),
             )
             return [one.moved for one in made]
@@ -296,7 +323,7 @@ class Case:
             pack = self._as(config)
             if other(self._live.gradients(pack(groups, version=0)), base):
                 return True
-            return config.reference != own.reference and other(self._walked(pack), walked)
+            return config.reference != own.reference and other(self._walked(self._live, pack), walked)
 
         return differs
 
@@ -319,27 +346,38 @@ def _without_advantage(group: Group) -> Group:
     )
 
 
-def certify(config: RunConfig, *, real: bool = False, several: int = RANKS, inert: Collection[str] = ()) -> Certificate:
+def certify(
+    config: RunConfig, *, real: bool = False, several: int | None = None, inert: Collection[str] = ()
+) -> Certificate:
     """Look at the gradient of a recipe's own parts, and at what its optimizer makes of it.
+
+    A recipe with ``ranks`` of 2 or more has every step computed by as many, but for options that change nothing.
 
     Args:
         config: the recipe.
         real: on its own model instead of a tiny one of its architecture.
-        several: processes that compute one step together; below 2 that is not looked at.
+        several: processes that compute one step together, beside one; below 2 none do. None: the recipe's ranks, or 2.
         inert: options by dotted path that are accepted although they change nothing.
 
     Raises:
         ConfigError: the model cannot be read.
-        TandemError: one of several processes failed.
+        UnsupportedPair: the recipe's ranks cannot divide its step.
+        RankError: one of several processes did not come, or failed.
     """
     began = time.monotonic()
-    with contextlib.closing(Case(config, real=real)) as case:
+    own = config.ranks if isinstance(config.ranks, int) else 1
+    if several is None:
+        several = own if own > 1 else RANKS
+    num_ranks = own if several > 1 else 1
+    if num_ranks > 1:
+        check_certified(config, num_ranks)
+    with contextlib.closing(Case(config, real=real, ranks=num_ranks)) as case:
         lines, described = list(case.lines(several)), case.described
         if not real:
             lines += case.later()
             never, on_policy = case.inert()
     if real:  # neither what an optimizer does nor which options are read depends on how large the model is
-        with contextlib.closing(Case(config, real=False)) as case:
+        with contextlib.closing(Case(config, real=False, ranks=num_ranks)) as case:
             lines += case.later()
             never, on_policy = case.inert()
     lines.append(every_option_line(never, inert))

@@ -1,31 +1,25 @@
-"""The gradient that the trainer's own step computes for every update on a batch, in one process or in several."""
+"""The gradient that the trainer's own step computes for every update on a batch."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import math
-import multiprocessing
-import os
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tandem.errors import Deadline, TandemError
+from tandem.config.loading import RunConfig
+from tandem.model import layers
+from tandem.model.compilation import Compile
+from tandem.model.layers import Checkpointing
 from tandem.model.policy import Compute, Policy
 from tandem.optimizers.adamw import AdamW
 from tandem.trainable.base import Trainable
+from tandem.trainer.live import objective
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.step import Step
@@ -43,7 +37,7 @@ LEAST = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """Inputs of a process that computes a gradient; picklable."""
+    """Inputs of a process that computes a gradient."""
 
     model: nn.Module
     """Prepared for training, float32, as it was loaded."""
@@ -63,6 +57,23 @@ class Setup:
     """Most logits held at once; None: as fits."""
 
 
+MOVES_REAL = 0.01
+"""The same share of a trained model's weights: it must stay what it is."""
+
+
+def setup_of(config: RunConfig, model: nn.Module, *, real: bool) -> Setup:
+    """The setup of a recipe and its model, prepared for training; ``real``: it is the recipe's own."""
+    return Setup(
+        model=model,
+        trainable=config.trainable,
+        changing=tuple(meta.name for meta in config.trainable.source(model).manifest()),
+        objective=objective(config),
+        sampling=config.sampling,
+        updates=config.updates_per_batch,
+        moves=MOVES_REAL if real else MOVES,
+    )
+
+
 @dataclass(slots=True)
 class Recorder:
     """Stands where the optimizer does: keeps the gradients of each update, and always moves the weights alike.
@@ -74,8 +85,6 @@ class Recorder:
     """Parameter names by identity."""
     move: Callable[[int], None]
     """Sets the weights to those after so many updates."""
-    total: Callable[[Tensor], None] = lambda gradient: None
-    """Adds a gradient to those of other ranks, in place."""
     updates: list[dict[str, Tensor]] = field(default_factory=list)
     """The gradient of each update so far."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
@@ -90,8 +99,6 @@ class Recorder:
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Keep what was added up; the weights go where the next update is looked at."""
         sums = self._sums
-        for gradient in sums.values():
-            self.total(gradient)
         self.updates.append(sums)
         self._sums = {name: torch.zeros_like(gradient) for name, gradient in sums.items()}
         self.move(len(self.updates))
@@ -116,23 +123,21 @@ class Recorder:
 class CertifiedPolicy:
     """A policy under a certificate."""
 
-    def __init__(self, setup: Setup, *, total: Callable[[Tensor], None] | None = None):
+    def __init__(self, setup: Setup):
         self.setup = setup
         self._parameters = dict(setup.trainable.parameters(setup.model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._moves = {name: setup.moves * _deviation(loaded) for name, loaded in self._loaded.items()}
         self.policy = Policy(setup.model, None, name="certified", compute=Compute(torch.get_num_threads()))
         self.recorder = Recorder({id(p): name for name, p in self._parameters.items()}, self._move)
-        if total is not None:
-            self.recorder.total = total
-        self._work = LocalWork(
+        self.work = LocalWork(
             policy=self.policy,
             objective=setup.objective,
             stepper=self.recorder,
             sampling=setup.sampling,
             fold=self._fold,
         )
-        self._step = Step(work=self._work, optimizer=AdamW(), steps=1)
+        self._step = Step(work=self.work, optimizer=AdamW(), steps=1)
 
     def _move(self, update: int) -> None:
         self.write(self.placed(update))
@@ -169,12 +174,8 @@ class CertifiedPolicy:
     def walk(self, steps: Sequence[tuple[int, StepBatch]]) -> list[Gradient]:
         """Of every update of some steps, each given by its number in the run and its batch."""
         step, setup = self._step, self.setup
-        self.place(-1)
-        reference = setup.objective.reference
-        step.work.held = None if reference is None else reference.hold(self.changing())
-        step.work.objective, step.work.sampling, step.work.tile = setup.objective, setup.sampling, setup.tile
         step.updates_per_batch = setup.updates
-        self.place(0)
+        self.begin()
         self.recorder.start(self._loaded)
 
         async def whole() -> None:
@@ -186,6 +187,23 @@ class CertifiedPolicy:
         asyncio.run(whole())
         return list(self.recorder.updates)
 
+    def begin(self) -> None:
+        """Be as a run is when its first step begins: moved away from what was loaded, which a reference holds."""
+        setup, work = self.setup, self.work
+        self.place(-1)
+        reference = setup.objective.reference
+        work.held = None if reference is None else reference.hold(self.changing())
+        work.objective, work.sampling, work.tile = setup.objective, setup.sampling, setup.tile
+        self.place(0)
+
+    def tune(self, *, compile: Compile, checkpointing: Checkpointing = "none") -> None:
+        """Have the layers compiled, or computed again in the backward pass, from now on.
+
+        Raises:
+            ConfigError: it is not known which of the model's modules are its layers.
+        """
+        layers.tune(self.setup.model, compile=compile, checkpointing=checkpointing)
+
     @torch.no_grad()
     def scored(self, batch: StepBatch) -> list[tuple[Micro, Tensor, Tensor | None]]:
         """Each micro-batch, and the logprobs that policy and reference give its tokens as the first step begins."""
@@ -193,14 +211,14 @@ class CertifiedPolicy:
         reference = self.setup.objective.reference
         held = None if reference is None else reference.hold(self.changing())
         self.place(0)
-        self._work.tile = self.setup.tile
+        self.work.tile = self.setup.tile
         scores = []
         for micro in batch.micro:
             before_N = None
             if held is not None:
                 with held.in_place():
-                    before_N = self._work.logprobs(micro)
-            scores.append((micro, self._work.logprobs(micro), before_N))
+                    before_N = self.work.logprobs(micro)
+            scores.append((micro, self.work.logprobs(micro), before_N))
         return scores
 
     def changing(self) -> list[tuple[str, Parameter]]:
@@ -237,81 +255,3 @@ def differing(actual: Sequence[Gradient], expected: Sequence[Gradient]) -> str:
         return f"{len(actual)} updates instead of {len(expected)}"
     names = {name for one, other in zip(actual, expected, strict=True) for name in one.keys() ^ other.keys()}
     return f"not in both: {min(names)}" if names else ""
-
-
-SECONDS = 300.0
-"""Most that the processes may take."""
-
-
-def share_of_rank(batch: StepBatch, rank: int, ranks: int) -> StepBatch:
-    """The micro-batches of one rank: whole-step weights are theirs already, so ranks add gradients, never average."""
-    return dataclasses.replace(batch, micro=batch.micro[rank::ranks])
-
-
-def gradients_of_ranks(setup: Setup, batch: StepBatch, ranks: int) -> list[Gradient]:
-    """Gradients of every update on the batch, by as many processes.
-
-    Raises:
-        TandemError: a process failed.
-        Deadline: they did not end in time.
-    """
-    shares = [share_of_rank(batch, rank, ranks) for rank in range(ranks)]
-    with tempfile.TemporaryDirectory(prefix="tandem-certify-") as folder:
-        torch.save((setup, shares), Path(folder, "setup"))
-        # A server that has imported torch but never run it: to fork this process would copy its threads' locks.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        processes = [context.Process(target=_rank, args=(rank, ranks, folder)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        try:
-            _await(processes, Path(folder))
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        summed: list[Gradient] = torch.load(Path(folder, "gradients"), weights_only=False)
-        return summed
-
-
-def _await(processes: list[Any], folder: Path) -> None:
-    """Until all have ended well."""
-    left = {process.sentinel: process for process in processes}
-    while left:
-        ended = wait(list(left), timeout=SECONDS)
-        if not ended:
-            raise Deadline(
-                f"{len(left)} ranks did not end within {SECONDS:g} s; certify on a machine that is less busy"
-            )
-        for process in [left.pop(sentinel) for sentinel in ended]:
-            process.join()
-            if process.exitcode:
-                tracebacks = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("failed-*"))]
-                raise TandemError(
-                    f"a rank ended with {process.exitcode}: {tracebacks[0] if tracebacks else 'it said nothing'}"
-                )
-
-
-def _rank(rank: int, ranks: int, folder: str) -> None:
-    """Compute one share and add the gradients up; the first rank writes them."""
-    import torch.distributed as dist
-
-    try:
-        torch.set_num_threads(1)
-        # Ranks of one machine: its own name need not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        setup, shares = torch.load(Path(folder, "setup"), weights_only=False)
-        meeting = f"file://{Path(folder, 'meeting')}"
-        dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
-        )
-        live = CertifiedPolicy(setup, total=dist.all_reduce)
-        with contextlib.closing(live):
-            summed = live.gradients(shares[rank])
-        if rank == 0:
-            torch.save(summed, Path(folder, "gradients"))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"failed-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
-        raise

@@ -19,7 +19,7 @@ from tandem.metrics import flatten
 from tandem.model.policy import Compute, Policy
 from tandem.optimizers.base import Optimizer, Stepper
 from tandem.tools.certify.certificate import CertificateLine, judged
-from tandem.tools.certify.gradients import Setup, distance, norm
+from tandem.tools.certify.gradients import Gradient, Setup, distance, norm
 from tandem.tools.certify.plain import Options
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import Step
@@ -224,7 +224,7 @@ class Witness:
 
 
 def updates(
-    setup: Setup, optimizer: Optimizer, steps: Sequence[StepBatch], *, total: int, begin: Mapping[str, Tensor]
+    setup: Setup, optimizer: Optimizer, steps: Sequence[StepBatch], total: int, *, begin: Mapping[str, Tensor]
 ) -> tuple[list[Update], list[float]]:
     """Every update of the first steps, and the gradient norms that the steps reported.
 
@@ -282,32 +282,35 @@ def two(batch: StepBatch, optimizer: Optimizer, size: float) -> list[StepBatch]:
     return [times(batch, share * most / (size or 1.0)) for share in (CLIPPED, WHOLE)]
 
 
+Updates = Callable[[Optimizer, Sequence[StepBatch], int], tuple[list[Update], list[float]]]
+"""As ``updates``, given the optimizer, what steps are trained on, and the steps of the run."""
+
+
 def lines(
-    setup: Setup,
+    make: Updates,
     optimizer: Optimizer,
     known: tuple[str, Options],
     batch: StepBatch,
     size: float,
     *,
     total: int,
-    begin: Mapping[str, Tensor],
     bound: float,
 ) -> Iterator[CertificateLine]:
     """Two steps on a batch, the first clipped and the second not, against the formula.
 
     Args:
-        setup: as of ``updates``.
-        optimizer: as of ``updates``.
+        make: makes them.
+        optimizer: the recipe's.
         known: its kind and options, as plain data.
         batch: what both steps are trained on.
         size: the norm of its gradient.
-        total: as of ``updates``.
-        begin: as of ``updates``.
+        total: steps of the run.
         bound: largest distance, rounding of the weights aside.
     """
     kind, total = known[0], max(total, 2)
     optimizer, steps = visible(optimizer), two(batch, optimizer, size)
-    made, reported = updates(setup, optimizer, steps, total=total, begin=begin)
+    made, reported = make(optimizer, steps, total)
+    num = len(made) // len(steps)
     expected = list(moves((kind, {**known[1], "lr": optimizer.lr}), made, total))
     moved = [one.moved for one in made]
     rounding = ROUNDING * norm([one.before for one in made]) / (norm(expected) or 1.0)
@@ -319,7 +322,7 @@ def lines(
         f"{len(made)} updates by {len(batch.micro)} micro-batches",
     )
     norms = [norm([one.gradients]) for one in made]
-    pairs = [*zip((one.norm for one in made), norms, strict=True), *zip(reported, norms[:: setup.updates], strict=True)]
+    pairs = [*zip((one.norm for one in made), norms, strict=True), *zip(reported, norms[::num], strict=True)]
     yield judged(NORMS, [max(abs(one - other) / (other or 1.0) for one, other in pairs)], bound, "float64 formula")
 
 
@@ -337,8 +340,71 @@ LOST = 0.1
 """Largest share of the way that may be missing: it ends within half of a last bit, which weights began on."""
 
 
+Bind = Callable[[Optimizer, Sequence[tuple[str, Parameter]]], tuple[Stepper, Callable[[], None]]]
+"""Binds an optimizer to parameters; the stepper, and what ends each micro-batch."""
+
+
+def bound_alone(optimizer: Optimizer, named: Sequence[tuple[str, Parameter]]) -> tuple[Stepper, Callable[[], None]]:
+    """As ``Bind``, by one process."""
+    return optimizer.bind(named), lambda: None
+
+
+def narrow_weights(
+    optimizer: Optimizer,
+    kind: str,
+    weights: Mapping[str, Tensor],
+    gradients: Gradient,
+    bind: Bind = bound_alone,
+    *,
+    micros: int = MICRO,
+    mine: int = MICRO,
+) -> dict[str, Parameter]:
+    """Bfloat16 weights after updates that are each smaller than their last bit, by name.
+
+    Args:
+        optimizer: the recipe's.
+        kind: its name.
+        weights: what is trained, by name.
+        gradients: of these.
+        bind: binds the optimizer.
+        micros: micro-batches of an update.
+        mine: those that this process computes.
+    """
+    parameters = {name: Parameter(weights[name].bfloat16()) for name in _some(weights)}
+    grads = _of_micros(gradients, parameters, micros)
+    steady = _steady(optimizer, kind, parameters)
+    stepper, end_micro = bind(steady, list(parameters.items()))
+    for _ in range(UPDATES):
+        for _ in range(mine):
+            for name, parameter in parameters.items():
+                parameter.grad = grads[name].clone()
+                stepper.accumulate(parameter)
+            end_micro()
+        stepper.step(steady.lr, steady.max_grad_norm)
+    return parameters
+
+
+def _of_micros(gradients: Gradient, names: Iterable[str], micros: int) -> dict[str, Tensor]:
+    """What each micro-batch of so many gives to a gradient."""
+    return {name: (gradients[name] / micros).bfloat16() for name in names}
+
+
+def _steady(optimizer: Optimizer, kind: str, weights: Mapping[str, Tensor]) -> Optimizer:
+    """The same at a constant rate, by which weights move by ``STEP`` of themselves."""
+    whole = norm([{name: weight.detach() for name, weight in weights.items()}])
+    typical = whole / math.sqrt(sum(weight.numel() for weight in weights.values()))
+    lr = STEP * (1.0 if kind in RELATIVE else typical)
+    return dataclasses.replace(optimizer, lr=lr, warmup_steps=0, schedule="constant")
+
+
 def narrow_line(
-    optimizer: Optimizer, known: tuple[str, Options], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    known: tuple[str, Options],
+    weights: Mapping[str, Tensor],
+    gradients: Gradient,
+    moved: Mapping[str, Parameter],
+    *,
+    micros: int = MICRO,
 ) -> CertificateLine:
     """Line about the weights' change as a share of the formula's.
 
@@ -347,25 +413,17 @@ def narrow_line(
         known: its kind and options, as plain data.
         weights: what is trained, by name.
         gradients: of these.
+        moved: where ``narrow_weights`` brought them.
+        micros: micro-batches of an update.
     """
-    parameters = {name: Parameter(weights[name].bfloat16()) for name in _some(weights)}
-    begin = {name: parameter.detach().double() for name, parameter in parameters.items()}
-    grads = {name: (gradients[name] / MICRO).bfloat16() for name in parameters}
-    typical = norm([begin]) / math.sqrt(sum(weight.numel() for weight in begin.values()))
-    lr = STEP * (1.0 if known[0] in RELATIVE else typical)
-    steady = dataclasses.replace(optimizer, lr=lr, warmup_steps=0, schedule="constant")
-    stepper = steady.bind(list(parameters.items()))
-    for _ in range(UPDATES):
-        for _ in range(MICRO):
-            for name, parameter in parameters.items():
-                parameter.grad = grads[name].clone()
-                stepper.accumulate(parameter)
-        stepper.step(lr, steady.max_grad_norm)
+    begin = {name: weights[name].bfloat16().double() for name in moved}
+    grads = _of_micros(gradients, moved, micros)
+    lr = _steady(optimizer, known[0], begin).lr
     exact = dict(begin)
 
     def coming() -> Iterator[Update]:
         for step in range(1, UPDATES + 1):
-            whole = {name: grad.double() * MICRO for name, grad in grads.items()}
+            whole = {name: grad.double() * micros for name, grad in grads.items()}
             yield Update(step=step, gradients=whole, before=dict(exact), after={}, norm=0.0)
 
     plain = {**known[1], "lr": lr, "warmup_steps": 0, "schedule": "constant"}
@@ -373,7 +431,7 @@ def narrow_line(
         for name in exact:
             exact[name] = exact[name] + move[name]
     way = {name: exact[name] - begin[name] for name in begin}
-    went = math.fsum(float(((p.detach().double() - begin[n]) * way[n]).sum()) for n, p in parameters.items())
+    went = math.fsum(float(((p.detach().double() - begin[n]) * way[n]).sum()) for n, p in moved.items())
     share = went / (norm([way]) ** 2 or 1.0)
     return judged(NARROW, [abs(share - 1)], LOST, "float64 formula", f"{UPDATES} updates of part of their last bit")
 

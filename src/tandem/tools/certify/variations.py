@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tandem.model import layers
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.layers import Checkpointing
 from tandem.tools.certify.gradients import CertifiedPolicy, Gradient
@@ -106,10 +105,10 @@ def _of(live: CertifiedPolicy, batch: StepBatch) -> list[Gradient]:
 
 def _tuned(live: CertifiedPolicy, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:
     try:
-        layers.tune(live.setup.model, compile=compile, checkpointing=checkpointing)
+        live.tune(compile=compile, checkpointing=checkpointing)
         return _of(live, batch)
     finally:
-        layers.tune(live.setup.model, compile=False)
+        live.tune(compile=False)
 
 
 def _padded(micro: Micro) -> Micro:
