@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -14,16 +15,26 @@ from tandem.transport.rendezvous import Rendezvous, serve
 T = TypeVar("T")
 
 
+@contextmanager
+def rank_threads(world: int, *, seconds: float = 30.0) -> Iterator[Callable[[Callable[[DataGroup], T]], list[T]]]:
+    """Ranks that have met: a function that has every rank work, and returns what each did, in order of rank."""
+    store, rendezvous = serve(Rendezvous(host="127.0.0.1", world=world, backend="gloo", seconds=seconds))
+    groups: dict[int, DataGroup] = {}
+
+    def joined(number: int) -> None:
+        groups[number] = DataGroup(rendezvous, number, torch.device("cpu"))
+
+    def every(threads: ThreadPoolExecutor, work: Callable[[int], T]) -> list[T]:
+        futures = [threads.submit(work, number) for number in range(world)]
+        return [future.result(timeout=4 * seconds) for future in futures]
+
+    with ThreadPoolExecutor(world, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        every(threads, joined)
+        yield lambda work: every(threads, lambda number: work(groups[number]))
+    del store
+
+
 def on_ranks(world: int, work: Callable[[DataGroup], T], *, seconds: float = 30.0) -> list[T]:
     """What every rank's ``work`` returns, in order of rank; the first error is raised."""
-    store, rendezvous = serve(Rendezvous(host="127.0.0.1", world=world, backend="gloo", seconds=seconds))
-
-    def rank(number: int) -> T:
-        torch.set_num_threads(1)
-        return work(DataGroup(rendezvous, number, torch.device("cpu")))
-
-    with ThreadPoolExecutor(world) as threads:
-        futures = [threads.submit(rank, number) for number in range(world)]
-        results = [future.result(timeout=4 * seconds) for future in futures]
-    del store
-    return results
+    with rank_threads(world, seconds=seconds) as run:
+        return run(work)

@@ -155,7 +155,8 @@ def _segments(
     dtype = query.dtype
     if query.device.type == "cpu":
         # The CPU's bf16 attention backward is several times slower than its float32 one, and less exact.
-        query, key, value = query.float(), key.float(), value.float()
+        wide = torch.promote_types(dtype, torch.float32)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
     # split, not slices: one gather in the backward pass instead of a zero-filled row per segment.
     queries, keys, values = (x.split(plan.lengths, dim=2) for x in (query, key, value))
     outs = []
