@@ -84,6 +84,20 @@ def test_ranks_train_what_one_rank_trains(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_ranks_train_an_adapter_as_one_rank_does(train: Train, merged: bool) -> None:
+    """A merged one's weights follow its factors on every rank, or the second step begins with those of the first."""
+    adapter = f"trainable={{kind: lora, rank: 4, merged: {str(merged).lower()}}}"
+    options = [adapter, "optimizer.lr=0.01", "steps=4"]
+    one, two = (train(f"adapter-{ranks}-{merged}", f"ranks={ranks}", *options) for ranks in (1, 2))
+    kept, ranks = (load_file(run / "checkpoints/000004/adapter/adapter_model.safetensors") for run in (one, two))
+    assert kept.keys() == ranks.keys()
+    assert max(float(tensor.abs().max()) for of, tensor in kept.items() if "lora_B" in of) > 1e-3
+    for of, tensor in kept.items():
+        assert float((ranks[of] - tensor).abs().max()) < 10 * CLOSE, of
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_weights_divided_otherwise(train: Train, alone: dict[str, torch.Tensor]) -> None:
     train("turns", "ranks=2", "distributed.shard=weights", "steps=1")
     train("turns", "ranks=1", "distributed.shard=states", "steps=2", resume=True)

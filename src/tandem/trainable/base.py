@@ -114,6 +114,11 @@ class Trainable(ABC):
         storage that the weights have at that time.
         """
 
+    @property
+    def folds(self) -> bool:
+        """Whether ``fold`` does anything: every rank of several is told to."""
+        return type(self).fold is not Trainable.fold
+
     def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """Within it the model computes what it did before it was trained; None where it cannot."""
         return None

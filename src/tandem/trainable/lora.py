@@ -127,6 +127,11 @@ class Lora(Trainable):
         for _, layer in _merged_layers(model):
             layer.fold()
 
+    @property
+    def folds(self) -> bool:
+        """Only merged weights follow A and B."""
+        return self.merged
+
     def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """The adapter switched off; merged, W0 is not where the model computes."""
         if self.merged:

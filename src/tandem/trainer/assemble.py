@@ -258,7 +258,7 @@ def _session(
         trainable=config.trainable,
         folder=folder,
         versions=requirements.versions,
-        attach_ranks=None if together is None else together.attach,
+        ranks=together,
     )
 
 

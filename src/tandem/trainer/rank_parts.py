@@ -227,6 +227,10 @@ class Together:
         """Have every other rank attach the weights of its engine."""
         await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _nothing())
 
+    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
+        """Have every rank's model follow its parameters, the lead's by ``mine``."""
+        await self.do("fold", None, mine)
+
     async def saved(self, writing: Awaitable[T]) -> T:
         """Await what gathers the optimizer's states to be saved, while the others take part in it."""
 

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from tandem.engines.base import Engine, EngineSpec, LoraAdapter, ReportsChecksums
 from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
@@ -383,6 +383,18 @@ class Periodic(WeightSync):
         return self.every - 1
 
 
+class OtherRanks(Protocol):
+    """The trainer's ranks besides this one, each with the policy that this one has."""
+
+    async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
+        """Have each attach the weights of its engine, given rank by rank as plain data."""
+        ...
+
+    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
+        """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class WeightSyncSession:
     """A live weight-sync session between one policy and one engine.
@@ -406,8 +418,8 @@ class WeightSyncSession:
     """Policy versions that requests in flight may need at once."""
     member: Any = None
     """The trainer's place in a process group, where one is used."""
-    attach_ranks: Callable[[Sequence[Any], bool], Awaitable[None]] | None = None
-    """Has the trainer's other ranks attach the weights of their engines; None where there are no others."""
+    ranks: OtherRanks | None = None
+    """The trainer's other ranks; None where there are none."""
     fresh: bool = False
     """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
     state: SyncStateMachine = field(default_factory=SyncStateMachine)
@@ -512,11 +524,16 @@ class WeightSyncSession:
             if self.sync.due(step, last=last):
                 commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
-                await self.policy.compute(self.trainable.fold, self.policy.model)
+                await self._fold()
                 actual = digest(await self.policy.compute(self.trained.checksums))
                 self._current = PolicyVersion(step=step, digest=actual)
                 commit.published = Published(version=self._current, moved=False)
             commit.accept_requests()
+
+    async def _fold(self) -> None:
+        """What is computed with and sampled from follows the parameters, on every rank."""
+        mine = self.policy.compute(self.trainable.fold, self.policy.model)
+        await (mine if self.ranks is None or not self.trainable.folds else self.ranks.fold(mine))
 
     async def sleep(self) -> None:
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
@@ -592,7 +609,7 @@ class WeightSyncSession:
             self.state.write()
         try:
             await self._wake()
-            await self.policy.compute(self.trainable.fold, self.policy.model)
+            await self._fold()
             copied = await self.sync.transfer(self, version)
             mine: Checksums = await self.policy.compute(self.trained.checksums)
             version = self._named(version, digest(mine))

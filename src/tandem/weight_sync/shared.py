@@ -71,8 +71,8 @@ class Shared(WeightSync):
             exported = VllmBridge.read(find(Path(self.bridge))).attach()
             await session.pause()
         await session.policy.compute(_attach, session, exported)
-        if session.attach_ranks is not None and isinstance(session.engine, ExportsToRanks):
-            await session.attach_ranks(await session.engine.exports_of_ranks(), session.fresh)
+        if session.ranks is not None and isinstance(session.engine, ExportsToRanks):
+            await session.ranks.attach(await session.engine.exports_of_ranks(), session.fresh)
         if session.fresh:  # else it may be one that was started again, and whose publish has begun
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
                 await self._rehearse(session)
