@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,14 @@ def wide_model(folder: Path) -> Path:
     return folder / "wide"
 
 
-def test_two_pairs_train_publish_and_prove(tmp_path: Path) -> None:
-    """Every publish is proven on both engines, so each holds what its rank gathered; nothing is copied."""
+@pytest.mark.parametrize("trainable", ["full", "lora", "merged"])
+def test_two_pairs_train_publish_and_prove(tmp_path: Path, trainable: str) -> None:
+    """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
     model = wide_model(tmp_path)
-    options = vllm.recipe(model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine())
+    kind: Any = "full" if trainable == "full" else {"kind": "lora", "rank": 8, "merged": trainable == "merged"}
+    options = vllm.recipe(
+        model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine(), trainable=kind
+    )
     recipe = tmp_path / "pairs.yaml"
     recipe.write_text(render(options), encoding="utf-8")
     source = Path(__file__).parents[2]
@@ -47,6 +52,7 @@ def test_two_pairs_train_publish_and_prove(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = [event for event in events if event["event"] == "published"]
     assert [event["step"] for event in published] == [1, 2, 3]
-    assert all(event["bytes"] == 0 and event["probe_gap"] is not None for event in published)
+    assert all((event["bytes"] == 0) == (trainable != "lora") for event in published)
+    assert all(event["probe_gap"] is not None for event in published)
     assert len({event["digest"] for event in published}) == 3, "every step moved the weights"
     assert len(list((run / "logs").glob("*engine*"))) >= 2

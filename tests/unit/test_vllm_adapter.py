@@ -11,12 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.engines.base import EngineRequirements, LoraAdapter
-from tandem.engines.vllm.adapters import SHARED_NAME, AttachedAdapter, StoredAdapter, scale_, scaled, scaling
+from tandem.engines.vllm.adapters import (
+    SHARED_NAME,
+    AdapterWriter,
+    AttachedAdapter,
+    StoredAdapter,
+    scale_,
+    scaled,
+    scaling,
+)
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.worker.adapter import AdapterTensor, InPlaceAdapters
 from tandem.errors import EngineError
@@ -584,6 +593,31 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
         publish(5)
     want = expected(adapter(4))
     assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items()), "nothing was written"
+
+
+def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
+    servers = [Server(tmp_path), Server(tmp_path)]
+    fleet: Any = SimpleNamespace(servers=servers, restart_count=0, context=64)
+    requirements = EngineRequirements(model="", dtype="bfloat16")
+    lead = VllmEngine(fleet, seeded=False, context=64, ends=[], requirements=requirements, pause_seconds=1.0)
+    follower = AdapterWriter()
+
+    def publish(seed: int) -> None:
+        trained = LoraAdapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
+        asyncio.run(lead.adapt(trained))
+        (slot,) = asyncio.run(lead.slots_of_ranks(trained))
+        want = expected(adapter(seed))
+        assert not all(torch.equal(tensor, want[name]) for name, tensor in servers[1].held().items()), "not yet"
+        follower.write(msgspec.msgpack.decode(msgspec.msgpack.encode(slot)), trained)
+        for server in servers:
+            assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
+
+    publish(0)
+    publish(1)
+    assert [server.asked for server in servers] == [["lend_slot", "adapt", "adapt"]] * 2, "attached once"
+    fleet.restart_count += 1
+    servers[1].adapters, servers[1].manager = engine()
+    publish(2)
 
 
 @pytest.mark.parametrize("way", ["swap", "load"])

@@ -223,6 +223,10 @@ class ExportsToRanks(Protocol):
         """For ranks 1 and on, where the weights of their engine are, as plain data."""
         ...
 
+    async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
+        """For ranks 1 and on, where their engine samples this adapter from, as plain data; each writes its own."""
+        ...
+
 
 @runtime_checkable
 class TakesAdapter(Protocol):

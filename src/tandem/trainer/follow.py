@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ from tandem.distributed.placement import Placement
 from tandem.distributed.sharding import ShardedStepper
 from tandem.errors import RankError
 from tandem.model.policy import Policy
+from tandem.trainable.base import Trainable
 from tandem.trainer.checkpoint import load_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts
+from tandem.weight_sync.base import Trained
 from tandem.weight_sync.shared import attach_export
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class _Rank:
         self._config: RunConfig
         self._policy: Policy
         self._held: ReferenceWeights | None = None
+        self._adapter: AdapterOfRank | None = None
         self._parts: RankParts
         self._stepper: ShardedStepper | WeightShardStepper
         self.handlers: dict[str, Handler] = {
@@ -65,6 +69,7 @@ class _Rank:
             "connect": self._connect,
             "weights": self._weights,
             "attach": self._attach,
+            "adapt": self._adapt,
             "bind": self._bind,
             "restore": self._restore,
             "state": self._state,
@@ -101,6 +106,12 @@ class _Rank:
         own = self._config.trainable.base_names(model)
         await self._policy.compute(attach_export, model, own, export, fresh=fresh)
 
+    async def _adapt(self, body: Any) -> None:
+        """Write this rank's adapter into the slot of its engine."""
+        if self._adapter is None:
+            self._adapter = AdapterOfRank(self._config.trainable, self._policy)
+        await self._policy.compute(self._adapter.write, body)
+
     async def _bind(self, body: Any) -> None:
         policy, config = self._policy, self._config
         trained, stepper = await policy.compute(self._parts.bind, config, policy)
@@ -115,3 +126,16 @@ class _Rank:
 
     async def _state(self, body: Any) -> None:
         await self._policy.compute(self._stepper.state_dict)
+
+
+class AdapterOfRank:
+    """A follower's adapter, as it goes into the slot of its engine."""
+
+    def __init__(self, trainable: Trainable, policy: Policy):
+        from tandem.engines.vllm.adapters import AdapterWriter  # where there is no such engine nothing of it is loaded
+
+        self._trained, self._writer = Trained(trainable, policy), AdapterWriter()
+
+    def write(self, slot: Mapping[str, Any]) -> None:
+        """Write what it holds now."""
+        self._writer.write(slot, self._trained.adapter())

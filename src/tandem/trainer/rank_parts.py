@@ -118,8 +118,6 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
             config.distributed.shard == "weights" or config.distributed.context_parallel > 1
         ),
         "engine.sleep: engines of several ranks do not sleep yet; leave it out": bool(engine.sleep),
-        "an adapter in vLLM: each rank would have to write its own engine's, which is not built yet; choose "
-        "trainable.merged: true": config.trainable.payload == "adapter",
     }
 
 
@@ -226,6 +224,10 @@ class Together:
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
         """Have every other rank attach the weights of its engine."""
         await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _nothing())
+
+    async def adapt(self, slots: Sequence[Any]) -> None:
+        """Have every other rank write its adapter into its engine's slot."""
+        await self.ranks.execute("adapt", lambda rank: slots[rank - 1], _nothing())
 
     async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
         """Have every rank's model follow its parameters, the lead's by ``mine``."""

@@ -390,6 +390,10 @@ class OtherRanks(Protocol):
         """Have each attach the weights of its engine, given rank by rank as plain data."""
         ...
 
+    async def adapt(self, slots: Sequence[Any]) -> None:
+        """Have each write its adapter into its engine's slot, given rank by rank as plain data."""
+        ...
+
     async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
         """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
         ...

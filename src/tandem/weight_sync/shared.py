@@ -82,8 +82,7 @@ class Shared(WeightSync):
 
         The engine stands still, and its weights are published and proven before it goes on.
         """
-        if session.trainable.payload == "adapter" and isinstance(session.engine, TakesAdapter):
-            await session.engine.adapt(session.adapter())
+        await self._adapted(session)
         await session.trained.sums(session.engine, await session.policy.compute(session.trained.checksums))
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
@@ -92,8 +91,8 @@ class Shared(WeightSync):
         Raises:
             UnsupportedPair: names the first tensor that is not.
         """
-        if session.trainable.payload == "adapter" and isinstance(session.engine, TakesAdapter):
-            return await session.engine.adapt(session.adapter())
+        if (copied := await self._adapted(session)) is not None:
+            return copied
         if isinstance(session.engine, ReportsChecksums):
             return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
         assert isinstance(session.engine, ExportsWeights)
@@ -102,6 +101,19 @@ class Shared(WeightSync):
             if name not in exported or exported[name].data_ptr() != tensor.data_ptr():
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
+
+    async def _adapted(self, session: WeightSyncSession) -> int | None:
+        """Write the adapter into the engine's slot, each rank into its own engine's; the bytes here, None: no adapter.
+
+        Every rank has all of it: an adapter's gradient is summed, and each updates the whole.
+        """
+        engine = session.engine
+        if session.trainable.payload != "adapter" or not isinstance(engine, TakesAdapter):
+            return None
+        copied = await engine.adapt(session.adapter())
+        if session.ranks is not None and isinstance(engine, ExportsToRanks):
+            await session.ranks.adapt(await engine.slots_of_ranks(session.adapter()))
+        return copied
 
     async def compare(self, session: WeightSyncSession, mine: Checksums) -> None:
         """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from tandem.transport import sharing
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tandem.engines.base import LoraAdapter
 
 
 _UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
@@ -195,3 +197,35 @@ class AttachedAdapter:
             # Streams order nothing between processes: only what is complete can be told of.
             torch.cuda.synchronize(values[0].device)
         return sum(tensor.nbytes for tensor in values)
+
+
+class WrittenSlot:
+    """A slot that this process writes: attached when it is first described, and anew when it is lent anew."""
+
+    def __init__(self) -> None:
+        self._attached: AttachedAdapter | None = None
+
+    def write(self, description: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> int:
+        """Copy a version into the slot that an engine described; returns its bytes. The engine must stand still.
+
+        Raises:
+            TransportError, EngineError: as ``AttachedAdapter``.
+        """
+        if self._attached is None or self._attached.key != description["key"]:
+            self._attached = AttachedAdapter(description, stored)
+        return self._attached.write(stored)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._attached = None
+
+
+class AdapterWriter:
+    """One rank's end of the slot of its own engine: its adapter as it is stored there, and where."""
+
+    def __init__(self) -> None:
+        self._stored, self._slot = StoredAdapter(), WrittenSlot()
+
+    def write(self, description: Mapping[str, Any], adapter: LoraAdapter) -> int:
+        """Write what the adapter holds now; as ``WrittenSlot.write``."""
+        return self._slot.write(description, self._stored.of(adapter.tensors, adapter.config))

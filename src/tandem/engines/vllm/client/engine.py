@@ -26,7 +26,7 @@ from tandem.engines.base import (
     ProbeResult,
 )
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.adapters import AttachedAdapter, StoredAdapter
+from tandem.engines.vllm.adapters import StoredAdapter, WrittenSlot
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable, Replaced
 from tandem.engines.vllm.client.waves import Waves
@@ -44,12 +44,13 @@ TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AttachedAdapter:
-    """An adapter slot of the engine, attached through shared memory."""
+class _ExportedSlot:
+    """An adapter slot that a server has lent."""
 
     restart_count: int
     request: wire.ExportAdapter
-    memory: AttachedAdapter
+    description: Mapping[str, Any]
+    """Where it is, as ``AttachedAdapter`` takes it."""
 
 
 class VllmEngine(Engine):
@@ -77,7 +78,8 @@ class VllmEngine(Engine):
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
         self._stored = StoredAdapter()
-        self._attached_adapter: _AttachedAdapter | None = None
+        self._slots: dict[int, _ExportedSlot] = {}
+        self._written = WrittenSlot()
         self._bridge: Path | None = None
         self._manifest: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._republish: Callable[[], Awaitable[None]] | None = None
@@ -120,7 +122,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._attached_adapter = None
+        self._written.close()
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -337,27 +339,32 @@ class VllmEngine(Engine):
         return self._stored.of(adapter.tensors, adapter.config)
 
     async def adapt(self, adapter: LoraAdapter) -> int:
-        """Sample with this adapter from now on.
+        """Sample with this adapter from now on. The first server's slot is written; those of others by their ranks.
 
         Returns:
             Bytes copied.
         """
-        (server,) = self.servers
         stored = self._stored.of(adapter.tensors, adapter.config)
-        request = wire.ExportAdapter(
-            config=dict(adapter.config),
-            tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
-        )
+        return self._written.write(await self._slot(0, _slot_request(adapter, stored)), stored)
+
+    async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
+        """Where each server but the first has this adapter, as plain data: ``AdapterWriter`` takes it."""
+        request = _slot_request(adapter, self._stored.of(adapter.tensors, adapter.config))
+        return list(await asyncio.gather(*(self._slot(index, request) for index in range(1, len(self.servers)))))
+
+    async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
+        """A server's slot, which is to be written now and is sampled with from then on."""
+        server = self.servers[index]
         for _ in range(2):
-            attached = self._attached_adapter
-            if attached is None or (attached.restart_count, attached.request) != (self.restart_count, request):
+            exported = self._slots.get(index)
+            if exported is None or (exported.restart_count, exported.request) != (self.restart_count, request):
                 (rank,) = (await server.post("/bridge/lend_slot", request))["ranks"]
-                attached = self._attached_adapter = _AttachedAdapter(
-                    restart_count=self.restart_count, request=request, memory=AttachedAdapter(rank, stored)
+                exported = self._slots[index] = _ExportedSlot(
+                    restart_count=self.restart_count, request=request, description=rank
                 )
-            if (await server.post("/bridge/adapt", wire.Adapt(key=attached.memory.key)))["held"]:
-                return attached.memory.write(stored)
-            self._attached_adapter = None  # the engine was restarted behind our back, or its adapter unloaded
+            if (await server.post("/bridge/adapt", wire.Adapt(key=exported.description["key"])))["held"]:
+                return exported.description
+            del self._slots[index]  # the engine was restarted behind our back, or its adapter unloaded
         raise EngineError(
             f"{server.name} lent its adapter's slot to somebody else as soon as it had lent it here: another trainer "
             "publishes to it; end one of the two"
@@ -439,6 +446,13 @@ class VllmEngine(Engine):
 def _me() -> str:
     """Name of this trainer in the /health of an engine that it paused."""
     return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
+
+
+def _slot_request(adapter: LoraAdapter, stored: Iterable[tuple[str, Any]]) -> wire.ExportAdapter:
+    return wire.ExportAdapter(
+        config=dict(adapter.config),
+        tensors=[(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in stored],
+    )
 
 
 def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
