@@ -14,13 +14,17 @@ from integration.vllm_runs import REPOSITORY, engine, needs_engine
 
 @needs_engine
 @pytest.mark.long
-def test_every_fault_is_caught_within_one_publish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_fault_is_caught_within_one_publish(tmp_path: Path, ranks: int) -> None:
+    """Of two ranks, each with its engine, in that of the second."""
     found = tmp_path / "faults.jsonl"
     bench = REPOSITORY / "tests" / "long" / "faults.py"
     # Rounding hides from a probe there what float32 would show.
     command = [
         sys.executable,
         str(bench),
+        "--ranks",
+        str(ranks),
         "--dtype",
         "bfloat16",
         "--json",
@@ -35,7 +39,7 @@ def test_every_fault_is_caught_within_one_publish(tmp_path: Path) -> None:
     wrong = [outcome for outcome in outcomes if not outcome["right"]]
     assert not wrong
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert len(outcomes) >= 40
+    assert len(outcomes) == 44
     by = Counter(outcome["caught_by"] for outcome in outcomes)
     # Every part of the proof is what catches something.
     assert by.keys() == {

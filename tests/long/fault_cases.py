@@ -55,16 +55,19 @@ class StartedAgain(Exception):
     """The engine died, was started again, published to and proven."""
 
 
-def inside(fault: str, **options: Any) -> Inject:
-    """In the engine's processes, by the subclasses of ``faulty``."""
+def inside(fault: str, *, everywhere: bool = False, **options: Any) -> Inject:
+    """In the processes of the faulty engine, or of all, by the subclasses of ``faulty``."""
 
     @asynccontextmanager
     async def inject(bench: Any) -> AsyncIterator[None]:
-        await bench.server.post("/fault", {"fault": fault, "options": options})
+        servers = bench.engine.servers if everywhere else [bench.server]
+        for server in servers:
+            await server.post("/fault", {"fault": fault, "options": options})
         try:
             yield
         finally:
-            if (await bench.server.post("/fault", {"fault": "", "options": {}}))["struck"] < 1:
+            struck = [(await server.post("/fault", {"fault": "", "options": {}}))["struck"] for server in servers]
+            if min(struck) < 1:
                 raise NotInjected(fault)
 
     return inject
@@ -112,14 +115,30 @@ async def nothing(bench: Any) -> AsyncIterator[None]:
 
 
 def _exported(change: Callable[[torch.Tensor], torch.Tensor]) -> Inject:
-    def make(bench: Any, lend: Any) -> Any:
+    """The weights that a rank's engine lends it: the only rank's, or the second's."""
+
+    def of_engine(bench: Any, lend: Any) -> Any:
         async def wrong() -> Mapping[str, Any]:
             found = dict(await lend())
             return {**found, Q: change(found[Q])}
 
         return wrong
 
-    return instead(_engine, "export_weights", make)
+    def of_second(bench: Any, views: Any) -> Any:
+        def wrong(export: Any) -> Mapping[str, Any]:
+            found = views(export)
+            return {**found, Q: change(found[Q])}
+
+        return wrong
+
+    return _of_rank(
+        instead(_engine, "export_weights", of_engine), instead(lambda bench: bench.second, "views", of_second)
+    )
+
+
+def _of_rank(only: Inject, second: Inject) -> Inject:
+    """As a rank does it where it is the only one, or where it is the second of two."""
+    return lambda bench: (only if bench.second is None else second)(bench)
 
 
 def _row_down(view: torch.Tensor) -> torch.Tensor:
@@ -227,7 +246,7 @@ def _other_alpha(bench: Any, folder: Path, version: PolicyVersion) -> Path:
 
 def _slot(make: Callable[[Any, Any], Any]) -> Inject:
     """How an adapter is written into the slot that the engine lends."""
-    return instead(lambda bench: bench.engine._slot.memory, "write", make)
+    return instead(lambda bench: bench.slot, "write", make)
 
 
 def _unwritten(bench: Any, write: Any) -> Any:
@@ -236,7 +255,7 @@ def _unwritten(bench: Any, write: Any) -> Any:
 
 def _elsewhere(bench: Any, write: Any) -> Any:
     def wrong(stored: Any) -> int:
-        memory = bench.engine._slot.memory
+        memory = bench.slot
         right = list(memory._views)
         # All slots of a tensor lie one after another.
         memory._views[:] = [v.as_strided(v.shape, v.stride(), _next_slot(v)) for v in right]
@@ -266,14 +285,22 @@ def _layers_swapped(bench: Any, write: Any) -> Any:
 def _adapter(**factors: float) -> Inject:
     """Its configuration says otherwise than the policy's."""
 
-    def make(bench: Any, adapt: Any) -> Any:
-        async def wrong(adapter: LoraAdapter) -> int:
-            config = {**adapter.config, **{name: int(adapter.config[name] * by) for name, by in factors.items()}}
-            return int(await adapt(replace(adapter, config=config)))
+    def other(adapter: LoraAdapter) -> LoraAdapter:
+        config = {**adapter.config, **{name: int(adapter.config[name] * by) for name, by in factors.items()}}
+        return replace(adapter, config=config)
+
+    def asynchronous(bench: Any, adapt: Any) -> Any:
+        async def wrong(adapter: LoraAdapter) -> Any:
+            return await adapt(other(adapter))
 
         return wrong
 
-    return instead(_engine, "adapt", make)
+    def of_second(bench: Any, adapter: Any) -> Any:
+        return lambda: other(adapter())
+
+    lent = instead(_engine, "slots_of_ranks", asynchronous)
+    own = instead(lambda bench: bench.second.adapter._trained, "adapter", of_second)
+    return _of_rank(instead(_engine, "adapt", asynchronous), lent if "r" in factors else own)
 
 
 def _not_loaded(bench: Any, swap: Any) -> Any:
@@ -299,7 +326,7 @@ SHARED = (
     Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature")),
     Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw")),
     Fault(name="engine says its logprobs are raw", by="refused", inject=inside("admits raw"), act=_greeted),
-    Fault(name="NaN in a weight", by="probe", inject=inside("cache"), act=_nan),
+    Fault(name="NaN in a weight", by="probe", inject=inside("cache", everywhere=True), act=_nan),
     Fault(name="optimizer dies halfway", by="stands still", inject=nothing, act=_optimizer_dies),
     Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed),
     Fault(name="the stamp is lost", by="version", inject=inside("lost stamp")),

@@ -2,10 +2,13 @@
 
     .venv/bin/python tests/long/faults.py [--engine-python PYTHON] [--ways "shared full" ...] [--json FILE]
     .venv/bin/python tests/long/faults.py --model .cache/smollm2 --dtype bfloat16      # pretrained instead of random
+    .venv/bin/python tests/long/faults.py --ranks 2          # two engines, the fault in that of rank 1, a follower
 
-One engine serves them all. After every fault the engine must either give out nothing or answer exactly as before it,
-and the next publish must succeed, be proven and be what tokens are sampled from. Exits with 1 if a fault was missed,
-or caught by something else than it should be. The engine runs where torch finds an accelerator, else on the CPU.
+One engine, or one for each rank, serves them all. After every fault it must either give out nothing or answer exactly
+as before it, and the next publish must succeed, be proven and be what tokens of every engine are sampled from. Exits
+with 1 if a fault was missed, or caught by something else than it should be. The engine runs where torch finds an
+accelerator, else on the CPU. Of two ranks the second has a policy of its own in this process, and does what a follower
+does; ways that pairs refuse (broadcast, hotswap) publish to both engines from rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,7 +43,10 @@ from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
+from tandem.trainer.follow import AdapterOfRank
+from tandem.transport.bridge import VllmBridge
 from tandem.types import Completion, PolicyVersion, Sampling
+from tandem.weight_sync import shared
 from tandem.weight_sync.base import WeightSync, WeightSyncSession
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
@@ -53,6 +60,8 @@ NOISE = 0.02 if CUDA else 1e-3
 """Most rounding of a logit in float32, nats."""
 NUDGES = {"made up": {"full": 0.1, "lora": 1.0}, "pretrained": {"full": 0.03, "lora": 1.0}}
 """How far weights are moved at each publish, in standard deviations of each tensor."""
+BUSY = 1000
+"""Requests that an engine is said to have besides, so that another is asked."""
 PROMPT = "Count: one, two, three, four, five, six, seven."
 SAMPLING = Sampling(temperature=0.8, max_tokens=6)
 
@@ -100,24 +109,89 @@ class Outcome:
         return self.caught_by == self.expected and not self.then.startswith("WRONG")
 
 
+class SecondRank:
+    """Rank 1 of two, a follower: a policy of its own, by the parts that do it in a follower's process."""
+
+    def __init__(self, policy: Policy, trainable: Trainable):
+        self.policy, self.trainable = policy, trainable
+        self.adapter = AdapterOfRank(trainable, policy)
+
+    @property
+    def slot(self) -> Any:
+        """Where it writes its adapter."""
+        return self.adapter._writer._slot._attached
+
+    def views(self, export: Any) -> Mapping[str, torch.Tensor]:
+        """Its engine's weights."""
+        return dict(msgspec.convert(export, VllmBridge).attach())
+
+    async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
+        """As of a follower."""
+        own, views = self.trainable.base_names(self.policy.model), self.views(exports[0])
+        write: Callable[[], None] = lambda: None  # noqa: E731 - a session keeps the state, not a follower
+        await self.policy.compute(shared.attach, self.policy.model, own, views, fresh=fresh, write=write)
+
+    async def adapt(self, slots: Sequence[Any]) -> None:
+        """As of a follower."""
+        await self.policy.compute(self.adapter.write, slots[0])
+
+    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
+        """Nothing is merged here."""
+        await mine
+
+    @torch.no_grad()
+    def gather(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Have all that the lead has, as after an update."""
+        for (_, theirs), (_, own) in zip(parameters, self.trainable.parameters(self.policy.model), strict=True):
+            own.copy_(theirs)
+
+
 class Bench:
-    """One way of one policy to the one engine."""
+    """One way of one policy to the engines; the last one is the faulty one."""
 
     def __init__(
-        self, engine: Any, policy: Policy, trainable: Trainable, sync: WeightSync, folder: Path, *, nudge: float
+        self,
+        engine: Any,
+        policy: Policy,
+        trainable: Trainable,
+        sync: WeightSync,
+        folder: Path,
+        *,
+        nudge: float,
+        second: SecondRank | None = None,
     ):
-        self.engine, self.policy, self.trainable = engine, policy, trainable
-        self.link = WeightSyncSession(sync=sync, policy=policy, engine=engine, trainable=trainable, folder=folder)
+        self.engine, self.policy, self.trainable, self.second = engine, policy, trainable, second
+        self.link = self._session(sync, folder)
         self.step = int(engine.version().step)
         self._random = torch.Generator().manual_seed(0)
         self._size = nudge
         self._start: list[torch.Tensor] = []
         self._prompt = policy.tokenizer.encode(PROMPT)
 
+    def _session(self, sync: WeightSync, folder: Path) -> WeightSyncSession:
+        return WeightSyncSession(
+            sync=sync,
+            policy=self.policy,
+            engine=self.engine,
+            trainable=self.trainable,
+            folder=folder,
+            ranks=self.second,
+        )
+
     @property
     def server(self) -> Any:
-        """The engine over HTTP."""
-        return self.engine.servers[0]
+        """The faulty engine over HTTP."""
+        return self.engine.servers[-1]
+
+    @property
+    def slot(self) -> Any:
+        """Where its adapter is written."""
+        return self.engine._written._attached if self.second is None else self.second.slot
+
+    def gather(self) -> None:
+        """Have every rank hold what the lead does."""
+        if self.second is not None:
+            self.second.gather(self.parameters())
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """What is trained."""
@@ -139,17 +213,28 @@ class Bench:
         async with self.link.commit(self.step):
             await self.policy.compute(self.nudge)
             await self.policy.compute(then)
+            await self.policy.compute(self.gather)
         await self.answer()
 
-    async def answer(self) -> Completion:
-        """A completion; the same weights give the same."""
-        found: Completion = await self.engine.generate(self._prompt, SAMPLING, 7)
+    async def answer(self, server: int = -1) -> Completion:
+        """A completion by the faulty engine, or another; the same weights give the same."""
+        others = [other for other in self.engine.servers if other is not self.engine.servers[server]]
+        for other in others:
+            other.outstanding += BUSY  # the least busy one is asked
+        try:
+            found: Completion = await self.engine.generate(self._prompt, SAMPLING, 7)
+        finally:
+            for other in others:
+                other.outstanding -= BUSY
         return found
 
     async def publish_well(self) -> None:
-        """Publish; tokens must carry the new version and be what the policy gives."""
+        """Publish; tokens of every engine must carry the new version and be what the policy gives."""
         await self.publish()
-        found = await self.answer()
+        for server in range(len(self.engine.servers)):
+            await self._right(await self.answer(server))
+
+    async def _right(self, found: Completion) -> None:
         if set(found.versions) != {self.step}:
             raise AssertionError(f"after a good publish of {self.step} tokens carry {found.versions}")
         whole = [*self._prompt, *found.tokens]
@@ -161,7 +246,7 @@ class Bench:
     async def strike(self, way: str, fault: Fault) -> Outcome:
         """Inject one fault; then show that the engine is harmless, and mend it."""
         kept = [p.detach().clone() for _, p in self.parameters()]
-        before, error, seconds = await self.answer(), None, 0.0
+        before, error, seconds = [await self.answer(i) for i in range(len(self.engine.servers))], None, 0.0
         async with fault.inject(self):
             begun = time.monotonic()
             try:
@@ -207,12 +292,17 @@ class Bench:
         with torch.no_grad():
             for (_, p), value in zip(self.parameters(), kept, strict=True):
                 p.copy_(value)
+        self.gather()
 
-    async def _afterwards(self, before: Completion) -> str:
-        """What the engine gives out after a fault that was caught."""
+    async def _afterwards(self, before: Sequence[Completion]) -> str:
+        """What the faulty engine gives out after a fault that was caught, or another one where that is wrong."""
+        found = [await self._given_out(server, completion) for server, completion in enumerate(before)]
+        return next((said for said in found if said.startswith("WRONG")), found[-1])
+
+    async def _given_out(self, server: int, before: Completion) -> str:
         try:
             async with asyncio.timeout(1.0):
-                now = await self.answer()
+                now = await self.answer(server)
         except (TimeoutError, EngineError, SyncError):
             return "nothing"
         if now.tokens == before.tokens and now.versions == before.versions:
@@ -224,9 +314,7 @@ class Bench:
     async def opened(self) -> None:
         """Begin anew, as a resumed run does."""
         kept = self.link
-        self.link = WeightSyncSession(
-            sync=kept.sync, policy=self.policy, engine=self.engine, trainable=self.trainable, folder=kept.folder
-        )
+        self.link = self._session(kept.sync, kept.folder)
         try:
             await self.link.bind(fresh=True)
             self.step += 1
@@ -244,7 +332,7 @@ class Bench:
         """Somebody ends the engine and starts one like it on the same port."""
         instance_id = self.server.instance_id
         await self.server.process.stop()
-        await self.engine.fleet._spawn(0)
+        await self.engine.fleet._spawn(len(self.engine.servers) - 1)
         self.server.instance_id = instance_id  # we were not told
 
     async def find_engine(self) -> None:
@@ -274,11 +362,17 @@ async def way(
         torch.manual_seed(0)
         return trainable.prepare(load_model(str(model), dtype=dtype, device=device)).eval()
 
+    async def loaded() -> Policy:
+        return Policy(await compute(load), load_tokenizer(str(model)), name=str(model), compute=compute)
+
     try:
-        policy = Policy(await compute(load), load_tokenizer(str(model)), name=str(model), compute=compute)
-        bench = Bench(engine, policy, trainable, sync, folder, nudge=NUDGES[kind][what])
+        policy, second = await loaded(), None
+        if how == "shared" and len(engine.servers) > 1:
+            second = SecondRank(await loaded(), trainable)
+        bench = Bench(engine, policy, trainable, sync, folder, nudge=NUDGES[kind][what], second=second)
         await bench.link.bind(fresh=False)
         await compute(bench.nudge)  # an adapter that is all zeros would prove nothing
+        await compute(bench.gather)
         bench.step += 1
         async with bench.link, bench.link.open(PolicyVersion(step=bench.step, digest="")):
             await bench.publish_well()
@@ -329,7 +423,7 @@ def write_untied(source: Path, folder: Path, dtype: torch.dtype) -> Path:
 
 
 async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome], None]) -> list[Outcome]:
-    """Every fault of every way, on one engine."""
+    """Every fault of every way, on one engine for each rank."""
     dtype = getattr(torch, args.dtype)
     model = write_untied(args.model, folder / "model", dtype) if args.model else write_model(folder / "model", dtype)
     # The model runs where the scheduler does, on a CPU too, so that both die together.
@@ -343,6 +437,8 @@ async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome]
         control_seconds=60.0,
         linger_seconds=5.0,
         seeded=True,
+        replicas=args.ranks,
+        devices=tuple(str(rank) for rank in range(args.ranks)) if CUDA and args.ranks > 1 else (),
         args=alone,
     )
     requirements = EngineRequirements(
@@ -375,6 +471,7 @@ def main() -> int:
     local = HERE.parents[1] / ".venv-engine" / "bin" / "python"
     parser.add_argument("--engine-python", default=None if CUDA or not local.exists() else str(local))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="each with an engine, the last faulty")
     parser.add_argument("--only", default="", help="faults whose name has this")
     parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32", choices=("bfloat16", "float32"))
     parser.add_argument("--model", type=Path, help="folder of a pretrained model; by default a made-up one of 5 MB")
