@@ -10,6 +10,7 @@ import pytest
 from tandem.config.loading import load
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.trainer.memory_plan import RankCounts
+from tandem.trainer.pairs import check_pairs
 from tandem.trainer.rank_parts import check_ranks
 
 WEIGHTS = "distributed.shard=weights"
@@ -35,6 +36,16 @@ def refused(folder: Path, world: int, *options: str) -> str:
 ])  # fmt: skip
 def test_what_ranks_cannot_do_is_refused_by_name(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     assert re.search(said, refused(tmp_path, 2, *options))
+
+
+def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    sleeping = ["ranks=2", "engine=vllm", "engine.sleep=1"]
+    with pytest.raises(UnsupportedPair, match="with one copy of the weights there is none to release"):
+        check_pairs(load(recipe, sleeping).config)
+    with pytest.raises(UnsupportedPair, match="this sync: every rank's engine shares its weights"):
+        check_ranks(load(recipe, [*sleeping, "sync=broadcast"]).config, 2)
 
 
 def test_a_division_of_work_among_ranks_that_nothing_starts_is_refused(

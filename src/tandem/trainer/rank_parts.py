@@ -117,7 +117,6 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
         "not built yet; choose engine: embedded": (
             config.distributed.shard == "weights" or config.distributed.context_parallel > 1
         ),
-        "engine.sleep: engines of several ranks do not sleep yet; leave it out": bool(engine.sleep),
     }
 
 
