@@ -7,6 +7,7 @@ does between machines.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -87,10 +88,23 @@ def hosts() -> Iterator[Hosts]:
             host.communicate()
 
 
-def _start(host: subprocess.Popen[bytes], place: Path, said: str, *command: str) -> subprocess.Popen[bytes]:
+def _start(
+    host: subprocess.Popen[bytes], place: Path, said: str, *command: str, **variables: str
+) -> subprocess.Popen[bytes]:
     with (place / said).open("wb") as out:
         whole = _inside(host, sys.executable, "-m", "tandem", *command)
-        return subprocess.Popen(whole, cwd=place, stdout=out, stderr=out)
+        return subprocess.Popen(whole, cwd=place, stdout=out, stderr=out, env={**os.environ, **variables})
+
+
+def _end(*processes: subprocess.Popen[bytes] | None) -> None:
+    for process in processes:
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @pytest.mark.parametrize(
@@ -136,11 +150,48 @@ def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trai
         meeting = json.loads((folder / "nccl_bridge_config.json").read_text())["nccl_init_method"]
         assert meeting.startswith(f"tcp://{TRAINER}:")
     finally:
-        for process in (trainer, served):
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        _end(trainer, served)
+
+
+@pytest.mark.parametrize(
+    "trainable",
+    [
+        pytest.param({"kind": "full"}, id="weights"),
+        pytest.param({"kind": "lora", "rank": 8}, id="adapter", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_on_two_hosts_each_start_their_engine(hosts: Hosts, tmp_path: Path, trainable: dict[str, Any]) -> None:
+    """As srun starts them; the second host's engine is killed once, and its rank starts it again."""
+    model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
+    options = recipe(model, tmp_path / "runs", trainable=trainable, steps=6, rewards={"marks:letters": 1.0})
+    (tmp_path / "marks.py").write_text(SLOW)
+    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(options))
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": TRAINER}
+    ranks = [
+        _start(host, tmp_path, f"rank-{rank}.txt", "train", "pairs.yaml", **place, RANK=str(rank), MASTER_PORT="29511")
+        for rank, host in enumerate((hosts.trainer, hosts.engine))
+    ]
+    folder = tmp_path / "runs" / "run"
+
+    def said() -> str:
+        return "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
+
+    def engine_of_second() -> dict[str, Any]:
+        return dict(json.loads((folder / "engine-1.json").read_text()))
+
+    def trained(steps: int) -> bool:
+        assert all(rank.poll() is None for rank in ranks), said()
+        return len(published(folder)) > steps
+
+    try:
+        until(lambda: trained(1), "two publishes", 240)
+        first = engine_of_second()
+        assert first["url"].startswith(f"http://{ENGINE}:")
+        os.kill(first["pid"], signal.SIGKILL)
+        until(lambda: engine_of_second()["pid"] != first["pid"], "another engine of rank 1", 120)
+        assert [rank.wait(240) for rank in ranks] == [0, 0], said()
+        assert list(metrics(folder)) == [1, 2, 3, 4, 5, 6]
+        assert all(event["probe_gap"] is not None for event in published(folder).values())
+        assert not (folder / "engine-1.json").exists(), "it ended with the run"
+    finally:
+        _end(*ranks)

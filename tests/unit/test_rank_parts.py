@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tandem.config.loading import load
+from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs
@@ -46,6 +48,18 @@ def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(t
         check_pairs(load(recipe, sleeping).config)
     with pytest.raises(UnsupportedPair, match="this sync: every rank's engine shares its weights"):
         check_ranks(load(recipe, [*sleeping, "sync=broadcast"]).config, 2)
+
+
+def test_engines_that_other_hosts_reach_have_keys(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    config = load(recipe, ["engine=vllm", "engine.require_api_key=false"]).config
+    place = Placement(
+        rank=0, world_size=2, local_rank=0, local_world_size=1, master_addr="a", master_port=1, launcher="slurm"
+    )
+    with pytest.raises(UnsupportedPair, match=r"engine\.require_api_key: false on several hosts"):
+        check_ranks(config, 2, place)
+    check_ranks(config, 2, replace(place, local_world_size=2))
 
 
 def test_a_division_of_work_among_ranks_that_nothing_starts_is_refused(

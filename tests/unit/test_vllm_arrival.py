@@ -6,16 +6,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 
-from tandem.engines.base import EngineRequirements
+from tandem.engines.base import EngineRequirements, RankEngine
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client import fleet as _vllm_fleet
-from tandem.engines.vllm.client.fleet import Fleet
+from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import free_port
 from tandem.engines.vllm.spec import Vllm
@@ -67,6 +68,76 @@ async def serving(port: int, **changes: Any) -> AsyncIterator[None]:
         yield
     finally:
         await runner.cleanup()
+
+
+class OtherHosts:
+    """A rank on another host, whose engine is at these ports, one after another."""
+
+    def __init__(self, *ports: int, reattached: bool = False) -> None:
+        self.ports, self.reattached = list(ports), reattached
+        self.restarted: list[int] = []
+
+    def _engine(self) -> RankEngine:
+        return RankEngine(url=f"http://127.0.0.1:{self.ports.pop(0)}", key="secret", reattached=self.reattached)
+
+    async def start_engines(self, requirements: EngineRequirements) -> list[RankEngine]:
+        return [self._engine()]
+
+    async def restart_engine(self, rank: int) -> RankEngine:
+        self.restarted.append(rank)
+        return self._engine()
+
+
+def of_ranks(own: int, hosts: OtherHosts) -> Fleet:
+    """The lead's servers; its own runs already."""
+
+    class OwnRuns(Fleet):
+        async def _begin(self, index: int) -> None:
+            assert index == 0, "others are started by their ranks"
+
+    servers = [EngineServer(f"http://127.0.0.1:{p}", "", control_seconds=5.0, request_seconds=5.0) for p in (own, 1)]
+    return OwnRuns(
+        servers,
+        launch=Launch(command=lambda *_: [], environment=lambda *_: {}, trainer="", log=Path(), records=None),
+        options=Vllm(replicas=2, restarts=1),
+        requirements=EngineRequirements(model="m", dtype="bfloat16", hosts=hosts),
+    )
+
+
+def test_a_rank_on_another_host_starts_its_engine_and_starts_it_again() -> None:
+    own, first, second, third = (free_port() for _ in range(4))
+
+    async def go() -> None:
+        hosts = OtherHosts(first, second, third)
+        engines = of_ranks(own, hosts)
+        async with serving(own):
+            async with serving(first):
+                await engines.start()
+                assert [server.url for server in engines.servers] == [f"http://127.0.0.1:{p}" for p in (own, first)]
+                assert (engines.servers[1].key, engines.started_elsewhere) == ("secret", False)
+                assert not await engines.recover()
+            async with serving(second):
+                assert await engines.recover()
+                assert (engines.servers[1].url, engines.restart_count) == (f"http://127.0.0.1:{second}", 1)
+            with pytest.raises(EngineError, match=r"does not answer, and engine.restarts allows 1 restarts"):
+                await engines.recover()
+            assert hosts.restarted == [1]
+        await engines.close()
+
+    run(go())
+
+
+def test_an_engine_that_a_rank_has_found_is_published_to_anew() -> None:
+    own, other = free_port(), free_port()
+
+    async def go() -> None:
+        engines = of_ranks(own, OtherHosts(other, reattached=True))
+        async with serving(own), serving(other):
+            await engines.start()
+        assert engines.started_elsewhere
+        await engines.close()
+
+    run(go())
 
 
 def test_the_trainer_knows_its_own_address_on_the_way_to_one() -> None:

@@ -79,6 +79,32 @@ class EngineRequirements:
     """Policy versions that requests in flight may need at once."""
     seed: int = 0
     """Of the run."""
+    hosts: RankHosts | None = None
+    """The trainer's other ranks where each starts its engine on its own host; None: all engines are started here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEngine:
+    """Where the engine of a rank on another host answers."""
+
+    url: str
+    """As this host reaches it."""
+    key: str
+    """Its API key."""
+    reattached: bool
+    """It was left by an earlier trainer of the run."""
+
+
+class RankHosts(Protocol):
+    """The trainer's ranks 1 and on, each of which has an engine on its own host."""
+
+    async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
+        """Have each start its engine, or find it; in order of rank."""
+        ...
+
+    async def restart_engine(self, rank: int) -> RankEngine:
+        """Have one start its engine again, which has died."""
+        ...
 
 
 class Engine(ABC):

@@ -200,7 +200,7 @@ async def _assemble(
     held = None if config.reference is None else await policy.compute(config.reference.hold, changing(config, policy))
     state = await restore_weights(folder / "checkpoints", policy, config.trainable, _fresh(config))
     await rank_parts.load_weights(together, config, folder, state.step)
-    requirements = engine_requirements(config, folder, restored=state.step)
+    requirements = engine_requirements(config, folder, restored=state.step, together=together)
     context = memory.context(config, policy.config)
     with progress.under_way("starting the engine"):
         engines = rank_parts.engines_of(config, together)
@@ -325,7 +325,9 @@ def _checkpoints(
     )
 
 
-def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int = 0) -> EngineRequirements:
+def engine_requirements(
+    config: RunConfig, folder: Path | None, *, restored: int = 0, together: Together | None = None
+) -> EngineRequirements:
     """Requirements of the run for its engine, which after ``restored`` steps starts on the checkpoint's own weights."""
     saved = folder / "checkpoints" / f"{restored:06d}" / config.trainable.folder_name if folder and restored else None
     return EngineRequirements(
@@ -339,6 +341,7 @@ def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int
         capability=config.sync.capability,
         versions=config.most_lag + 2,
         seed=config.seed,
+        hosts=None if together is None else together.hosts,
     )
 
 

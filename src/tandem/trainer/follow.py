@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
@@ -15,18 +19,22 @@ from tandem.config.tree import Branch, Problems, parse, plain
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.distributed.sharding import ShardedStepper
+from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
+from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import load_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts
+from tandem.transport.rendezvous import own_address
 from tandem.weight_sync.base import Trained
 from tandem.weight_sync.shared import attach_export
 
 if TYPE_CHECKING:
     from tandem.distributed.weight_shards import WeightShardStepper
+    from tandem.engines.vllm.client.fleet import Fleet
 
 GRACE_SECONDS = 3.0
 """How long a follower that ends waits for a collective in which nobody else may be any more."""
@@ -62,12 +70,14 @@ class _Rank:
         self._policy: Policy
         self._held: ReferenceWeights | None = None
         self._adapter: AdapterOfRank | None = None
+        self._fleet: Fleet | None = None
         self._parts: RankParts
         self._stepper: ShardedStepper | WeightShardStepper
         self.handlers: dict[str, Handler] = {
             "begin": self._begin,
             "connect": self._connect,
             "weights": self._weights,
+            "engine": self._engine,
             "attach": self._attach,
             "adapt": self._adapt,
             "bind": self._bind,
@@ -98,6 +108,34 @@ class _Rank:
         """Load a checkpoint's weights, which the lead has checked; None: there is none."""
         if body is not None:
             await self._policy.compute(self._config.trainable.load, self._policy.model, Path(body))
+
+    async def _engine(self, body: Any) -> dict[str, Any] | None:
+        """Start the engine of this rank on its host; again where it died, and None where another's has."""
+        if body is None:
+            return None
+        if self._fleet is None:
+            self._fleet = await self._stack.enter_async_context(await self._beside(body))
+        else:
+            await self._fleet.recover()
+        (server,) = self._fleet.servers
+        return {"url": server.url, "key": server.key, "reattached": self._fleet.started_elsewhere}
+
+    async def _beside(self, body: Any) -> AbstractAsyncContextManager[Fleet]:
+        from tandem.engines.vllm.spec import Vllm  # where there is no such engine nothing of it is loaded
+
+        config, place, engine = self._config, self._placement, self._config.engine
+        assert isinstance(engine, Vllm)
+        weights = None if body["weights"] is None else Path(body["weights"])
+        plain = {**body, "targets": tuple(body["targets"]), "weights": weights}
+        if torch.cuda.is_available():
+            engine = replace(engine, devices=(str(place.local_rank),))
+        return engine.beside_rank(
+            place.rank,
+            ranks=place.world_size,
+            host=await asyncio.to_thread(own_address, self._follower.rendezvous),
+            context=memory_plan.context(config, self._policy.config),
+            requirements=EngineRequirements(**plain, folder=self.folder, capability=config.sync.capability),
+        )
 
     async def _attach(self, body: Any) -> None:
         """Share the weights of this rank's engine; again where that was started anew."""

@@ -19,7 +19,14 @@ from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
 from tandem.distributed.placement import Placement
 from tandem.distributed.sharding import ShardedStepper
-from tandem.engines.base import EngineSpec, ExportsWeights, ReportsChecksums
+from tandem.engines.base import (
+    EngineRequirements,
+    EngineSpec,
+    ExportsWeights,
+    RankEngine,
+    RankHosts,
+    ReportsChecksums,
+)
 from tandem.errors import UnsupportedPair
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
@@ -110,14 +117,17 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
         "engine.replicas or engine.devices: there is one engine for each rank, on its GPU; leave both out": (
             engine.replicas > 1 or bool(engine.devices)
         ),
-        "several hosts: the lead starts all engines, on its own; choose ranks of one host, or engine: embedded": (
-            placement is not None and placement.local_world_size < placement.world_size
-        ),
+        "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
+        "leave it out": _on_several_hosts(placement) and not engine.require_api_key and not engine.api_key_variable,
         "distributed.shard: weights or distributed.context_parallel with an engine in a process of its own, which is "
         "not built yet; choose engine: embedded": (
             config.distributed.shard == "weights" or config.distributed.context_parallel > 1
         ),
     }
+
+
+def _on_several_hosts(placement: Placement | None) -> bool:
+    return placement is not None and placement.local_world_size < placement.world_size
 
 
 def world_of(together: Together | None) -> int:
@@ -213,8 +223,10 @@ def _cut(
 class Together:
     """The lead's commands around a run; those of a step are ``RankCrew``'s."""
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: Ranks, placement: Placement | None):
         self.ranks = ranks
+        self.hosts: RankHosts | None = self if _on_several_hosts(placement) else None
+        """Itself, where each rank starts the engine on its own host."""
 
     async def do(self, command: str, body: object, mine: Coroutine[object, object, T]) -> T:
         """Have every rank execute a command, the lead by ``mine``."""
@@ -223,6 +235,18 @@ class Together:
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
         """Have every other rank attach the weights of its engine."""
         await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _nothing())
+
+    async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
+        """Have every other rank start its engine, all at once."""
+        body = {field: getattr(requirements, field) for field in _SENT_REQUIREMENTS}
+        body["weights"] = None if requirements.weights is None else str(requirements.weights)
+        _, replies = await self.ranks.execute("engine", lambda rank: body, _nothing())
+        return [RankEngine(**reply) for reply in replies]
+
+    async def restart_engine(self, rank: int) -> RankEngine:
+        """Have one rank start its engine again."""
+        _, replies = await self.ranks.execute("engine", lambda other: {} if other == rank else None, _nothing())
+        return RankEngine(**replies[rank - 1])
 
     async def adapt(self, slots: Sequence[Any]) -> None:
         """Have every other rank write its adapter into its engine's slot."""
@@ -241,6 +265,10 @@ class Together:
         return await self.do("state", None, mine())
 
 
+_SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed")
+"""Plain fields of an engine's requirements; what else there is, a rank has itself."""
+
+
 @asynccontextmanager
 async def opened(
     config: RunConfig, world: int, placement: Placement | None, folder: Path
@@ -252,7 +280,7 @@ async def opened(
     # The folder's recipe: what the lead was given on its command line is in it.
     command = [sys.executable, "-m", "tandem", "train", str(folder / "config.yaml")]
     async with lead(world, placement, command, folder / "logs", config.distributed.timeout_seconds) as ranks:
-        yield Together(ranks)
+        yield Together(ranks, placement)
 
 
 async def load_weights(together: Together | None, config: RunConfig, folder: Path, step: int) -> None:

@@ -202,6 +202,7 @@ class Vllm(EngineSpec):
             launch=self._launch(requirements, context) if not self.urls else None,
             options=self,
             requirements=requirements,
+            every=1 if requirements.hosts is None else self.replicas,
         )
         engine = VllmEngine(
             fleet,
@@ -239,6 +240,34 @@ class Vllm(EngineSpec):
         )
         for server in fleet.servers:
             server.key = key
+        try:
+            await fleet.start()
+            yield fleet
+        finally:
+            await fleet.close()
+
+    @asynccontextmanager
+    async def beside_rank(
+        self, rank: int, *, ranks: int, host: str, context: int, requirements: EngineRequirements
+    ) -> AsyncIterator[Fleet]:
+        """Start the engine of a rank on its own host, or find it, for the lead elsewhere; it ends with the block.
+
+        Args:
+            rank: of this process; the engine's number among those of the run.
+            ranks: how many engines the run has.
+            host: this host's address, as the lead reaches it; the engine listens there.
+            context: most tokens of a prompt and completion.
+            requirements: the run's.
+        """
+        own = replace(self, host=host, replicas=1, port=self.port + rank if self.port else 0)
+        fleet = Fleet(
+            [own._server(0)],
+            launch=own._launch(requirements, context),
+            options=own,
+            requirements=requirements,
+            first=rank,
+            every=ranks,
+        )
         try:
             await fleet.start()
             yield fleet

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.engines.base import EngineRequirements
+from tandem.engines.base import EngineRequirements, RankEngine
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.http import Denied, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
@@ -49,10 +49,25 @@ class Fleet:
 
     Start, recovery and the watch over servers that are away share one list of servers, one lock and one flag that says
     whether the current weights are everywhere; two classes would hold each other's locks.
+
+    Args:
+        servers: where they are, or will be.
+        launch: how they are started.
+        options: the recipe's.
+        requirements: the run's; with ``hosts`` the first server is started here, and each other by its rank.
+        first: number of the first server among those of the run, for its log and record.
+        every: how far the numbers of two starts of one server are apart.
     """
 
     def __init__(
-        self, servers: Sequence[EngineServer], *, launch: Launch | None, options: Any, requirements: EngineRequirements
+        self,
+        servers: Sequence[EngineServer],
+        *,
+        launch: Launch | None,
+        options: Any,
+        requirements: EngineRequirements,
+        first: int = 0,
+        every: int = 1,
     ):
         self.servers = list(servers)
         self.context = 0
@@ -83,13 +98,32 @@ class Fleet:
         self._options = options
         self._requirements = requirements
         self._restarts = 0
-        self._starts = 0
+        self._starts, self._first, self._every = 0, first, every
+        self._hosts = requirements.hosts
         self._recovering = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
         """Start or find every server, and check it against the run's requirements."""
-        await asyncio.gather(*(self._begin(i) for i in range(len(self.servers))))
+        here = 1 if self._hosts is not None else len(self.servers)
+        await asyncio.gather(*(self._begin(i) for i in range(here)), self._begin_elsewhere())
+
+    async def _begin_elsewhere(self) -> None:
+        """Have ranks on other hosts start theirs."""
+        if self._hosts is not None:
+            engines = await self._hosts.start_engines(self._requirements)
+            await asyncio.gather(*(self._meet(index, engine) for index, engine in enumerate(engines, 1)))
+
+    async def _meet(self, index: int, engine: RankEngine) -> None:
+        """Go on with the engine that a rank has started on its host."""
+        await self.servers[index].close()
+        options = self._options
+        server = EngineServer(
+            engine.url, engine.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
+        )
+        await self._greet(server)
+        self.servers[index] = server
+        self.started_elsewhere = self.started_elsewhere or engine.reattached
 
     async def _begin(self, index: int) -> None:
         if self._launch is None:
@@ -125,7 +159,7 @@ class Fleet:
 
     async def _reattach(self, launch: Launch, index: int) -> bool:
         """Go on with an engine that an earlier trainer of this run left behind, if it still answers."""
-        record = None if launch.records is None else EngineRecord.read(_record(launch.records, index))
+        record = None if launch.records is None else EngineRecord.read(self._record(launch.records, index))
         process = None if record is None else EngineProcess.reattach(record)
         if record is None or process is None:
             return False
@@ -163,11 +197,11 @@ class Fleet:
         launch, server = self._launch, self.servers[index]
         assert launch is not None
         sharing.remove_orphans()  # shared memory of an engine that was killed stays until it is removed
-        number, self._starts = self._starts, self._starts + 1
+        number, self._starts = self._first + self._starts * self._every, self._starts + 1
         process = server.process = EngineProcess.start(
             launch.command(self._loadable(), urlsplit(server.url).port or 0, number),
             launch.environment(index, server.key),
-            launch.log / f"engine-{index}.log",
+            launch.log / f"engine-{self._first + index}.log",
         )
         self._note(launch, index)  # at once: a trainer that dies during the start must leave a trace
         try:
@@ -190,10 +224,13 @@ class Fleet:
         pruned = weights is not None and self.model == str(weights) and not weights.exists()
         return self._requirements.model if pruned else self.model
 
+    def _record(self, folder: Path, index: int) -> Path:
+        return folder / f"engine-{self._first + index}.json"
+
     def _note(self, launch: Launch, index: int) -> None:
         server = self.servers[index]
         if launch.records is not None and server.process is not None:
-            server.process.record(server.url, server.key).write(_record(launch.records, index))
+            server.process.record(server.url, server.key).write(self._record(launch.records, index))
 
     async def _greet(self, server: EngineServer) -> None:
         try:
@@ -222,7 +259,11 @@ class Fleet:
 
     async def _fallen(self) -> list[int]:
         """Those, and servers whose engine has died behind them: their own process ends some seconds later."""
-        return [i for i, s in enumerate(self.servers) if s.process is not None and await s.gone()]
+        return [i for i, s in enumerate(self.servers) if self.restarts_of(s) and await s.gone()]
+
+    def restarts_of(self, server: EngineServer) -> bool:
+        """Whether a server is started again where it dies: here, or by its rank."""
+        return server.process is not None or (self._hosts is not None and self.ours)
 
     async def recover(self) -> bool:
         """Start dead servers of ours again, and go on without those of others; False if nothing is to be published to.
@@ -241,20 +282,30 @@ class Fleet:
             self.ready.clear()
             self._restarts += 1
             for index in dead:
-                server = self.servers[index]
-                assert server.process is not None
-                alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
-                fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
-                if self._restarts > self._options.restarts:
-                    raise EngineError(
-                        f"{server.name} {fate}, and engine.restarts allows "
-                        f"{self._options.restarts} restarts{server.process.obituary()}"
-                    )
-                log.warning("%s %s; starting it again", server.name, fate)
-                await server.process.stop()
-                await self._spawn(index)
+                await self._restart(index)
             self.restart_count += 1
             return True
+
+    async def _restart(self, index: int) -> None:
+        """Start a dead server again, or have its rank do so."""
+        server = self.servers[index]
+        if server.process is None:
+            fate, words = "does not answer", ""
+        else:
+            alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
+            fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
+            words = server.process.obituary()
+        if self._restarts > self._options.restarts:
+            raise EngineError(
+                f"{server.name} {fate}, and engine.restarts allows {self._options.restarts} restarts{words}"
+            )
+        log.warning("%s %s; starting it again", server.name, fate)
+        if server.process is not None:
+            await server.process.stop()
+            await self._spawn(index)
+        else:
+            assert self._hosts is not None
+            await self._meet(index, await self._hosts.restart_engine(index))
 
     async def settled(self) -> None:
         """Wait for the end of a recovery that is under way."""
@@ -365,7 +416,7 @@ class Fleet:
             if server.process is not None and self._launch is not None:
                 await server.process.stop()
                 if self._launch.records is not None:
-                    _record(self._launch.records, index).unlink(missing_ok=True)
+                    self._record(self._launch.records, index).unlink(missing_ok=True)
 
     @property
     def ours(self) -> bool:
@@ -402,10 +453,6 @@ def _unused(url: str) -> None:
         f"somebody else listens at {url}, where the engine is to; if that is an engine for this trainer, name it by "
         f"engine.urls: [{url}], otherwise choose another engine.port"
     )
-
-
-def _record(folder: Path, index: int) -> Path:
-    return folder / f"engine-{index}.json"
 
 
 async def watch(fleet: Fleet, republish: Callable[[], Awaitable[None]]) -> None:
@@ -451,6 +498,8 @@ async def _answers_tell(fleet: Fleet) -> bool:
         try:
             health = await server.get("/health", dict)
         except EngineUnreachable:
+            if fleet.ours and fleet.restarts_of(server) and server.process is None:
+                return True  # its rank may start it again
             away += 1  # nothing can be brought to it now
             continue
         except (EngineError, Deadline):

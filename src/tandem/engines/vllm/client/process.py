@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -350,7 +351,8 @@ def import_path(folder: Path) -> Path:
     package, link = Path(tandem.__file__).resolve().parent, folder.absolute() / "tandem"
     if not link.is_symlink() or link.readlink() != package:
         link.unlink(missing_ok=True)
-        link.symlink_to(package, target_is_directory=True)
+        with contextlib.suppress(FileExistsError):  # another rank of the run made it in this moment
+            link.symlink_to(package, target_is_directory=True)
     others = sorted(entry.name for entry in folder.iterdir() if entry.name != link.name)
     if others:
         raise EngineError(f"{folder} must hold nothing but a link to this package, but has {', '.join(others)}")
