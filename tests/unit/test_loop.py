@@ -105,7 +105,10 @@ class Scene:
 
     @property
     def trained(self) -> SimpleNamespace:
-        return SimpleNamespace(finite=lambda: self.finite)
+        async def finite() -> bool:
+            return self.finite
+
+        return SimpleNamespace(finite=finite)
 
     async def compute(self, work: Callable[[], Any]) -> Any:
         return work()

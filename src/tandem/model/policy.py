@@ -117,14 +117,15 @@ class Policy:
 
     def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
         """The same at several temperatures, by one pass."""
-        weight, bias, logprobs_of_rows = self.head.weight, self.head.bias, list[Tensor]()
-        if not all(0 <= token < len(weight) for token in tokens):
+        logprobs_of_rows = list[Tensor]()
+        if not all(0 <= token < self.head.weight.shape[0] for token in tokens):
             return [[math.nan] * (len(tokens) - 1) for _ in temperatures]
         plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(sequential_positions(plan), device=self.device)
         with torch.no_grad():
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
+            weight, bias = self.head.weight, self.head.bias  # of a model that is cut, whole from here on
             for temperature in temperatures:
                 logprobs, _ = token_logprobs(hidden, weight, ids[1:], temperature, bias=bias, compile=self.compile)
                 logprobs_of_rows.append(logprobs)

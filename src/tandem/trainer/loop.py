@@ -172,7 +172,7 @@ async def _commit(
     except SyncError as error:
         if (version := commit.unverified) is None or run.checkpoints.contents != "all":
             raise
-        if not await run.policy.compute(weight_sync.trained.finite):
+        if not await weight_sync.trained.finite():
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
             raise
         await run.checkpoints.save(

@@ -20,7 +20,7 @@ from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, U
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
 from tandem.observability import waits
-from tandem.transport.checksums import Shard, Standing, digest
+from tandem.transport.checksums import Shard, Standing, checksums, digest
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
 
@@ -197,7 +197,8 @@ class Trained:
 
     They are looked up once, since looking parameters up and configuring PEFT takes longer than a publish may.
 
-    Tensors are those that the parameters have at each call: binding moves their storage.
+    Tensors are those that the parameters have at each call: binding moves their storage. What computes with them runs
+    on the policy's compute thread; where ranks hold parts of the weights, all of them take part in it.
     """
 
     def __init__(self, trainable: Any, policy: Policy):
@@ -221,12 +222,36 @@ class Trained:
         """The adapter that is trained, live."""
         return LoraAdapter(config=self._config, tensors=tuple(self.source))
 
-    def checksums(self) -> Checksums:
+    @property
+    def frozen(self) -> dict[str, Any]:
+        """Weights that no publish carries, by Hugging Face name."""
+        trained = dict(self.source)
+        base: Mapping[str, Any] = self._trainable.base_names(self._policy.model)
+        return {name: parameter for name, parameter in base.items() if name not in trained}
+
+    async def checksums(self) -> Checksums:
         """Checksums of the trainer's own bytes."""
+        return await self._policy.compute(self._own_checksums)
+
+    async def frozen_checksums(self) -> Checksums:
+        """The same of the weights that no publish carries."""
+        return await self._policy.compute(self._other_checksums)
+
+    async def finite(self) -> bool:
+        """Whether every value of it is a number."""
+        return await self._policy.compute(self._all_finite)
+
+    async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
+        """Logprobs of tokens as the trainer computes them, at several temperatures: ``Policy.scores``."""
+        return await self._policy.compute(self._policy.scores, tokens, *temperatures)
+
+    def _own_checksums(self) -> Checksums:
         return self._sums.take(Shard(name, tensor) for name, tensor in self.source)
 
-    def finite(self) -> bool:
-        """Whether every value of it is a number."""
+    def _other_checksums(self) -> Checksums:
+        return checksums((name, parameter.detach()) for name, parameter in self.frozen.items())
+
+    def _all_finite(self) -> bool:
         return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
 
     def _as_stored(self, engine: ReportsChecksums) -> Checksums:
@@ -296,6 +321,10 @@ class WeightSync(ABC):
     def finishes(self) -> bool:
         """True if requests in flight end before weights change; otherwise they go on under the next version."""
         return False
+
+    def trained(self, trainable: Any, policy: Policy) -> Trained:
+        """The trainer's weights, as this way reads them."""
+        return Trained(trainable, policy)
 
     def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.
@@ -435,9 +464,11 @@ class WeightSyncSession:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.trained = Trained(self.trainable, self.policy)
+        self.trained = self.sync.trained(self.trainable, self.policy)
         self._recovery = Recovery(self.engine)
-        self._behaviour = Behaviour(self.policy, self.trainable, self.sync.tolerance, self.folder)
+        self._behaviour = Behaviour(
+            self.policy, self.trainable, self.sync.tolerance, self.folder, scores=self.trained.scores
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -529,7 +560,7 @@ class WeightSyncSession:
                 commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self._fold()
-                actual = digest(await self.policy.compute(self.trained.checksums))
+                actual = digest(await self.trained.checksums())
                 self._current = PolicyVersion(step=step, digest=actual)
                 commit.published = Published(version=self._current, moved=False)
             commit.accept_requests()
@@ -557,13 +588,11 @@ class WeightSyncSession:
 
     def _check_sleep(self) -> None:
         """See that every weight which a deep sleep discards is brought back by each publish."""
-        if self.engine.sleeps > 1:
-            names = self.trainable.base_names(self.policy.model)
-            if kept := sorted(names.keys() - dict(self.trained.source).keys()):
-                raise UnsupportedPair(
-                    f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
-                    f"brings them back, first {kept[0]!r}; use engine.sleep: 1"
-                )
+        if self.engine.sleeps > 1 and (kept := sorted(self.trained.frozen)):
+            raise UnsupportedPair(
+                f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
+                f"brings them back, first {kept[0]!r}; use engine.sleep: 1"
+            )
 
     async def publish(self, version: PolicyVersion) -> Published:
         """Transfer, verify, set the version and resume. A version without a digest gets that of the bytes.
@@ -615,7 +644,7 @@ class WeightSyncSession:
             await self._wake()
             await self._fold()
             copied = await self.sync.transfer(self, version)
-            mine: Checksums = await self.policy.compute(self.trained.checksums)
+            mine = await self.trained.checksums()
             version = self._named(version, digest(mine))
             commit.unverified = version
             # What is not brought back after the second sleep level is garbage, whatever it was before.
@@ -652,8 +681,7 @@ class WeightSyncSession:
 
     async def _verify(self, version: PolicyVersion, mine: Checksums) -> float:
         if not self._recovery.is_published:
-            names = self.trainable.base_names(self.policy.model)
-            await compare_frozen(self.engine, self.policy, names, without=dict(self.trained.source))
+            await compare_frozen(self.engine, self.trained)
         await self.sync.compare(self, mine)
         return await self._behaviour.compare(self.engine, version)
 

@@ -83,7 +83,7 @@ class Shared(WeightSync):
         The engine stands still, and its weights are published and proven before it goes on.
         """
         await self._adapted(session)
-        await session.trained.sums(session.engine, await session.policy.compute(session.trained.checksums))
+        await session.trained.sums(session.engine, await session.trained.checksums())
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.

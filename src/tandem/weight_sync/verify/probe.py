@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult, ReportsChecksums
 from tandem.errors import EngineError, StaleWeights, TornWeights
-from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, likelihood, nearer, scale
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tandem.model.policy import Policy
 
 
@@ -30,6 +27,9 @@ Checksums = Mapping[str, int]
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
+
+Scores = Callable[..., Awaitable[list[list[float]]]]
+"""``Trained.scores``: logprobs of tokens at some temperatures."""
 
 SHORT = 64
 """Tokens of a probe where the bytes of everything that is sampled from are compared."""
@@ -54,22 +54,30 @@ def differing(mine: Checksums, theirs: Checksums) -> list[str]:
     return [name for name, value in mine.items() if theirs.get(name) != value]
 
 
-async def compare_frozen(
-    engine: Engine, policy: Policy, base: Mapping[str, Tensor], *, without: Container[str]
-) -> None:
+class HasFrozen(Protocol):
+    """Weights of a trainer, of which publishes do not carry all."""
+
+    @property
+    def frozen(self) -> Mapping[str, Any]:
+        """Those that no publish carries, by Hugging Face name."""
+        ...
+
+    async def frozen_checksums(self) -> Checksums:
+        """Checksums of their bytes."""
+        ...
+
+
+async def compare_frozen(engine: Engine, trained: HasFrozen) -> None:
     """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
 
     Args:
         engine: compared only if it checksums its own bytes.
-        policy: the trainer's.
-        base: its weights by Hugging Face name.
-        without: names of those that publishes carry.
+        trained: the trainer's weights.
 
     Raises:
         StaleWeights, TornWeights: the engine holds others.
     """
-    frozen = {name: p for name, p in base.items() if name not in without}
-    if not frozen or not isinstance(engine, ReportsChecksums):
+    if not isinstance(engine, ReportsChecksums) or not trained.frozen:
         return
     restart_count = engine.restart_count
     try:
@@ -79,7 +87,7 @@ async def compare_frozen(
             raise
         log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
         return
-    mine: Checksums = await policy.compute(lambda: checksums((n, p.detach()) for n, p in frozen.items()))
+    mine = await trained.frozen_checksums()
     for name, theirs in sums.items():
         if wrong := differing(mine, theirs):
             kind = StaleWeights if len(wrong) == len(mine) else TornWeights
@@ -125,12 +133,13 @@ class Behaviour:
     engine whose answer to these cannot be explained either is refused.
     """
 
-    def __init__(self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path()):
+    def __init__(self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores):
         self.tokens: list[int] = []
         """The probe."""
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy
+        self._scores = scores
         self._trainable = trainable
         usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
         self._allowed = tolerance or usual
@@ -201,17 +210,13 @@ class Behaviour:
         return readings
 
     async def _read(self, tokens: Sequence[int], probe: ProbeResult, *, thorough: bool) -> ProbeReading:
-        return await self._policy.compute(self._scored, tokens, probe, thorough)
-
-    def _scored(self, tokens: Sequence[int], probe: ProbeResult, thorough: bool) -> ProbeReading:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
-        policy, drawn, at = self._policy, probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
-        mine, tempered = policy.scores([*tokens, *drawn], 1.0, probe.temperature)
+        drawn, at = probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
+        mine, tempered = await self._scores([*tokens, *drawn], 1.0, probe.temperature)
         others = dict(self._known) if list(tokens[: len(self.tokens)]) == self.tokens else {}
-        if thorough and (off := self._trainable.untrained(policy.model)):
-            with off:
-                others[BARE] = policy.score(tokens)
-            self._known.setdefault(BARE, others[BARE][: len(self.tokens) - 1])
+        if thorough and (bare := await self._policy.compute(self._bare, tokens)):
+            others[BARE] = bare
+            self._known.setdefault(BARE, bare[: len(self.tokens) - 1])
         return ProbeReading(
             name=probe.name,
             tokens=tokens,
@@ -223,6 +228,13 @@ class Behaviour:
             untempered=mine[at:] if probe.temperature != 1 else (),
             others=others,
         )
+
+    def _bare(self, tokens: Sequence[int]) -> list[float]:
+        """Logprobs of the model without its adapter; empty where it has none."""
+        if (off := self._trainable.untrained(self._policy.model)) is None:
+            return []
+        with off:
+            return self._policy.score(tokens)
 
     def _doubt(self, readings: Sequence[ProbeReading], noise: Noise, chance: float) -> str:
         """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
