@@ -37,7 +37,8 @@ from tandem.trainer import pack
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.trainer.rank_crew import RankCrew
-from tandem.trainer.step import Step
+from tandem.trainer.step import SingleRank, Step
+from tandem.trainer.work import LocalWork
 from tandem.types import UNKNOWN, Group, Rollout, Sample
 
 pytestmark = pytest.mark.slow
@@ -307,6 +308,10 @@ def masters_rounded(whole: Any) -> Any:
     return wrong
 
 
+async def not_folded(self: SingleRank) -> None:
+    """Weights stay those that the step began with."""
+
+
 def told_clipped(whole: Any) -> Any:
     async def wrong(self: Step, *args: Any) -> Any:
         told = await whole(self, *args)
@@ -452,7 +457,7 @@ OWN = [
     ),
     Defect(
         "merged weights stay behind between the updates of a step",
-        attribute(Step, "_pass", lambda w: lambda self, *a: setattr(self, "fold", lambda: None) or w(self, *a)),
+        attribute(SingleRank, "fold", lambda w: not_folded),
         (GRADIENT,),
         ("trainable.merged=true", "updates_per_batch=3"),
         source="lora",
@@ -645,7 +650,7 @@ def slightly_other(run: Callable[..., Any], *_: object) -> Callable[..., Any]:
 
 
 def support_ignored(whole: Any) -> Any:
-    def wrong(self: Step, micro: Micro, **more: Any) -> Any:
+    def wrong(self: LocalWork, micro: Micro, **more: Any) -> Any:
         kept = self.sampling
         self.sampling = dataclasses.replace(kept, top_p=1.0)
         try:
@@ -659,7 +664,7 @@ def support_ignored(whole: Any) -> Any:
 def whole_blocks_are_other(whole: Any) -> Any:
     """Rows that fill their blocks of 64 tokens are computed a little differently."""
 
-    def wrong(self: Step, micro: Micro, **more: Any) -> Any:
+    def wrong(self: LocalWork, micro: Micro, **more: Any) -> Any:
         logprobs_N, entropy_N = whole(self, micro, **more)
         return logprobs_N * (1.0 if len(micro.tokens_T) % 64 else 1.001), entropy_N
 
@@ -706,7 +711,7 @@ CUTS = [
     ),
     Defect(
         "rows that fill their blocks are computed otherwise",
-        attribute(Step, "_distribution", whole_blocks_are_other),
+        attribute(LocalWork, "_distribution", whole_blocks_are_other),
         (PADDING,),
     ),
     Defect(
@@ -730,7 +735,7 @@ CUTS = [
     ),
     Defect(
         "the support is ignored",
-        attribute(Step, "_distribution", support_ignored),
+        attribute(LocalWork, "_distribution", support_ignored),
         (GRADIENT,),
         ("sampling.top_p=0.8",),
     ),
