@@ -359,16 +359,17 @@ def test_tokens_carry_the_exact_version_that_sampled_them(served: Served, norm: 
     """The boundary between versions is told to the token: its logprob is that version's and no other's."""
     factors = {served.publish(lambda: None): 1.0}
     with ThreadPoolExecutor() as pool:
-        futures = flying(served, pool, 4, 200)
+        futures = flying(served, pool, 4, 480)
         for by in (1.5, 0.4, 2.5):
-            time.sleep(0.15)
+            enough = served.sampled() + 40
+            until(lambda enough=enough: served.sampled() >= enough, "tokens between two publishes")  # type: ignore[misc]
             before = factors[served.step]
             factors[served.publish(scale(norm, by))] = before * by
         answers = [future.result() for future in futures]
     crossed = 0
     for i, found in enumerate(answers):
         (spans,), (tokens,), logprobs = found["versions"], found["token_ids"], given(found)
-        assert sum(count for _, count in spans) == len(tokens) == 200
+        assert sum(count for _, count in spans) == len(tokens) == 480
         assert [step for step, _ in spans] == sorted({step for step, _ in spans})
         crossed += len(spans) - 1
         start = 0
