@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from nursery import Nursery
 
 # Read by torch, tokenizers and the hub when they load; child processes inherit them. More threads would only
 # add noise: the models of these tests are tiny, and sums over a fixed number of threads are repeatable.
@@ -151,6 +153,13 @@ def _byte_tokenizer(context: int):  # type: ignore[no-untyped-def]
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random model and its tokenizer, as ``from_pretrained`` takes it. Never write into it."""
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts whole runs as processes of their own without their imports."""
+    with Nursery() as nursery:
+        yield nursery
 
 
 @pytest.fixture(scope="session")

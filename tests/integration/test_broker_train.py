@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,12 @@ from integration.vllm_runs import (
     rollouts,
     same_logprobs,
 )
+from nursery import Forked, Nursery
 
 from tandem.broker.client import Connection, EnvClient
 from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
 
 KEYS = {"TANDEM_ENGINE_KEY": "engine-key", "TANDEM_BROKER_KEY": "trainer-key", "TANDEM_BROKER_ENV_KEY": "env-key"}
-TANDEM = (sys.executable, "-m", "tandem")
 SIZE = 4
 
 
@@ -43,26 +42,28 @@ class Place:
     """A folder, and the processes that were started in it."""
 
     path: Path
+    nursery: Nursery
     url: str = ""
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    started: list[Forked | subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, name: str, *words: str, program: Sequence[str] = TANDEM) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *words: str) -> Forked:
+        """``tandem`` with these words."""
+        environment = {**os.environ, **KEYS, "PYTHONPATH": str(Path(__file__).parents[1])}
+        process = self.nursery.start(words, cwd=self.path, out=self.path / f"{name}.log", environment=environment)
+        self.started.append(process)
+        return process
+
+    def start_program(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        """Another's program."""
         with (self.path / f"{name}.log").open("ab") as said:
-            process = subprocess.Popen(
-                [*program, *words],
-                cwd=self.path,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **KEYS, "PYTHONPATH": str(Path(__file__).parents[1])},
-                start_new_session=True,
-            )
+            process = subprocess.Popen(words, cwd=self.path, stdout=said, stderr=said, start_new_session=True)
         self.started.append(process)
         return process
 
     def said(self, name: str) -> str:
         return (self.path / f"{name}.log").read_text()
 
-    def until(self, condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], process: Forked, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert process.poll() is None, f"it ended by itself: {self.logs()}"
@@ -72,7 +73,7 @@ class Place:
     def logs(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.path.glob("*.log"))
 
-    def broker(self) -> subprocess.Popen[bytes]:
+    def broker(self) -> Forked:
         port = int(self.url.rpartition(":")[2]) if self.url else free_port()
         self.url = f"http://127.0.0.1:{port}"
         before = len(self.said("broker")) if (self.path / "broker.log").exists() else 0
@@ -89,8 +90,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path)
+def place(nursery: Nursery, tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path, nursery)
     yield place
     for process in place.started:
         process.kill()
@@ -192,7 +193,7 @@ def test_kill_9_of_trainer_and_broker_loses_and_doubles_nothing(place: Place, ti
 def test_a_trainer_at_atropos_own_server(place: Place, tiny_model: Path) -> None:
     port = free_port()
     place.url = f"http://127.0.0.1:{port}"
-    server = place.start("broker", "--port", str(port), program=[str(atropos_python().parent / "run-api")])
+    server = place.start_program("broker", str(atropos_python().parent / "run-api"), "--port", str(port))
     path = train_recipe(place, tiny_model, broker=place.url, sampling={"temperature": 0.7})
     trainer = place.start("train", "train", str(path))
     asyncio.run(hand_in(place.url, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 from compat_cases import axolotl_files, swift_files
 from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
+from nursery import Nursery
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -55,27 +57,39 @@ def free_port() -> int:
         return port
 
 
-def run(place: Path, *commands: Sequence[str], environs: Sequence[Mapping[str, str]] = ({},)) -> list[str]:
-    """What the commands print, all of which run side by side and end well."""
+def environment(**own: str) -> dict[str, str]:
+    """That of a shell which no launcher has started."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
-    here = plain | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    started = [
-        subprocess.Popen(
-            command, cwd=place, env=here | dict(environ), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for command, environ in zip(commands, environs, strict=True)
-    ]
-    try:
-        printed = [process.communicate(timeout=240)[0] for process in started]
-    finally:
+    return plain | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | own
+
+
+def run(place: Path, *command: str, **own: str) -> str:
+    """What a launcher's command prints, which ends well."""
+    done = subprocess.run(
+        command, cwd=place, env=environment(**own), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def tandem(nursery: Nursery, place: Path, words: Sequence[str], *environs: Mapping[str, str]) -> None:
+    """Processes of one command line, each with an environment of its own, which run side by side and end well."""
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                nursery.start(words, cwd=place, out=subprocess.PIPE, environment=environment(**environ))
+            )
+            for environ in environs
+        ]
         for process in started:
-            process.kill()
+            stack.callback(process.kill)
+        printed = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(printed)
-    return printed
 
 
 def train(name: str, *more: str) -> list[str]:
-    return ["-m", "tandem", "train", "recipe.yaml", f"name={name}", *more]
+    return ["train", "recipe.yaml", f"name={name}", *more]
 
 
 def weights(place: Path, name: str) -> dict[str, Any]:
@@ -91,20 +105,20 @@ def same(place: Path, name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reference(place: Path) -> Path:
+def reference(nursery: Nursery, place: Path) -> Path:
     """A run that started its second rank itself; its weights have moved."""
-    run(place, [sys.executable, *train("reference", "ranks=2")])
+    tandem(nursery, place, train("reference", "ranks=2"), {})
     before = load_file(place / "tiny/model.safetensors")
     assert any(not weights(place, "reference")[key].equal(before[key]) for key in before)
     return place
 
 
 def test_torchrun_gives_the_same_bits(reference: Path) -> None:
-    run(reference, [*TORCHRUN, str(free_port()), *train("torchrun")])
+    run(reference, *TORCHRUN, str(free_port()), "-m", "tandem", *train("torchrun"))
     assert same(reference, "torchrun")
 
 
-def test_srun_gives_the_same_bits(reference: Path) -> None:
+def test_srun_gives_the_same_bits(nursery: Nursery, reference: Path) -> None:
     """With the variables that srun sets for two tasks of one host; SLURM itself is not here."""
     step = {
         "SLURM_NTASKS": "2",
@@ -114,14 +128,13 @@ def test_srun_gives_the_same_bits(reference: Path) -> None:
         "MASTER_PORT": str(free_port()),
     }
     tasks = [step | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
-    command = [sys.executable, *train("srun", "ranks=2")]
-    run(reference, command, command, environs=tasks)
+    tandem(nursery, reference, train("srun", "ranks=2"), *tasks)
     assert same(reference, "srun")
 
 
 def test_ranks_that_disagree_with_the_launcher_end_the_run(reference: Path) -> None:
     with pytest.raises(AssertionError, match=r"ranks: 3, but torchrun started 2 processes"):
-        run(reference, [*TORCHRUN, str(free_port()), *train("disagree", "ranks=3")])
+        run(reference, *TORCHRUN, str(free_port()), "-m", "tandem", *train("disagree", "ranks=3"))
 
 
 QUICK = (
@@ -166,7 +179,7 @@ def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(shared: dict[str, Any],
         **shared,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(options))
-    (printed,) = run(tmp_path, [*TORCHRUN, str(free_port()), "-m", "tandem", "train", "config.yaml", *QUICK])
+    printed = run(tmp_path, *TORCHRUN, str(free_port()), "-m", "tandem", "train", "config.yaml", *QUICK)
     assert "ranks: 2; a step has" in printed
     assert list(metrics(tmp_path / "runs/run")) == [1, 2]
     assert [len(lines(tmp_path / f"runs/run/rollouts/{step:06d}.jsonl")) for step in (1, 2)] == [8, 8]
@@ -183,8 +196,7 @@ def test_ms_swifts_command_line_starts_its_own_ranks(tmp_path: Path) -> None:
         "--train_type full --per_device_train_batch_size 4 --max_completion_length 6 --max_steps 2 --beta 0 "
         "--torch_dtype float32 --deepspeed zero2 --output_dir runs --run_name run"
     )
-    command = [sys.executable, "-m", "tandem", "swift", "rlhf", *line.split(), "threads=1"]
-    run(tmp_path, command, environs=[{"NPROC_PER_NODE": "2"}])
+    run(tmp_path, sys.executable, "-m", "tandem", "swift", "rlhf", *line.split(), "threads=1", NPROC_PER_NODE="2")
     assert list(metrics(tmp_path / "runs/run")) == [1, 2]
     assert [len(lines(tmp_path / f"runs/run/rollouts/{step:06d}.jsonl")) for step in (1, 2)] == [8, 8]
     assert (tmp_path / "runs/run/logs/rank-1.log").exists()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nursery import Forked, Nursery
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,13 +39,11 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def training(folder: Path, target: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def training(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> Iterator[Forked]:
     """A trainer under way."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "tandem", "train", str(target), *overrides],
-        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
+    words = ["train", str(target), *overrides]
+    with nursery.start(words, cwd=folder, out=subprocess.PIPE, environment=env) as process:
         try:
             yield process
         finally:
@@ -66,8 +64,8 @@ def recipe(folder: Path, model: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def trained(folder: Path, target: Path, *overrides: str) -> None:
-    with training(folder, target, *overrides) as process:
+def trained(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> None:
+    with training(nursery, folder, target, *overrides) as process:
         out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
 
@@ -76,13 +74,15 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_ranks_train_as_one_process_and_a_run_goes_on_with_another_number(model: Path, tmp_path: Path) -> None:
+def test_ranks_train_as_one_process_and_a_run_goes_on_with_another_number(
+    nursery: Nursery, model: Path, tmp_path: Path
+) -> None:
     """Two ranks, then three, then one, against one process all along."""
-    trained(tmp_path, recipe(tmp_path, model, "alone"))
-    trained(tmp_path, recipe(tmp_path, model, "several", ranks=2, steps=2))
+    trained(nursery, tmp_path, recipe(tmp_path, model, "alone"))
+    trained(nursery, tmp_path, recipe(tmp_path, model, "several", ranks=2, steps=2))
     run = tmp_path / "runs" / "several"
-    trained(tmp_path, run, "steps=3", "ranks=3")
-    trained(tmp_path, run, "steps=4", "ranks=1")
+    trained(nursery, tmp_path, run, "steps=3", "ranks=3")
+    trained(nursery, tmp_path, run, "steps=4", "ranks=1")
     alone = tmp_path / "runs" / "alone"
     for mine, theirs in zip(rows(run), rows(alone), strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy", "kl_behavior"):
@@ -126,8 +126,10 @@ def wait_for_steps(run: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_follower_that_is_lost_ends_the_run_by_name(model: Path, tmp_path: Path, how: signal.Signals) -> None:
-    with training(tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
+def test_a_follower_that_is_lost_ends_the_run_by_name(
+    nursery: Nursery, model: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    with training(nursery, tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
         follower = follower_of(lead.pid)
         wait_for_steps(tmp_path / "runs/run")
         os.kill(follower.pid, how)
@@ -140,8 +142,8 @@ def test_a_follower_that_is_lost_ends_the_run_by_name(model: Path, tmp_path: Pat
     assert not alive_after(*follower)
 
 
-def test_a_follower_ends_when_the_lead_is_killed(model: Path, tmp_path: Path) -> None:
-    with training(tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
+def test_a_follower_ends_when_the_lead_is_killed(nursery: Nursery, model: Path, tmp_path: Path) -> None:
+    with training(nursery, tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
         follower = follower_of(lead.pid)
         wait_for_steps(tmp_path / "runs/run")
         lead.kill()
@@ -152,8 +154,10 @@ def test_a_follower_ends_when_the_lead_is_killed(model: Path, tmp_path: Path) ->
     assert "lost the lead, rank 0" in (tmp_path / "runs/run/logs/rank-1.log").read_text()
 
 
-def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
-    with training(tmp_path, recipe(tmp_path, model, "run", ranks=2, optimizer="adafactor")) as process:
+def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(
+    nursery: Nursery, model: Path, tmp_path: Path
+) -> None:
+    with training(nursery, tmp_path, recipe(tmp_path, model, "run", ranks=2, optimizer="adafactor")) as process:
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "ranks: 2 cannot go with optimizer" in out

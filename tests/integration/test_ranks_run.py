@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from nursery import Nursery
 from safetensors.torch import load_file
 
 RECIPE: dict[str, Any] = {
@@ -37,7 +37,7 @@ CLOSE = 3e-6
 
 
 @pytest.fixture(scope="module")
-def train(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "marks.py").write_text(REWARD)
 
@@ -45,11 +45,9 @@ def train(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         recipe = folder / f"{name}.yaml"
         recipe.write_text(yaml.safe_dump({**RECIPE, "model": str(tiny_model), "runs": str(folder), "name": name}))
         what = folder / name if resume else recipe
-        done = subprocess.run(
-            [sys.executable, "-m", "tandem", "train", str(what), *overrides],
-            cwd=folder, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE) as process:
+            said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
         return folder / name
 
     return run

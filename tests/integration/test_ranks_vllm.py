@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from conftest import build_tiny_model
 from integration import vllm_runs as vllm
+from nursery import Nursery
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
@@ -32,7 +32,7 @@ def wide_model(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("trainable", ["full", "lora", "merged"])
-def test_two_pairs_train_publish_and_prove(tmp_path: Path, trainable: str) -> None:
+def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, trainable: str) -> None:
     """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
     model = wide_model(tmp_path)
     kind: Any = "full" if trainable == "full" else {"kind": "lora", "rank": 8, "merged": trainable == "merged"}
@@ -43,11 +43,9 @@ def test_two_pairs_train_publish_and_prove(tmp_path: Path, trainable: str) -> No
     recipe.write_text(render(options), encoding="utf-8")
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem", "train", str(recipe)],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    with nursery.start(["train", str(recipe)], cwd=tmp_path, out=subprocess.PIPE, environment=env) as process:
+        said, _ = process.communicate(timeout=540)
+    assert process.returncode == 0, said
     run = tmp_path / "runs" / "pairs"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = [event for event in events if event["event"] == "published"]

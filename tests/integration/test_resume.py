@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,13 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
+from nursery import Forked, Nursery
 from tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
-
-from stalls_fork import Nursery
 
 REWARD = '''
 import os, time
@@ -57,20 +53,20 @@ RECIPE: dict[str, Any] = {
 class Started:
     """A run in a process of its own."""
 
-    nursery: Nursery
-    pid: int
+    process: Forked
     folder: Path
     output: Path
-    _code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def said(self) -> str:
         return self.output.read_text()
 
     def code(self) -> int | None:
         """How it ended, negative by a signal; None while it runs."""
-        if self._code is None and not _alive(self.pid):
-            self._code = self.nursery.code(self.pid)
-        return self._code
+        return self.process.poll()
 
     def until(self, condition: Callable[[], bool], seconds: float = 90) -> None:
         """Wait for something to happen in its folder."""
@@ -136,8 +132,9 @@ class Place:
         nursery = self.nurseries[target.startswith("runs/")]
         output = self.path / f"{name}-{len(self.started)}.txt"
         words = ["train", target, *overrides]
-        pid = nursery.start(words, out=output, environment={"SLOW": str(slow)}, cwd=self.path)
-        self.started.append(Started(nursery, pid, self.path / "runs" / name, output))
+        environment = {**os.environ, "SLOW": str(slow)}
+        process = nursery.start(words, out=output, environment=environment, cwd=self.path)
+        self.started.append(Started(process, self.path / "runs" / name, output))
         return self.started[-1]
 
     def run(self, *arguments: str, name: str) -> Path:

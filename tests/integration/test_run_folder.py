@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
-
-from stalls_fork import Nursery
+from nursery import Forked, Nursery
 
 REWARD = """
 import time
@@ -53,8 +48,8 @@ class Place:
     def run(self) -> Path:
         return self.path / "runs" / "a"
 
-    def start(self, *words: str, out: str = "out.txt") -> int:
-        return self.nursery.start(["train", *words], out=self.path / out, environment={}, cwd=self.path)
+    def start(self, *words: str, out: str = "out.txt") -> Forked:
+        return self.nursery.start(["train", *words], out=self.path / out, cwd=self.path)
 
     def said(self, out: str = "out.txt") -> str:
         return (self.path / out).read_text()
@@ -69,23 +64,9 @@ class Place:
         file = self.run / "metrics.jsonl"
         return len(file.read_bytes().splitlines()) if file.exists() else 0
 
-    def code(self, pid: int) -> int:
-        codes: list[int] = []
-
-        def ended() -> bool:
-            if (code := self.nursery.code(pid)) is not None:
-                codes.append(code)
-            return bool(codes)
-
-        self.until(ended)
-        return codes[0]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery(os.environ)
-    yield nursery
-    nursery.close()
+    def code(self, run: Forked) -> int:
+        self.until(lambda: run.poll() is not None)
+        return run.wait()
 
 
 @pytest.fixture
@@ -101,12 +82,12 @@ def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_none(place: Place) 
     place.until(lambda: place.steps() >= 1)
     second = place.start("runs/a", out="second.txt")
     assert place.code(second) == 2
-    assert f"pid {first} on " in place.said("second.txt")
+    assert f"pid {first.pid} on " in place.said("second.txt")
     assert "is at work in runs/a: a run has one trainer at a time" in place.said("second.txt")
     assert "Traceback" not in place.said("second.txt")
     before = place.steps()
     place.until(lambda: place.steps() > before)
-    os.kill(first, signal.SIGKILL)
+    first.kill()
     assert place.code(first) == -signal.SIGKILL
     third = place.start("runs/a", "steps=2", out="third.txt")
     assert place.code(third) == 0, place.said("third.txt")
@@ -115,14 +96,14 @@ def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_none(place: Place) 
 @pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True], ids=["deleted", "moved"])
 def test_a_run_whose_folder_is_gone_is_an_error(place: Place, moved: bool) -> None:
-    pid = place.start("recipe.yaml", "steps=100000")
+    run = place.start("recipe.yaml", "steps=100000")
     place.until(lambda: place.steps() >= 1)
     if moved:
         place.run.rename(place.path / "elsewhere")
     else:
         aside = place.run.rename(place.path / "gone")
         shutil.rmtree(aside)
-    assert place.code(pid) == 1
+    assert place.code(run) == 1
     assert "the run's folder runs/a was deleted or moved while the run was going on" in place.said()
     assert "Traceback" not in place.said()
     assert "done:" not in place.said()
@@ -133,37 +114,37 @@ def test_a_run_whose_folder_is_gone_is_an_error(place: Place, moved: bool) -> No
 def test_a_sighup_saves_however_many_come_and_one_that_is_ignored_stays_ignored(place: Place) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        nohup = Nursery(os.environ)
-        pid = nohup.start(["train", "recipe.yaml"], out=place.path / "out.txt", environment={}, cwd=place.path)
+        nohup = Nursery()
+        run = nohup.start(["train", "recipe.yaml"], out=place.path / "out.txt", cwd=place.path)
         place.until(lambda: place.steps() >= 1)
-        os.kill(pid, signal.SIGHUP)
+        run.send_signal(signal.SIGHUP)
         reached = place.steps()
         place.until(lambda: place.steps() >= reached + 3)
-        os.kill(pid, signal.SIGTERM)
-        place.until(lambda: nohup.code(pid) == 130)
+        run.send_signal(signal.SIGTERM)
+        place.until(lambda: run.poll() == 130)
         nohup.close()
     finally:
         signal.signal(signal.SIGHUP, before)
-    pid = place.start("runs/a", out="again.txt")
+    run = place.start("runs/a", out="again.txt")
     reached = place.steps()
     place.until(lambda: place.steps() > reached)
     for _ in range(3):  # the kernel's, the shell's and the multiplexer's
-        os.kill(pid, signal.SIGHUP)
+        run.send_signal(signal.SIGHUP)
         time.sleep(0.02)
-    assert place.code(pid) == 130, place.said("again.txt")
+    assert place.code(run) == 130, place.said("again.txt")
     saved = sorted(path.name for path in (place.run / "checkpoints").iterdir())
     assert int(saved[-1]) == place.steps()
 
 
 @pytest.mark.slow
 def test_sigquit_writes_stacks_and_saves(place: Place) -> None:
-    pid = place.start("recipe.yaml")
+    run = place.start("recipe.yaml")
     place.until(lambda: place.steps() >= 1)
-    os.kill(pid, signal.SIGQUIT)
-    assert place.code(pid) == 130, place.said()
+    run.send_signal(signal.SIGQUIT)
+    assert place.code(run) == 130, place.said()
     assert "everything is saved; go on with: tandem train runs/a" in place.said()
     stacks = (place.run / "logs" / "stacks.txt").read_text()
-    assert f"== stacks of process {pid}" in stacks
+    assert f"== stacks of process {run.pid}" in stacks
     assert "-- task" in stacks
     events = [json.loads(line)["event"] for line in (place.run / "events.jsonl").read_text().splitlines()]
     assert events[-1] == "interrupted"

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nursery import Nursery
 from tiers import long_but
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
-from stalls import measure, nursery
+from stalls import measure
 from stalls_cases import CASES
-from stalls_fork import Nursery
 
 QUICK = ("lost rollout", "compute thread in native code", "broker never answers", "engine ends as it starts")
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Nursery]:
-    made = nursery()
-    yield made
-    made.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_but(QUICK, "engine ends as it starts"))
-def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, forks: Nursery) -> None:
+def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, nursery: Nursery) -> None:
     (case,) = (case for case in CASES if case.name == name)
-    outcome = measure(case, tmp_path / "place", tiny_model, forks)
+    outcome = measure(case, tmp_path / "place", tiny_model, nursery)
     assert outcome.right, outcome
 
 

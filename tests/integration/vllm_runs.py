@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from nursery import Nursery
 
 REPOSITORY = Path(__file__).parents[2]
 FORKING = Path(__file__).with_name("forking-python")
@@ -249,27 +250,20 @@ def serving(place: Path, environment: Mapping[str, str] = os.environ) -> Iterato
 class Trainer:
     """``tandem train`` in a process of its own, in a folder of its own."""
 
-    def __init__(self, place: Path, target: str, *overrides: str):
+    def __init__(self, nursery: Nursery, place: Path, target: str, *overrides: str):
         self.place, self.folder = place, place / "runs" / "run"
         self._said = place / "said.txt"
-        with self._said.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tandem", "train", target, *overrides],
-                cwd=place,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
+        self.process = nursery.start(["train", target, *overrides], cwd=place, out=self._said)
 
     @classmethod
-    def fresh(cls, place: Path, model: Path, **changes: Any) -> Trainer:
+    def fresh(cls, nursery: Nursery, place: Path, model: Path, **changes: Any) -> Trainer:
         """A run of several steps whose rewards are slow, and of which anything may be killed."""
         place.mkdir(parents=True, exist_ok=True)
         (place / "marks.py").write_text(SLOW)
         slow = {"rewards": {"marks:letters": 1.0}, "sampling": {"max_tokens": 64}, "engine": engine(forks=False)}
         options = recipe(model, Path("runs"), **{**slow, **changes})
         (place / "recipe.yaml").write_text(yaml.safe_dump(options))
-        return cls(place, "recipe.yaml")
+        return cls(nursery, place, "recipe.yaml")
 
     def said(self) -> str:
         return self._said.read_text()

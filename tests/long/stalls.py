@@ -10,7 +10,6 @@ otherwise this exits with 1. Runs on a CPU, needs no vLLM.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -33,12 +32,18 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import build_tiny_model  # type: ignore[import-not-found]
+from nursery import Nursery  # type: ignore[import-not-found]
 from stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
-from stalls_fork import Nursery
 
 from tandem.engines.vllm.client.process import free_port
 
 HERE = Path(__file__).parent
+COMMON = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+}
+"""Environment of all cases."""
 SLACK = 10.0
 """Seconds after its deadline within which a stall has to be told."""
 LIMIT = 150.0
@@ -114,7 +119,8 @@ class Place:
         return self.folder / "run"
 
     def environment(self, *, stalls: bool, tag: str) -> dict[str, str]:
-        return {"STALL": self.case.name if stalls else "", "STALL_MARK": str(self.mark), "STALL_TAG": tag}
+        stall = {"STALL": self.case.name if stalls else "", "STALL_MARK": str(self.mark), "STALL_TAG": tag}
+        return {**os.environ, **COMMON, **stall}
 
     @contextmanager
     def helped(self, *, stalls: bool) -> Iterator[None]:
@@ -122,15 +128,15 @@ class Place:
         if not self.case.helper:
             yield
             return
-        words = ["serve", self.case.helper, str(self.port)]
+        words = [self.case.helper, str(self.port)]
         env = self.environment(stalls=stalls, tag="helper")
-        server = self.nursery.start(words, out=self.folder / "helper.log", environment=env, cwd=self.folder)
+        log = self.folder / "helper.log"
+        server = self.nursery.start(words, module="stalls_server", out=log, environment=env, cwd=self.folder)
         try:
-            _until(lambda: _listens(self.port) or self.nursery.code(server) is not None, LIMIT)
+            _until(lambda: _listens(self.port) or server.poll() is not None, LIMIT)
             yield
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(server, signal.SIGKILL)
+            server.kill()
 
     def train(self, target: Path, *, stalls: bool) -> tuple[int | None, list[tuple[float, str]]]:
         """Run it; exit code, None if it was killed, and each line that it wrote, with the time."""
@@ -144,17 +150,17 @@ class Place:
         def over() -> bool:
             lines = out.read_text(errors="replace").splitlines() if out.exists() else []
             said.extend((time.time(), line) for line in lines[len(said) :])
-            code[0] = self.nursery.code(run)
+            code[0] = run.poll()
             return code[0] is not None
 
         if stalls and case.stop:
             _until(lambda: (self.run / "vitals.json").exists() or over(), LIMIT)
-            os.kill(run, signal.SIGSTOP)
+            run.send_signal(signal.SIGSTOP)
             time.sleep(case.stop)
-            os.kill(run, signal.SIGCONT)
+            run.send_signal(signal.SIGCONT)
         _until(over, LIMIT)
         if code[0] is None:
-            os.kill(run, signal.SIGKILL)
+            run.kill()
             return None, said
         lines = out.read_text(errors="replace").splitlines()
         return code[0], [*said, *((time.time(), line) for line in lines[len(said) :])]
@@ -166,13 +172,6 @@ class Place:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return len(left)
-
-
-def nursery() -> Nursery:
-    """Where runs come from."""
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    return Nursery({**os.environ, **own})
 
 
 def measure(case: Case, folder: Path, model: Path, nursery: Nursery) -> Outcome:
@@ -310,14 +309,13 @@ def main() -> None:
     model = root / "tiny"
     if not model.exists():
         build_tiny_model(model)
-    outcomes, forks = [], nursery()
-    with ThreadPoolExecutor(asked.at_once) as pool:
+    outcomes = []
+    with Nursery(os.environ | COMMON) as forks, ThreadPoolExecutor(asked.at_once) as pool:
         folders = (root / re.sub(r"\W+", "-", case.name).strip("-") for case in chosen)
         runs = [pool.submit(measure, case, folder, model, forks) for case, folder in zip(chosen, folders, strict=True)]
         for run in runs:
             outcomes.append(run.result())
             show(outcomes[-1])
-    forks.close()
     if asked.json:
         asked.json.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     wrong = [outcome.name for outcome in outcomes if not outcome.right]
