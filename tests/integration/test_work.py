@@ -225,7 +225,7 @@ def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> 
 
     code, out, err, groups, envs = asyncio.run(go())
     assert code == 0, err
-    assert groups + out.count("zero_variance") > 0
+    assert groups + out.count("zero-variance") > 0
     assert f"ended: {groups} groups sent" in out
     assert "finishing 3 groups" in err
     assert envs == 0, "it leaves the broker"

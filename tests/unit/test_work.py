@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
 from tandem.broker.client import Connection, EnvClient
-from tandem.broker.producer import IN_A_ROW, PlayPace, Producer, TaskShuffle
+from tandem.broker.producer import IN_A_ROW, GroupTally, PlayPace, Producer, TaskShuffle
 from tandem.broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem.broker.remote_engine import RemoteEngine, RemoteEngines, native
 from tandem.cli import _work_recipe, work
@@ -329,6 +330,11 @@ def test_groups_that_teach_nothing_are_not_handed_in(rewards: Any, fate: str) ->
             assert broker.groups == []
 
     run(go())
+
+
+def test_the_line_for_a_person_says_zero_variance_as_a_person_does() -> None:
+    tally = GroupTally(groups=Counter(sent=96, zero_variance=31, failed=1))
+    assert tally.line() == "96 groups sent (31 zero-variance, 1 failed)"
 
 
 def test_flat_groups_may_be_wanted() -> None:

@@ -64,8 +64,9 @@ class GroupTally:
 
     def line(self) -> str:
         """In words, for a person."""
+        words = {"zero_variance": "zero-variance"}
         fates = ("zero_variance", "failed", "refused", "lost", "dropped")
-        others = ", ".join(f"{self.groups[fate]} {fate}" for fate in fates if self.groups[fate])
+        others = ", ".join(f"{self.groups[fate]} {words.get(fate, fate)}" for fate in fates if self.groups[fate])
         return f"{self.groups['sent']} groups sent" + (f" ({others})" if others else "")
 
 

@@ -180,6 +180,30 @@ class Stopped(Exception):
     """The engine refuses requests: its weights are unverified, after a failed publish or an expired pause."""
 
 
+class StandstillClock:
+    """Seconds in which the scheduler stood still, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """The scheduler stands still from now on; where it did already, since then."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def end(self) -> None:
+        """It goes on."""
+        if self._since is not None:
+            self._seconds += time.monotonic() - self._since
+            self._since = None
+
+    def take(self) -> float:
+        """Seconds of all that has ended, which count no more."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 class Frontend:
     """Generation, pauses and policy versions over vLLM's asynchronous engine, shared by all routes."""
 
@@ -200,8 +224,7 @@ class Frontend:
         self._generation_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
         self.lease = PauseLease(self.stop)
         self._broken_off = asyncio.Event()
-        self._paused_at = 0.0
-        self._stood_still = 0.0
+        self._standstill = StandstillClock()
         self._version_set: int | None = None
         self._coming: int | None = None
         self._room = PrefillRoom()
@@ -244,7 +267,7 @@ class Frontend:
             self._room = PrefillRoom() if self.places.running else self._scheduler.room()
             # For those that there is room for now.
             asyncio.get_running_loop().call_later(ANSWERED, lambda: self._turn(self.state))
-            self._paused_at = self._paused_at or time.monotonic()
+            self._standstill.begin()
             return before
 
     async def still(self) -> None:
@@ -259,7 +282,7 @@ class Frontend:
             serves = self.state == "serving"
             if serves:
                 await self._scheduler.pause()
-                self._paused_at = time.monotonic()
+                self._standstill.begin()
             try:
                 yield
             finally:
@@ -316,8 +339,7 @@ class Frontend:
             self._name_generation()
             self.lease.end()
             self._turn("serving")
-            still, self._stood_still = self._stood_still, 0.0
-            return still
+            return self._standstill.take()
 
     def _name_generation(self) -> None:
         """Requests that ask for an adapter by name are of the generation in which it was stamped."""
@@ -414,8 +436,7 @@ class Frontend:
 
     async def _go_on(self) -> None:
         await self._scheduler.go_on()
-        self._stood_still += time.monotonic() - self._paused_at
-        self._paused_at = 0.0
+        self._standstill.end()
 
     def _turn(self, state: State) -> None:
         """Take a state, and have all who wait for one look again, in one turn of the event loop."""
